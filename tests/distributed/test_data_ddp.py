@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset as HubDataset
+from datasets.distributed import split_dataset_by_node
 from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from hftrain import Seq2SeqTrainingArguments, Trainer, set_seed
+from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 from hftrain.core.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
@@ -251,30 +254,91 @@ def test_samplers_of_the_user_are_shared_out(tmp_path: Path, run_distributed: An
 # -- loaders that accelerate has prepared ------------------------------------------------------------------------------
 
 
-def shuffle_by_rank(folder: str) -> list[int]:
-    """Train with a generator that each rank seeds in its own way, and return the rows of this rank."""
+class Parts(Trainer):
+    """Reads, from each of its hooks, the part of this rank as a plain loader."""
+
+    def part(self, data: Any) -> Any:
+        rank, world_size = self.args.process_index, self.args.world_size
+        if isinstance(data, IterableDataset):
+            return DataLoader(split_dataset_by_node(data, rank, world_size), batch_size=2)
+        generator = torch.Generator().manual_seed(rank)
+        mine = Subset(data, range(rank, len(data), world_size))
+        return DataLoader(mine, batch_size=2, shuffle=True, generator=generator)
+
+    def get_train_dataloader(self) -> Any:
+        return self.part(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.part(self.eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self.part(test_dataset)
+
+
+class Inherited(Trainer):
+    """Passes on what the base class returns."""
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return super().get_eval_dataloader(eval_dataset)
+
+
+def read(folder: str, *, kind: str) -> dict[str, Any]:
+    """Train an epoch and predict through overridden hooks; return the rows of this rank, and how many predictions."""
+    rows = make_rows(9)
+    hub = HubDataset.from_list([{name: value.tolist() for name, value in row.items()} for row in rows])
+    hub = hub.with_format("torch")
+    data: Any = {
+        "stream": lambda: hub.to_iterable_dataset(2),
+        "split": lambda: split_dataset_by_node(hub, int(os.environ["RANK"]), 2),
+        "halves": lambda: split_dataset_by_node(hub.select(range(8)), int(os.environ["RANK"]), 2),
+        "subset": lambda: Subset(rows, range(int(os.environ["RANK"]), 8, 2)),
+    }.get(kind, lambda: rows)()
     seen: list[int] = []
 
-    class Shuffling(Trainer):
-        def get_train_dataloader(self) -> Any:
-            generator = torch.Generator().manual_seed(self.args.process_index)
-            return DataLoader(rows, batch_size=2, shuffle=True, generator=generator)
+    class Note(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            model.register_forward_pre_hook(lambda _, args, kwargs: self.note(model, **kwargs), with_kwargs=True)
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            seen.extend(row_of(rows, x) for x in inputs["x"])
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+        def note(self, model: Any, x: Any, **kwargs: Any) -> None:
+            seen.extend(row_of(rows, each) for each in x if model.training)
 
-    rows = make_rows(8)
-    Shuffling(Net(), make_arguments(Path(folder), num_train_epochs=1), train_dataset=rows).train()
-    return seen
+    hooked = {"inherited": Inherited, "parts": Parts, "stream": Parts}.get(kind, Trainer)
+    arguments = make_arguments(Path(folder), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    trainer = hooked(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=[Note()])
+    try:
+        trainer.train()
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match="split before"):
+            trainer.evaluate()
+        return {"error": str(error)}
+    trainer.evaluate()
+    return {"seen": seen, "predictions": sorted(trainer.predict(data).label_ids.tolist())}
 
 
-def test_ranks_share_the_order_of_the_first_ones_generator(tmp_path: Path, run_distributed: Any) -> None:
-    first, second = run_distributed(shuffle_by_rank, folder=str(tmp_path))
-    generator = torch.Generator().manual_seed(0)
-    order = [int(batch) for batch in DataLoader(range(8), 1, shuffle=True, generator=generator)]
-    assert sorted(first + second) == list(range(8))
-    assert first == order[:2] + order[4:6]
+def read_each(folder: str) -> dict[str, Any]:
+    kinds = ("parts", "stream", "inherited", "split", "halves", "subset")
+    return {kind: read(f"{folder}/{kind}", kind=kind) for kind in kinds}
+
+
+def test_hooks_return_the_part_of_this_rank_as_it_is(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(read_each, folder=str(tmp_path))
+    labels = sorted(int(row["labels"]) for row in make_rows(9))
+    # In the order of each rank's own generator.
+    expected = []
+    for rank in (0, 1):
+        mine = range(rank, 9, 2)
+        generator = torch.Generator().manual_seed(rank)
+        expected.append([mine[int(i)] for i in DataLoader(range(len(mine)), 1, shuffle=True, generator=generator)][:4])
+    assert [first["parts"]["seen"], second["parts"]["seen"]] == expected
+    assert first["parts"]["predictions"] == first["stream"]["predictions"] == labels
+    assert not set(first["stream"]["seen"]) & set(second["stream"]["seen"])
+    assert not set(first["inherited"]["seen"]) & set(second["inherited"]["seen"])
+    for kind in ("split", "halves", "subset"):
+        assert "split before" in first[kind]["error"]
+        assert "split before" in second[kind]["error"]
 
 
 def prepare(accelerator: Any, data: Any, *, even: bool, dispatch: bool) -> Any:

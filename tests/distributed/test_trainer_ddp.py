@@ -174,25 +174,29 @@ def test_ddp_alone_in_one_process_and_in_bf16(tmp_path: Path, run_distributed: A
     assert both[0]["weights"] == both[1]["weights"]
 
 
-def override(folder: str) -> list[int]:
-    """Train with a loader that an override made for one process."""
+def override(folder: str, *, is_prepared: bool) -> list[int]:
+    """Train with a loader of all samples that an override made."""
     seen: list[int] = []
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(list(range(8)), batch_size=2)  # type: ignore[arg-type]
+            loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=2)
+            return self.accelerator.prepare(loader) if is_prepared else loader
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             seen.extend(inputs.tolist())
             return model(torch.ones(2, 4) * inputs[:, None], torch.zeros(2, dtype=torch.int64))[0]
 
-    Own(Net(), make_arguments(Path(folder), num_train_epochs=1)).train()
+    trainer = Own(Net(), make_arguments(Path(folder), num_train_epochs=1), train_dataset=list(range(8)))
+    with contextlib.nullcontext() if is_prepared else pytest.warns(UserWarning, match="reads all of the list"):
+        trainer.train()
     return seen
 
 
-def test_loader_of_an_override_is_shared_out(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(override, folder=str(tmp_path))
-    assert sorted(both[0] + both[1]) == list(range(8))
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_loader_of_an_override_is_read_as_it_is(tmp_path: Path, run_distributed: Any, is_prepared: bool) -> None:
+    both = run_distributed(override, folder=str(tmp_path), is_prepared=is_prepared)
+    assert sorted(both[0] + both[1]) == sorted(list(range(8)) * (1 if is_prepared else 2))
 
 
 def sum_over_tokens(folder: str, *, size: int, averages: bool) -> list[float]:

@@ -70,17 +70,20 @@ def samples_per_round(loader: Any, *, world_size: int) -> int | None:
     return part.batch_size * world_size // num_sharing if type(part) is BatchSampler else None
 
 
-def has_own_shares(loader: Any) -> bool:
+def has_own_shares(loader: Any, *, world_size: int) -> bool:
     """Return whether the data shards itself over ranks, so that the shares for other numbers of ranks are unknown.
 
-    The shares of hftrain and torch's `DistributedSampler` are known: each round takes the next samples of one order.
+    The shares of hftrain, accelerate and torch's `DistributedSampler` are known: each round takes the next samples of
+    one order.
     """
-    if isinstance(loader, DispatchLoader) or not is_plain_loader(loader):
+    if world_size == 1 or isinstance(loader, DispatchLoader) or not is_plain_loader(loader):
         return False
-    if isinstance(loader.dataset, IterableDataset):
-        return is_rank_aware(_innermost(loader.dataset))
-    sampler = _innermost(_batches_of(loader))
-    return is_rank_aware(sampler) and not isinstance(sampler, DistributedSampler)
+    part = loader.dataset if isinstance(loader.dataset, IterableDataset) else _batches_of(loader)
+    while _is_wrapper(part) or type(part) is BatchSampler:
+        if isinstance(part, BatchShardStream) or is_rank_aware(part):
+            return False
+        part = _inside(part)
+    return not isinstance(part, DistributedSampler)
 
 
 def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
@@ -153,12 +156,6 @@ def _name_inside(part: Any) -> str:
 
 def _inside(part: Any) -> Any:
     return getattr(part, _name_inside(part))
-
-
-def _innermost(part: Any) -> Any:
-    while _is_wrapper(part) or type(part) is BatchSampler:
-        part = _inside(part)
-    return part
 
 
 def _cannot_begin(what: str, offset: int) -> CheckpointError:

@@ -118,23 +118,28 @@ class ShardPlan:
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         return has_group and isinstance(dataset, IterableDataset)
 
+    def own(self, loader: Any) -> Any:
+        """Return what a rank reads of a loader that a hook returned, which is its own as it is.
+
+        For a loader from `Accelerator.prepare`, return the torch loader inside, which can be resumed exactly: to
+        train with accelerate's share of the data, to evaluate with hftrain's, which repeats no sample.
+        """
+        shared, whole = _unprepared(loader)
+        return shared if self.is_training or whole is loader else self.split(whole)
+
     def share(self, loader: Any) -> Any:
         """Give one rank its share of a loader that is the same on all ranks.
 
         Loaders that are already sharded are returned unchanged: hftrain's own, those with a `DistributedSampler` or its
-        like, and classes other than torch's `DataLoader`. For one from `Accelerator.prepare`, return the torch
-        loader inside, which can be resumed exactly: to train with accelerate's share of the data, to evaluate with
-        hftrain's, which repeats no sample. Random samplers without a generator get one; mutates them.
+        like, and classes other than torch's `DataLoader`. Those from `Accelerator.prepare`: see `own`. Random samplers
+        without a generator get one; mutates them.
 
         Raises:
             ConfigError: The loader cannot be split.
         """
-        shared, whole = _unprepared(loader)
-        if self.is_training and shared is not loader:
-            return shared
-        loader = loader if self.is_training else whole
-        is_made_for_ranks = isinstance(loader, RankLoader) or not issubclass(type(loader), DataLoader)
-        return loader if is_made_for_ranks else self.split(loader)
+        own = self.own(loader)
+        is_whole = own is loader and not isinstance(loader, RankLoader) and issubclass(type(loader), DataLoader)
+        return self.split(loader) if is_whole else own
 
     def split(self, loader: Any) -> Any:
         """Shard a torch loader that is not sharded yet; see `share`."""

@@ -137,5 +137,5 @@ class ShardedBatches:
             "samples": len(dataset) if has_length(dataset) else None,
             "data_seed": self._seed,
             "drop_last": getattr(self._loader, "drop_last", None),
-            "own_shares": has_own_shares(self._loader),
+            "own_shares": has_own_shares(self._loader, world_size=world_size),
         }

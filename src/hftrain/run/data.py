@@ -8,6 +8,7 @@ from typing import Any
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.states import resumable_loader
 from hftrain.data.workers import WorkerDeaths
 from hftrain.strategies.base import Strategy
@@ -54,5 +55,7 @@ class RunData:
         feed = TrainFeed(loader, seed=seed)
         if strategy.world_size > 1:
             main = strategy.broadcast_object(feed.own_seeds)
-            feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]
+            # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.
+            if any(map(is_rank_aware, samplers_of(loader))):
+                feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]
         return feed

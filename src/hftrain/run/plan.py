@@ -222,7 +222,7 @@ def find_geometry(
         # 0: in the order of the dataset.
         "grouping": grouping.batch_size if grouping else 0 if args.train_sampling_strategy == "sequential" else None,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
-        "own_shares": has_own_shares(loader),
+        "own_shares": has_own_shares(loader, world_size=num_readers),
         "precision": policy.name,
         # None: an engine keeps its own copies, which depend on the precision.
         "weights_dtype": None if Owns.CASTING in strategy.owns else str(policy.param_dtype),

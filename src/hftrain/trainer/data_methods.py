@@ -19,6 +19,7 @@ from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.sharding import ShardPlan
+from hftrain.data.shares import check_shares
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.evaluation import check_cadences
@@ -239,9 +240,12 @@ class DataMethods(FileMethods):
         return shard_plan(self.args, rank=rank, world_size=world_size, is_training=is_training, is_own=is_own)
 
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
-        """Return this rank's share of a loader, also of one from an override: unsharded, or prepared by accelerate."""
+        """Return what this rank reads of a loader that a hook returned. Collective."""
         check_loader(loader)
-        share = self._shard_plan(is_training=is_training, is_own=False).share(loader)
+        share = self._shard_plan(is_training=is_training, is_own=False).own(loader)
+        if self.strategy.world_size > 1:
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else [self.eval_dataset]
+            check_shares(share, (self.train_dataset, *sets), gather_object=self.strategy.gather_object)
         return share if is_training else cut_short(share, self._num_rehearsed)
 
     def num_examples(self, dataloader: Any) -> int:

@@ -135,9 +135,14 @@ class Strided(SequentialSampler):
 
 
 def test_shares_of_an_own_kind_are_recognised() -> None:
-    assert not has_own_shares(build(list(range(8)), rank=0, world_size=2))
-    assert not has_own_shares(build(Count(8), rank=0, world_size=2))
-    assert not has_own_shares(shared_by_torch())
-    assert not has_own_shares([1])
-    assert has_own_shares(build(Shared(8), rank=0, world_size=2))
-    assert has_own_shares(DataLoader(list(range(8)), batch_size=2, sampler=Strided(range(8))))
+    def is_own(loader: Any, world_size: int = 2) -> bool:
+        return has_own_shares(loader, world_size=world_size)
+
+    assert not is_own(build(list(range(8)), rank=0, world_size=2))
+    assert not is_own(build(Count(8), rank=0, world_size=2))
+    assert not is_own(shared_by_torch())
+    assert not is_own([1])
+    assert is_own(build(Shared(8), rank=0, world_size=2))
+    assert is_own(DataLoader(list(range(8)), batch_size=2, sampler=Strided(range(8))))
+    assert is_own(DataLoader(list(range(8)), batch_size=2))
+    assert not is_own(DataLoader(list(range(8)), batch_size=2), world_size=1)

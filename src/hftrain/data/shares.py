@@ -1,0 +1,73 @@
+"""Whether the shares of all ranks, together, are the whole data once."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
+
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_once
+from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of
+from hftrain.data.sharding import RankLoader, is_plain_loader
+from hftrain.data.sizes import has_length
+
+
+def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
+    """Raise if ranks cut their shares from different datasets; warn if each reads all of one. Collective.
+
+    Args:
+        loader: What this rank reads.
+        datasets: The Trainer's datasets.
+        gather_object: Gathers an object of each rank.
+
+    Raises:
+        ConfigError: The ranks' datasets have different lengths or different first or last samples.
+    """
+    marks = gather_object(_mark(loader))
+    if any(mark != marks[0] for mark in marks):
+        lengths = [None if mark is None else mark[0] for mark in marks]
+        raise ConfigError(
+            f"Cannot split the {type(loader.dataset).__name__} among {len(marks)} processes.",
+            "It is not the same on all of them, as if it had been split before: a part of each would never be read.",
+            "Pass the whole dataset in every process. To read parts of your own, return a DataLoader of this process's "
+            "part from get_train_dataloader, get_eval_dataloader or get_test_dataloader.",
+            lengths_by_rank=lengths,
+        )
+    if _reads_all(loader) and any(loader.dataset is dataset for dataset in datasets):
+        warn_once(
+            f"Each of the {len(marks)} processes reads all of the {type(loader.dataset).__name__}: a DataLoader from "
+            "get_train_dataloader, get_eval_dataloader or get_test_dataloader is read as it is. To split it, return "
+            "self.accelerator.prepare(loader)."
+        )
+
+
+def _mark(loader: Any) -> Any:
+    """Return what is the same on all ranks that cut their shares from one map-style dataset; None for other shares."""
+    is_cut = any(isinstance(part, (RankBatches, ContiguousShard)) for part in samplers_of(loader))
+    dataset: Any = getattr(loader, "dataset", None)
+    if not (is_cut or isinstance(loader, DispatchLoader)) or isinstance(dataset, IterableDataset):
+        return None
+    if not has_length(dataset) or not len(dataset):
+        return None
+    return len(dataset), _ends(dataset)
+
+
+def _ends(dataset: Any) -> Any:
+    """Return the first and last sample of data that can be read without running the user's code, in short."""
+    if type(dataset) is Subset:
+        return int(dataset.indices[0]), int(dataset.indices[-1])
+    if hasattr(dataset, "column_names") and callable(getattr(dataset, "with_format", None)):
+        rows = dataset.with_format("arrow")[[0, len(dataset) - 1]]
+        return zlib.crc32(repr(rows.to_pydict()).encode())
+    return None
+
+
+def _reads_all(loader: Any) -> bool:
+    """Return whether a loader of the user's reads a whole dataset."""
+    is_own = is_plain_loader(loader) and not isinstance(loader, RankLoader)
+    parts = (loader.dataset, *samplers_of(loader)) if is_own else ()
+    return is_own and type(loader.sampler) in (RandomSampler, SequentialSampler) and not any(map(is_rank_aware, parts))
