@@ -1,4 +1,4 @@
-"""Whether the shares of all ranks, together, are the whole data once."""
+"""Whether the whole data is read: by all ranks together, and in a pass of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of
@@ -42,6 +42,35 @@ def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callabl
             f"Each of the {len(marks)} processes reads all of the {type(loader.dataset).__name__}: a DataLoader from "
             "get_train_dataloader, get_eval_dataloader or get_test_dataloader is read as it is. To split it, return "
             "self.accelerator.prepare(loader)."
+        )
+
+
+def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: bool = True) -> None:
+    """Raise if a pass over map-style data ended early; in training, warn if other data has another length than stated.
+
+    Args:
+        loader: This rank's loader.
+        num_read: Batches read when it ended, or more than `num_batches`.
+        num_batches: Batches that it states, by its `__len__`.
+        is_training: Whether the length is used for more than a progress bar.
+
+    Raises:
+        TaskError: A loader of map-style data gave fewer batches than it has.
+    """
+    reader = loader.loader if isinstance(loader, DispatchLoader) else loader
+    kind = type(getattr(reader, "dataset", reader)).__name__
+    if num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
+        raise TaskError(
+            f"A pass over {kind} ended after {num_read} of {num_batches} batches.",
+            "Its __getitem__, the collator or the sampler raised StopIteration, as next() does when it has nothing "
+            "left; or a sampler gave less than its __len__.",
+            "Open what next() reads again when it is used up, or correct the sampler's __len__.",
+        )
+    if is_training and num_read != num_batches:
+        gave = f"ended after {num_read}" if num_read < num_batches else f"goes on after {num_batches}"
+        warn_once(
+            f"A pass over {kind} {gave} batches, but its length is {num_batches}: the logged epochs and the planned "
+            "steps are wrong. Correct its __len__, or leave it out and set max_steps."
         )
 
 

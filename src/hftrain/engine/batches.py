@@ -12,8 +12,9 @@ from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
-from hftrain.data.positions import has_own_shares, samples_per_round
+from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.data.sharding import ShardPlan
+from hftrain.data.shares import check_pass
 from hftrain.data.sizes import has_length
 from hftrain.data.states import resumable_loader
 from hftrain.strategies.base import Strategy
@@ -66,7 +67,10 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[Any]:
         progress, to_device = self._progress, self._strategy.to_device
         if not self._is_training:
-            yield from map(to_device, self._feed.open(0))
+            num_read = 0
+            for num_read, batch in enumerate(self._feed.open(0), 1):
+                yield to_device(batch)
+            self._check_pass(num_read)
             return
         is_empty = not progress.is_within_epoch
         for batch in self._open():
@@ -79,7 +83,14 @@ class ShardedBatches:
                 "its data gave no batch.",
                 "Pass data that is not empty and can be iterated once per epoch (a generator cannot).",
             )
+        self._check_pass(progress.micro_steps_in_epoch)
         self._progress.load_state_dict({"epoch": progress.epoch + 1, "micro_steps_in_epoch": 0, "offset_in_epoch": 0})
+
+    def _check_pass(self, num_read: int) -> None:
+        offset = self._progress.offset_in_epoch if self._is_training else 0
+        num_batches = num_batches_from(self._loader, offset)
+        if num_batches is not None:
+            check_pass(self._loader, num_read, num_batches, is_training=False)
 
     def _open(self) -> Iterator[Any]:
         progress = self._progress

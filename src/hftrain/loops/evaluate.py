@@ -14,6 +14,8 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
+from hftrain.data.shares import check_pass
+from hftrain.data.sizes import has_length
 from hftrain.loops.batch_metrics import BatchMetrics, call_metrics
 from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events
@@ -154,7 +156,9 @@ class EvaluateLoop(Loop[EvaluateParts]):
         config, hooks = self.parts.config, self.parts.hooks
         self._order = order
         self._open(num_expected)
-        self._run_batches(iter(loader))
+        num_read = self._run_batches(iter(loader))
+        if num_read is not None and has_length(loader):
+            check_pass(loader, num_read, len(loader), is_training=False)
         if hooks.finish is not None:
             hooks.finish()
         per_batch = {} if self._batch_metrics is None else self._batch_metrics.metrics
@@ -177,8 +181,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
             )
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
-    def _run_batches(self, batches: Iterator[Any]) -> None:
+    def _run_batches(self, batches: Iterator[Any]) -> int | None:
         """Run this rank's batches, and take part in the turns of ranks that have more if these need it.
+
+        Returns the number of batches; None if it stopped before the last one.
 
         In a turn without a batch, a rank repeats its last one if steps may communicate (and drops the result), runs
         the forward passes that a split model needs of it, and adds nothing to metrics computed per turn.
@@ -190,11 +196,12 @@ class EvaluateLoop(Loop[EvaluateParts]):
         upcoming, last = next(batches, _END), None
         if takes_turns and hooks.repeat_batch is not None and not agree(upcoming is not _END):
             raise _nothing_to_repeat()
-        is_over = agree(upcoming is _END)
+        is_over, num_read = agree(upcoming is _END), 0
         while not is_over:
             output = None
             parts: Mapping[str, Any] = {}
             if upcoming is not _END:
+                num_read += 1
                 batch, upcoming = upcoming, next(batches, _END)
                 last = _copied(batch) if upcoming is _END else None  # a step may pop from what it is given
                 output = self.run_batch(batch)
@@ -212,6 +219,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         if self.stops_early and self._order is not None and not agree(upcoming is _END):
             # If not all samples were read, only the reading order is left.
             self._order = None
+        return num_read if upcoming is _END else None
 
     def should_stop(self, output: StepOutput | None) -> bool:
         """Return after each batch whether to stop; the evaluation stops once every process returns True.

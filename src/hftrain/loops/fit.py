@@ -59,6 +59,8 @@ class FitHooks:
             of every step and epoch, and must call its first argument. None costs nothing.
         mark_sync: Called before the first and the last micro-step of a step; its argument is whether the micro-step is
             the last one before the update. None costs nothing.
+        check_pass: (batches read, batches in a pass), called if they differ: a pass ended early, or goes on.
+            None costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -73,6 +75,7 @@ class FitHooks:
     evaluate_on: Callable[[Any, str], Mapping[str, float]]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
+    check_pass: Callable[[int, int], None] | None = None
 
 
 class Feed(Protocol):
@@ -199,7 +202,10 @@ class FitLoop(Loop[FitParts]):
                     is_exhausted = True
                     break
                 batches = chain(more, batches)
+                self._check_pass(progress.micro_steps_in_epoch + 1, num_batches)
             window, num_items = hooks.get_batch_samples(batches, accumulation, parts.device)
+            if len(window) < accumulation:
+                self._check_pass(progress.micro_steps_in_epoch + len(window), num_batches)
             if not window:
                 is_exhausted = True
                 break
@@ -216,6 +222,11 @@ class FitLoop(Loop[FitParts]):
         if is_exhausted and not num_steps and not num_skipped and not offset:
             raise _no_batch(progress.epoch)
         self._end_epoch(is_exhausted=is_exhausted)
+
+    def _check_pass(self, num_read: int, num_batches: int | None) -> None:
+        check = self.parts.hooks.check_pass
+        if check is not None and num_batches is not None and num_read not in (0, num_batches):
+            check(num_read, num_batches)
 
     def _end_epoch(self, *, is_exhausted: bool = False) -> None:
         config, control, progress = self.parts.config, self.parts.control, self.parts.progress

@@ -22,6 +22,7 @@ from hftrain.core.progress import Progress, check_flags
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
+from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import merge_reports
 from hftrain.optim.weight_modes import evaluation_weights, training_weights
@@ -179,6 +180,8 @@ class Run:
                 evaluate_on=lambda dataset, prefix: hooks.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self.step_end.run if hooks.is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=hooks.mark_sync if accumulation > 1 else None,
+                # An override may join or split batches.
+                check_pass=None if hooks.is_overridden("get_batch_samples") else self._check_pass,
             ),
             feed=self._data.feed,
             dataset=hooks.dataset(),
@@ -197,6 +200,9 @@ class Run:
         )
 
     # -- what the loop calls between steps -----------------------------------------------------------------------
+
+    def _check_pass(self, num_read: int, num_batches: int) -> None:
+        check_pass(self._data.feed.loader, num_read, num_batches)
 
     def add_logs(self, logs: Mapping[str, Any]) -> None:
         """Add values logged by a step to the open logging window."""
