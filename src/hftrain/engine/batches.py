@@ -68,7 +68,8 @@ class ShardedBatches:
         progress, to_device = self._progress, self._strategy.to_device
         if not self._is_training:
             num_read = 0
-            for num_read, batch in enumerate(self._feed.open(0), 1):
+            for batch in self._feed.open(0):
+                num_read += 1
                 yield to_device(batch)
             self._check_pass(num_read)
             return
