@@ -157,7 +157,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self._order = order
         self._open(num_expected)
         num_read = self._run_batches(iter(loader))
-        if num_read is not None and has_length(loader):
+        if num_read is not None and has_length(loader) and num_read != len(loader):
             check_pass(loader, num_read, len(loader), is_training=False)
         if hooks.finish is not None:
             hooks.finish()
