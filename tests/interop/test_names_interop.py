@@ -305,3 +305,28 @@ def test_masked_words_depend_on_the_seed_alone_where_there_is_one(tokenizer: Any
     assert collate(rows)["input_ids"].tolist() == first
     collate.set_epoch(1)
     assert collate(rows)["input_ids"].tolist() != first
+
+
+class Normalized(nn.Module):
+    """Layers with and without weight decay, by type and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True), nn.RMSNorm(4))
+        self.kinds = nn.ModuleList([*kinds, nn.LayerNorm(4), nn.BatchNorm1d(4, affine=False), nn.Embedding(3, 4)])
+        self.bias_net, self.Bias, self.out = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.norm, self.norm1, self.q_norm, self.norm_out = (nn.RMSNorm(4) for _ in range(4))
+        self.rmsnorm_x, self.LayerNormX = nn.RMSNorm(4), nn.Linear(4, 4)
+        self.final_norm = nn.ModuleDict({"gate": nn.Linear(4, 4)})
+        self.my_norm, self.scales = nn.Parameter(torch.ones(2)), nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.with_child = nn.LayerNorm(4)
+        self.with_child.child = nn.Linear(4, 4)
+        self.out.weight = self.bias_net.weight
+        self.again, self.inside = self.kinds[4], nn.Sequential(self.kinds[3])
+
+
+@pytest.mark.parametrize("make", [Normalized, Nested, lambda: nn.LayerNorm(2), lambda: nn.Sequential(nn.RMSNorm(2))])
+def test_same_parameters_decay(make: Any) -> None:
+    model = make()
+    expected = transformers.Trainer.get_decay_parameter_names(None, model)
+    assert hftrain.Trainer.get_decay_parameter_names(None, model) == expected

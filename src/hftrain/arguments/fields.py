@@ -120,7 +120,7 @@ class OptimizationArguments:
     """Optimizer and schedule. Source: the documented `TrainingArguments`."""
 
     learning_rate: float = setting(5e-5, "Base learning rate of the optimizer.")
-    weight_decay: float = setting(0.0, "Weight decay; not applied to biases and normalization weights.")
+    weight_decay: float = setting(0.0, "Weight decay; not applied to nn.LayerNorm, and by name to biases and norms.")
     adam_beta1: float = setting(0.9, "Adam's beta1, the decay rate of the first moment.")
     adam_beta2: float = setting(0.999, "Adam's beta2, the decay rate of the second moment.")
     adam_epsilon: float = setting(1e-8, "Adam's epsilon.")

@@ -37,7 +37,7 @@ class ArgumentSetters(ArgumentFields):
         Args:
             learning_rate: Base learning rate.
             batch_size: Samples per device and micro-step.
-            weight_decay: Decay of weights other than biases and normalization weights.
+            weight_decay: Weight decay; not applied to `nn.LayerNorm`, and by name to biases and norms.
             num_epochs: Passes over the data.
             max_steps: Optimizer updates; wins over `num_epochs` when positive.
             gradient_accumulation_steps: Micro-steps per optimizer update.
@@ -228,7 +228,7 @@ class ArgumentSetters(ArgumentFields):
         Args:
             name: The optimizer's name.
             learning_rate: Base learning rate.
-            weight_decay: Decay of weights other than biases and normalization weights.
+            weight_decay: Weight decay; not applied to `nn.LayerNorm`, and by name to biases and norms.
             beta1: Adam's first-moment decay.
             beta2: Adam's second-moment decay.
             epsilon: Adam's epsilon.

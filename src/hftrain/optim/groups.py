@@ -13,24 +13,19 @@ from hftrain.core.parameters import whole_shape
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """List the names of parameters that get weight decay, in model order; a tied parameter has all its names.
+    """List the names of parameters that get weight decay; a tied parameter has all its names.
 
     Left out are parameters inside an `nn.LayerNorm`, and those whose lower-cased name contains ``bias``,
-    ``layernorm`` or ``rmsnorm``, or has a component that is ``norm`` or ends in ``_norm``.
+    ``layernorm`` or ``rmsnorm``, or has a component that is ``norm`` or ends in ``_norm``. All others decay, also
+    those of other normalization layers, such as `nn.BatchNorm2d` and `nn.RMSNorm`.
 
     Source: the documented `Trainer.get_decay_parameter_names`.
 
     Example:
-        >>> decay_parameter_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
-        ['0.weight']
+        >>> decay_parameter_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.BatchNorm1d(2)))
+        ['0.weight', '2.weight']
     """
-    in_layernorm = tuple(
-        f"{path}." if path else ""
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.LayerNorm)
-    )
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return [name for name in names if not name.startswith(in_layernorm) and not _is_bias_or_norm(name.lower())]
+    return get_parameter_names(model, [nn.LayerNorm], [r"bias|layernorm|rmsnorm|(^|\.|_)norm($|\.)"])
 
 
 def get_parameter_names(
@@ -77,12 +72,6 @@ def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int
     """
     parameters = (p for p in model.parameters() if p.requires_grad or not trainable_only)
     return sum(whole_shape(parameter).numel() for parameter in parameters)
-
-
-def _is_bias_or_norm(name: str) -> bool:
-    if any(word in name for word in ("bias", "layernorm", "rmsnorm")):
-        return True
-    return any(part == "norm" or part.endswith("_norm") for part in name.split("."))
 
 
 def parameter_groups(

@@ -338,7 +338,7 @@ class Run:
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)
         parts.events.fire("on_train_end")
-        show_summary(parts, self.checkpoints, metrics, first=first, resume=self._resume)
+        show_summary(parts, self.checkpoints, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()
         if args.push_to_hub:
             hooks.push_at_end()

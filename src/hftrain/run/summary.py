@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hftrain.callbacks.summary import Rows, SummaryCallback
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.progress import Progress
 from hftrain.rules.evaluation import best_metric_key
-from hftrain.run.parts import RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.run.saving import RunCheckpoints
 
 
@@ -21,6 +22,7 @@ def show_summary(
     parts: RunParts,
     checkpoints: RunCheckpoints,
     metrics: Mapping[str, Any],
+    ready: Ready,
     *,
     first: Progress,
     resume: Path | None,
@@ -47,6 +49,7 @@ def show_summary(
     if state.global_step < state.max_steps:
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
     rows.update(_results(parts, metrics))
+    rows.update(_decays(ready))
     rows.update(_files(parts, checkpoints))
     rows.update(_oddities(parts, checkpoints))
     for each in shown_by[:1]:
@@ -71,6 +74,24 @@ def _results(parts: RunParts, metrics: Mapping[str, Any]) -> Rows:
             f"{best_metric_key(wanted)} {number_text(state.best_metric)}",
         ]
     return rows
+
+
+def _decays(ready: Ready) -> Rows:
+    """Return which kinds of parameters decay and which do not, as the optimizer has them; nothing if none decays."""
+    kinds = {
+        id(parameter): f"{type(layer).__name__}.{name}"
+        for layer in ready.model.modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+    }
+    found: dict[float, Counter[str]] = {}
+    for group in ready.optimizer.param_groups:
+        named = (kinds.get(id(parameter)) for parameter in group["params"])
+        found.setdefault(group.get("weight_decay", 0.0), Counter()).update(kind for kind in named if kind)
+    rows: Rows = {"weight decay": [], "no weight decay": []}
+    for decay, counts in found.items():
+        cells = [f"{number} {kind}" for kind, number in counts.items()]
+        rows["weight decay" if decay else "no weight decay"] += [number_text(decay)] * bool(decay and cells) + cells
+    return {label: cells for label, cells in rows.items() if cells} if rows["weight decay"] else {}
 
 
 def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:

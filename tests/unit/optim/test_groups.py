@@ -43,10 +43,6 @@ def test_decay_parameter_names_hold_every_name_of_a_tied_parameter() -> None:
     assert not others["params"]
 
 
-def test_decay_parameter_names_of_a_bare_layernorm_are_none() -> None:
-    assert decay_parameter_names(nn.LayerNorm(2)) == []
-
-
 def test_parameter_groups_keep_the_model_order() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     decaying, others = parameter_groups(model, weight_decay=0.1)

@@ -69,8 +69,40 @@ def test_summary_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert rows["best evaluation"] == f"step {state.best_global_step}  eval_share {state.best_metric:.4f}"
     assert rows["best checkpoint"] == f"{tmp_path}/checkpoint-{state.best_global_step} (loaded)"
     assert (
-        rows.keys() & {"resumed", "stopped", "NaN or infinite", "skipped updates", "not finite", "not saved"} == set()
+        rows.keys()
+        & {
+            "weight decay",
+            "no weight decay",
+            "resumed",
+            "stopped",
+            "NaN or infinite",
+            "skipped updates",
+            "not finite",
+            "not saved",
+        }
+        == set()
     )
+
+
+def test_summary_lists_which_parameters_decay(tmp_path: Path) -> None:
+    model = Net()
+    model.layers[1] = torch.nn.BatchNorm1d(8)
+    _, rows = summarize(make_trainer(tmp_path, model=model, weight_decay=0.1, max_steps=1))
+    assert rows["weight decay"] == "0.1000  2 Linear.weight  1 BatchNorm1d.weight"
+    assert rows["no weight decay"] == "2 Linear.bias  1 BatchNorm1d.bias"
+
+
+def test_summary_lists_the_decays_of_a_given_optimizer(tmp_path: Path) -> None:
+    model = Net()
+    groups = [
+        {"params": [each], "weight_decay": decay}
+        for each, decay in zip(model.parameters(), (1e-2, 0, 1e-4, 0, 0, 1), strict=True)
+    ]
+    trainer = make_trainer(tmp_path, model=model, max_steps=1)
+    trainer.optimizer = torch.optim.SGD(groups, lr=0.1)
+    _, rows = summarize(trainer)
+    assert rows["weight decay"] == "0.0100  1 Linear.weight  1.00e-04  1 LayerNorm.weight  1  1 Linear.bias"
+    assert rows["no weight decay"] == "1 Linear.bias  1 LayerNorm.bias  1 Linear.weight"
 
 
 def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
