@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_once
 
 _BATCH_SIZES = [4, 8, 16, 32, 64]
 # Endings and names of reported values that are neither losses nor metrics.
@@ -67,13 +68,8 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
         >>> default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.75, "eval_precision": 0.5, "epoch": 3.0})
         1.25
     """
-    kept = {
-        name: value
-        for name, value in metrics.items()
-        if name not in _COUNTS and not name.endswith(_NOT_METRICS) and "_mem_" not in name
-    }
-    losses = {name: value for name, value in kept.items() if name.endswith("loss")}
-    chosen = {name: value for name, value in kept.items() if name not in losses} or losses
+    losses, others = _split(metrics)
+    chosen = others or losses
     if not chosen or not all(isinstance(value, (int, float)) for value in chosen.values()):
         raise ConfigError(
             "Cannot compute an objective from the evaluation's metrics.",
@@ -82,3 +78,41 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
             metrics=sorted(metrics),
         )
     return float(sum(chosen.values()))
+
+
+def minimized_objective(metrics: Mapping[str, Any], *, is_task: bool) -> float:
+    """Return the default objective of a search that minimizes, and warn if there are metrics, most of which grow.
+
+    Args:
+        is_task: The metrics are a task's own: the objective is its loss, not their sum.
+
+    Raises:
+        ConfigError: As `default_compute_objective`; or a task reports metrics without a loss.
+    """
+    losses, others = _split(metrics)
+    remedy = "pass direction='maximize' for the sum of the metrics, or compute_objective."
+    if is_task and others:
+        if not losses:
+            raise ConfigError(
+                "Cannot compute an objective from the evaluation's metrics.",
+                f"The task reports no loss, and its metrics would be minimized: {', '.join(others)}.",
+                f"P{remedy[1:]}",
+            )
+        losses = {"eval_loss": losses["eval_loss"]} if "eval_loss" in losses else losses
+        chosen, left_out = " + ".join(losses), ", ".join(others)
+        warn_once(f"hyperparameter_search() minimizes {chosen}, not {left_out}. For another objective, {remedy}")
+        return default_compute_objective(losses)
+    if others:
+        warn_once(f"hyperparameter_search() minimizes {' + '.join(others)}. If more is better, {remedy}")
+    return default_compute_objective(metrics)
+
+
+def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the losses, and the metrics, without speeds, memory and counts."""
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if name not in _COUNTS and not name.endswith(_NOT_METRICS) and "_mem_" not in name
+    }
+    losses = {name: value for name, value in kept.items() if name.endswith("loss")}
+    return losses, {name: value for name, value in kept.items() if name not in losses}

@@ -47,13 +47,14 @@ from hftrain.run.output import Output
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
+from hftrain.search.defaults import minimized_objective
 from hftrain.step.computing import Computing
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
-from hftrain.task.model_task import CountItems
+from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.debugging import debug_callbacks
@@ -447,7 +448,8 @@ class Trainer(SetUpMethods):
             hp_space: Takes the trial and returns values by setting (Optuna) or the space (Ray Tune, wandb). By
                 default learning rate 1e-6 to 1e-4, 1 to 5 epochs, seed 1 to 40, batch size 4 to 64.
             compute_objective: Takes an evaluation's metrics and returns a number, or one per direction; by default the
-                sum of the metrics other than the loss, or the loss if there are none.
+                sum of the metrics other than the loss, or the loss if there are none. A search that minimizes warns
+                of metrics, and takes the loss of a `TaskModule`.
             n_trials: How many trials to run.
             direction: "minimize" or "maximize"; a list for several objectives (Optuna).
             backend: "optuna", "ray" or "wandb"; by default the first of them that is installed.
@@ -475,6 +477,8 @@ class Trainer(SetUpMethods):
                 options=kwargs,
                 scope=self.args.ray_scope or "last",
             )
+            if compute_objective is None and config.directions == ("minimize",):
+                compute_objective = partial(minimized_objective, is_task=not isinstance(self.task, ModelTask))
             options: dict[str, Any] = {"compute_objective": compute_objective, "hp_name": hp_name}
             attempt = partial(self._attempt, num_objectives=len(config.directions), **options)
             # Each trial creates its own, and Ray's processes must not receive these.

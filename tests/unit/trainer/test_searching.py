@@ -11,8 +11,9 @@ import pytest
 import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from hftrain import BestRun, ConfigError, EvalSet, Trainer, TrainerCallback
+from hftrain import BestRun, ConfigError, EvalSet, StepOutput, Trainer, TrainerCallback
 from hftrain.search.defaults import default_compute_objective
 
 
@@ -49,6 +50,68 @@ def make(folder: Path, **options: Any) -> tuple[Trainer, Look]:
     parts = {"model_init": Net, "train_dataset": make_rows(), "eval_dataset": make_rows(8), **parts}
     args = make_arguments(folder, lr_scheduler_type="constant", num_train_epochs=1, **options)
     return Trainer(args=args, callbacks=[look], **parts), look
+
+
+class Measured(Task):
+    """A task whose accuracy is a torchmetric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes=3, average="micro")
+
+    def evaluation_step(self, batch: Any) -> StepOutput:
+        output = self.training_step(batch)
+        self.accuracy.update(output.outputs, output.labels)
+        return output
+
+
+def search_rates(trainer: Trainer, **options: Any) -> tuple[BestRun, list[dict[str, float]]]:
+    """Search two learning rates, of which the second learns nothing; return what each trial's evaluation reports."""
+    samplers = pytest.importorskip("optuna").samplers
+    found: list[dict[str, float]] = []
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, *args: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+            found.append(metrics)
+
+    trainer.add_callback(Keep())
+    space = {"learning_rate": [0.05, 0.0]}
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", space["learning_rate"])},
+        n_trials=2, sampler=samplers.GridSampler(space, seed=0), **options,
+    )  # fmt: skip
+    assert isinstance(best, BestRun)
+    return best, found
+
+
+def test_search_minimizes_the_loss_of_a_task(tmp_path: Path) -> None:
+    rows = [{"x": row["x"], "labels": row["x"][:3].argmax()} for row in make_rows(32)]
+    trainer, _ = make(tmp_path, model_init=Measured, train_dataset=rows, eval_dataset=rows, eval_strategy="epoch")
+    with pytest.warns(UserWarning, match=r"minimizes eval_loss.*eval_accuracy"):
+        best, found = search_rates(trainer)
+    assert best.objective == min(each["eval_loss"] for each in found)
+    assert best.hyperparameters == {"learning_rate": 0.05}
+    best, found = search_rates(trainer, direction="maximize")
+    assert best.objective == pytest.approx(max(each["eval_accuracy"] for each in found))
+    assert best.hyperparameters == {"learning_rate": 0.05}
+
+
+def test_search_says_that_it_minimizes_a_metric(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, eval_strategy="epoch", compute_metrics=lambda _: {"error": trainer.args.learning_rate})
+    with pytest.warns(UserWarning, match=r"minimizes eval_error.*direction='maximize'"):
+        best, _ = search_rates(trainer)
+    assert best.objective == 0.0
+
+
+def test_search_without_a_loss_to_minimize_is_refused(tmp_path: Path) -> None:
+    class Silent(Measured):
+        def evaluation_step(self, batch: Any) -> StepOutput:
+            output = super().evaluation_step(batch)
+            return StepOutput(outputs=output.outputs, labels=output.labels)
+
+    trainer, _ = make(tmp_path, model_init=Silent, eval_strategy="epoch")
+    with pytest.raises(ConfigError, match=r"would be minimized: eval_accuracy.*direction='maximize'"):
+        search_rates(trainer)
 
 
 # -- train(trial=...) ------------------------------------------------------------------------------------------------
