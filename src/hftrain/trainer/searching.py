@@ -24,11 +24,14 @@ from hftrain.search.defaults import (
     default_hp_space_optuna,
     default_hp_space_ray,
     default_hp_space_wandb,
+    minimized_objective,
 )
 from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.strategies.base import Strategy
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 
 logger = get_logger(__name__)
 
@@ -161,6 +164,13 @@ def search(
         return search_with_wandb(config, attempt)
     with _portable(handler):
         return search_with_ray(config, attempt, evaluates=evaluates)
+
+
+def default_objective(task: TaskModule, config: SearchConfig) -> Objective:
+    """Return the objective of a search to which none is given."""
+    if config.directions != ("minimize",):
+        return default_compute_objective
+    return partial(minimized_objective, is_task=not isinstance(task, ModelTask))
 
 
 def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:

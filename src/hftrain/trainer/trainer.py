@@ -47,14 +47,12 @@ from hftrain.run.output import Output
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
-from hftrain.search.defaults import minimized_objective
 from hftrain.step.computing import Computing
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
-from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.debugging import debug_callbacks
@@ -64,7 +62,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
-from hftrain.trainer.searching import SPACES, check_search, search
+from hftrain.trainer.searching import SPACES, check_search, default_objective, search
 from hftrain.trainer.set_up_methods import SetUpMethods
 
 logger = get_logger(__name__)
@@ -477,8 +475,7 @@ class Trainer(SetUpMethods):
                 options=kwargs,
                 scope=self.args.ray_scope or "last",
             )
-            if compute_objective is None and config.directions == ("minimize",):
-                compute_objective = partial(minimized_objective, is_task=not isinstance(self.task, ModelTask))
+            compute_objective = compute_objective or default_objective(self.task, config)
             options: dict[str, Any] = {"compute_objective": compute_objective, "hp_name": hp_name}
             attempt = partial(self._attempt, num_objectives=len(config.directions), **options)
             # Each trial creates its own, and Ray's processes must not receive these.
