@@ -53,6 +53,7 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
+from hftrain.task.model_task import CountItems
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.debugging import debug_callbacks
