@@ -476,24 +476,23 @@ class Trainer(SetUpMethods):
                 options=kwargs,
                 scope=self.args.ray_scope or "last",
             )
-            compute_objective = compute_objective or default_objective(self.task, config)
-            options: dict[str, Any] = {"compute_objective": compute_objective, "hp_name": hp_name}
-            attempt = partial(self._attempt, num_objectives=len(config.directions), **options)
+            objective = compute_objective or default_objective(self.task, config)
+            attempt = partial(self._attempt, compute_objective=objective, directions=config.directions, hp_name=hp_name)
             # Each trial creates its own, and Ray's processes must not receive these.
             self.accelerator = None
-            parts: dict[str, Any] = {"strategy": self.strategy, "handler": self.callback_handler}
-            return search(config, chosen, attempt, **parts, evaluates=self.args.eval_strategy != "no")
+            evaluates, handler = self.args.eval_strategy != "no", self.callback_handler
+            return search(config, chosen, attempt, strategy=self.strategy, handler=handler, evaluates=evaluates)
         finally:
             self.hp_search_backend = None
 
-    def _attempt(self, trial: Any, *, num_objectives: int, resume: str | None = None, **options: Any) -> Any:
+    def _attempt(self, trial: Any, *, directions: Sequence[str], resume: str | None = None, **options: Any) -> Any:
         """Train and evaluate once, and return the objective or objectives; collective."""
         with self._trying(trial, **options) as run:
             self.train(resume_from_checkpoint=resume, trial=trial)
             if run.step != self.state.global_step or self.args.load_best_model_at_end:
                 # The trial's final model has not been evaluated.
                 run.values = run.compute_objective(dict(self.evaluate()))
-            return run.objectives(num_objectives)
+            return run.objectives(len(directions))
 
 
 def _settled(args: TrainingArguments | None) -> TrainingArguments:
