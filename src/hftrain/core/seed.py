@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy
@@ -62,21 +63,35 @@ def capture_rng() -> dict[str, Any]:
 
     Synchronises with an accelerator when there is one.
     """
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return plain_rng(rng_now(rng_devices()))
+
+
+def rng_now(devices: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return what `restore_rng` takes, in a few microseconds; `devices` are the kinds of accelerator to look at."""
     state: dict[str, Any] = {
-        "python": (version, internal, gauss),
-        "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
-        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.default_generator.get_state(),
     }
-    for name, device in _devices():
+    for name, device in devices:
         if device.is_initialized():
             state[name] = _generators(device).get_rng_state_all()
-    if torch.backends.mps.is_available():
+    if _has_mps():
         state["mps"] = torch.mps.get_rng_state()
     for name, (capture, _) in _added.items():
         state[name] = int(capture())
     return state
+
+
+def plain_rng(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of `rng_now` as tensors and plain containers only, to be saved."""
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    return {**state, "numpy": (kind, keys.tolist(), int(position), int(has_gauss), float(cached))}
+
+
+@cache
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -87,7 +102,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["cpu"])
-    for name, device in _devices():
+    for name, device in rng_devices():
         if name in state:
             per_device = state[name] if isinstance(state[name], (list, tuple)) else [state[name]]
             _generators(device).set_rng_state_all(list(per_device)[: device.device_count()])
@@ -107,12 +122,10 @@ def _check(state: dict[str, Any]) -> None:
         raise ValueError("The state of the random number generator is invalid.")
 
 
-def _devices() -> Iterator[tuple[str, Any]]:
-    """Yield name and module of each available kind of accelerator; it has one generator per device."""
-    for name in ("cuda", "xpu", "npu", "hpu", "mlu", "musa"):
-        device: Any = getattr(torch, name, None)
-        if device is not None and device.is_available():
-            yield name, device
+def rng_devices() -> list[tuple[str, Any]]:
+    """Return name and module of each available kind of accelerator; it has one generator per device."""
+    kinds = [(name, getattr(torch, name, None)) for name in ("cuda", "xpu", "npu", "hpu", "mlu", "musa")]
+    return [(name, device) for name, device in kinds if device is not None and device.is_available()]
 
 
 def _generators(device: Any) -> Any:

@@ -10,10 +10,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
+from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
 from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
+from hftrain.data.sharding import RankLoader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import set_dataset_epoch
@@ -23,6 +25,7 @@ _logger = get_logger(__name__)
 
 # What must be unchanged for the state of a stream or loader to be valid.
 _SHAPE = ("num_workers", "batch_size")
+_END = object()
 
 
 class TrainFeed:
@@ -30,6 +33,11 @@ class TrainFeed:
 
     Works with hftrain's loaders and with any iterable of batches that a user's override returns. A torch loader or
     sampler that would draw from the global generator gets its own generator; mutates them.
+
+    Args:
+        loader: This rank's batches.
+        seed: The data seed.
+        collates_ahead: Collate map-style data of hftrain's loaders in this process one batch ahead.
 
     Attributes:
         own_seeds: For each generator in a torch loader, the user's seed, or None if the data seed
@@ -41,7 +49,7 @@ class TrainFeed:
         (3, [11, 12])
     """
 
-    def __init__(self, loader: Iterable[Any], *, seed: int) -> None:
+    def __init__(self, loader: Iterable[Any], *, seed: int, collates_ahead: bool = False) -> None:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
@@ -51,6 +59,9 @@ class TrainFeed:
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
+        self._collates_ahead = collates_ahead and _is_random_access(self.loader)
+        # The state of the random numbers before the batch was collated that comes next.
+        self._numbers: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
@@ -80,6 +91,8 @@ class TrainFeed:
             state["loader"] = copy.deepcopy(reader.state_dict())
         if _is_read_here(reader) and has_state(reader.dataset):
             state["dataset"] = copy.deepcopy(reader.dataset.state_dict())
+        if self._numbers is not None:
+            state["numbers"] = plain_rng(self._numbers)
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -89,6 +102,9 @@ class TrainFeed:
         own_seeds = found.get("own_seeds", []) if is_fit else None
         if not isinstance(own_seeds, list) or not all(isinstance(seed, int | None) for seed in own_seeds):
             raise ValueError("The state of the training data is none that was saved.")
+        if "numbers" in found:
+            with preserved_rng():  # check now that it is valid
+                restore_rng(found["numbers"])
         self._state = state
 
     def take_over(self, feed: TrainFeed) -> None:
@@ -128,6 +144,7 @@ class TrainFeed:
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
+        self._numbers = None
         if is_placed or self._is_at_end:
             return self._placed(loader, may_start_over=not is_within)
         if _draws_here(self.loader, self._reader):
@@ -142,7 +159,26 @@ class TrainFeed:
             _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", to_drop)
         for _, _batch in zip(range(to_drop), iterator, strict=False):
             pass
-        return iterator
+        numbers = None if state is None or not is_within else state.get("numbers")
+        return self._one_ahead(iterator, numbers) if self._collates_ahead else iterator
+
+    def _one_ahead(self, batches: Iterator[Any], numbers: dict[str, Any] | None) -> Iterator[Any]:
+        """Collate each batch before the one before it is trained on, like the documented Trainer's loader.
+
+        Random numbers of the data and of the model (dropout) are then drawn in the same order. After a resume, the
+        batch that was collated ahead is collated again, from the same numbers.
+        """
+        if numbers is None:
+            upcoming = next(batches, _END)
+        else:
+            with preserved_rng():
+                restore_rng(numbers)
+                upcoming = next(batches, _END)
+        devices = rng_devices()
+        while upcoming is not _END:
+            batch, self._numbers = upcoming, rng_now(devices)
+            upcoming = next(batches, _END)
+            yield batch
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Restore states; return whether that restores the position in the data as well."""
@@ -189,6 +225,13 @@ class TrainFeed:
                     return
 
         return batches()
+
+
+def _is_random_access(loader: Any) -> bool:
+    """Return whether this process reads map-style data without a state with a loader of hftrain's."""
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    is_own = isinstance(loader, RankLoader) and not is_stream
+    return is_own and _is_read_here(loader) and not has_state(loader.dataset)
 
 
 def _is_read_here(reader: Any) -> bool:

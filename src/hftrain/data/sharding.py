@@ -125,7 +125,15 @@ class ShardPlan:
         train with accelerate's share of the data, to evaluate with hftrain's, which repeats no sample.
         """
         shared, whole = _unprepared(loader)
-        return shared if self.is_training or whole is loader else self.split(whole)
+        if not self.is_training and whole is not loader:
+            return self.split(whole)
+        if shared is loader or not is_plain_loader(shared):
+            return shared
+        batching = ("batch_sampler",) if shared.batch_sampler is not None else ("sampler", "batch_size")
+        if isinstance(shared.dataset, IterableDataset):
+            batching = ("batch_size", "drop_last")
+        # As hftrain's own, which is read one batch ahead, as accelerate does.
+        return rebuild_loader(shared, **{name: getattr(shared, name) for name in batching})
 
     def share(self, loader: Any) -> Any:
         """Give one rank its share of a loader that is the same on all ranks.

@@ -52,7 +52,7 @@ class RunData:
         loader = resumable_loader(self._open_loader(*dataset), seed=seed, rank=strategy.rank)
         if dataset:
             end_workers(self.feed.loader)
-        feed = TrainFeed(loader, seed=seed)
+        feed = TrainFeed(loader, seed=seed, collates_ahead=True)
         if strategy.world_size > 1:
             main = strategy.broadcast_object(feed.own_seeds)
             # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.
