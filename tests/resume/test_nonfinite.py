@@ -198,6 +198,9 @@ class Steps(TrainerCallback):
     def __init__(self) -> None:
         self.optimizer: Any = None
 
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return {} if self.optimizer is None else {"optimizer": self.optimizer, "schedule": self.schedule}
+
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.optimizer is None:
             self.optimizer = torch.optim.Adam(model.critic.parameters(), lr=0.1)

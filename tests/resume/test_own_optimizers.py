@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support.tiny import Net, Task, make_arguments, make_rows, train
 
-from hftrain import CheckpointError, Trainer, TrainerCallback
+from hftrain import CheckpointError, ConfigError, Trainer, TrainerCallback
 from hftrain.storage.tensors import load_containers
 
 
@@ -39,7 +40,7 @@ class Adversarial(Trainer):
 
 
 class Plain(Adversarial):
-    """Has the same first optimizer, and no second one."""
+    """Has the same first optimizer, and no second one of its own."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.model.layers[4].requires_grad_(False)
@@ -57,6 +58,9 @@ class Early(Adversarial):
     def critic(self) -> Any:
         return self.critic_optimizer, self.critic_schedule
 
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return {"critic_optimizer": self.critic_optimizer, "critic_schedule": self.critic_schedule}
+
 
 class Lazy(Adversarial):
     parts: dict[str, Any] | None = None
@@ -66,69 +70,48 @@ class Lazy(Adversarial):
             self.parts = dict(zip(("optimizer", "schedule"), make_critic(self.model), strict=True))
         return self.parts["optimizer"], self.parts["schedule"]
 
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return self.parts or {}
 
-class InList(Adversarial):
+
+class InADeque(Adversarial):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.others = list(make_critic(self.model))
+        self.others = deque(make_critic(self.model))
         return super().create_optimizer(model)
 
     def critic(self) -> Any:
         return self.others
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return dict(zip("ab", self.others, strict=True))
 
 
 class OnTheTask(Adversarial):
     def critic(self) -> Any:
         if not hasattr(self.task, "critic"):
             self.task.critic = make_critic(self.model)
+            self.task.checkpoint_objects = lambda: dict(zip("ab", self.task.critic, strict=True))
         return self.task.critic
 
 
-class Critic:
-    """A helper that is not a module, and knows the Trainer."""
+class Slotted:
+    """A helper without a dict of attributes."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.parts = {"both": make_critic(trainer.model)}
+    __slots__ = ("optimizer", "schedule")
+
+    def __init__(self, model: Any) -> None:
+        self.optimizer, self.schedule = make_critic(model)
 
 
 class InAnObject(Adversarial):
-    helper: Critic | None = None
+    helper: Slotted | None = None
 
     def critic(self) -> Any:
-        if self.helper is None:
-            self.helper = Critic(self)
-        return self.helper.parts["both"]
+        self.helper = self.helper or Slotted(self.model)
+        return self.helper.optimizer, self.helper.schedule
 
-
-class InTheModel(Adversarial):
-    def critic(self) -> Any:
-        layer = self.model.layers[4]
-        if not hasattr(layer, "critic"):
-            layer.critic = make_critic(self.model)
-        return layer.critic
-
-
-class Both:
-    """Two optimizers as one."""
-
-    def __init__(self, model: Any) -> None:
-        self.by_parameter = {p: torch.optim.Adam([p], lr=0.05) for p in model.layers[4].parameters()}
-
-    def step(self) -> None:
-        for optimizer in self.by_parameter.values():
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.by_parameter.values():
-            optimizer.zero_grad()
-
-
-class ByParameter(Adversarial):
-    def critic(self) -> Any:
-        if not hasattr(self, "both"):
-            self.both = Both(self.model)
-            self.schedule = torch.optim.lr_scheduler.StepLR(next(iter(self.both.by_parameter.values())), 2)
-        return self.both, self.schedule
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return {} if self.helper is None else {"a": self.helper.optimizer, "b": self.helper.schedule}
 
 
 class Keeps(TrainerCallback):
@@ -136,6 +119,9 @@ class Keeps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.optimizer, self.schedule = make_critic(kwargs["model"])
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "schedule": self.schedule}
 
 
 class InACallback(Adversarial):
@@ -155,7 +141,7 @@ def outcome(trainer: Trainer) -> list[Any]:
     return [losses, *(parameter.tolist() for parameter in trainer.model.parameters())]
 
 
-@pytest.mark.parametrize("kind", [Early, Lazy, InList, OnTheTask, InACallback, InAnObject, InTheModel, ByParameter])
+@pytest.mark.parametrize("kind", [Early, Lazy, InADeque, OnTheTask, InACallback, InAnObject])
 def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kind: type[Trainer]) -> None:
     whole = make(kind, tmp_path)
     whole.train()
@@ -165,17 +151,96 @@ def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kin
     assert (tmp_path / "checkpoint-6" / "own_optimizers.pt").exists()
 
 
-def test_attributes_of_the_trainer_keep_their_names_where_a_helper_knows_it(tmp_path: Path) -> None:
-    class Knows(Early):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.helper = type("Helper", (), {})()
-            self.helper.trainer = self
-            super().__init__(*args, **kwargs)
-
-    trainer = make(Knows, tmp_path, max_steps=3)
-    trainer.train()
+def test_objects_in_a_checkpoint_have_the_names_that_were_declared(tmp_path: Path) -> None:
+    make(Early, tmp_path, max_steps=3).train()
     names = load_containers(tmp_path / "checkpoint-3" / "own_optimizers.pt").keys()
-    assert {"trainer.critic_optimizer", "trainer.critic_schedule"} < names
+    assert names == {"trainer.critic_optimizer", "trainer.critic_schedule", "Keeps.optimizer", "Keeps.schedule"}
+
+
+class Undeclared(Early):
+    """Tells nobody of its optimizer."""
+
+    def checkpoint_objects(self) -> dict[str, Any]:
+        return {}
+
+
+def test_optimizer_that_steps_and_is_not_declared_is_named_at_the_save(tmp_path: Path) -> None:
+    wanted = (
+        r"Adam of model.layers.4.weight, model.layers.4.bias. Return it, and its schedule, from checkpoint_objects\(\)"
+    )
+    with pytest.warns(UserWarning, match=wanted):
+        make(Undeclared, tmp_path, max_steps=3).train()
+
+
+def test_optimizer_without_a_state_is_not_missed(tmp_path: Path) -> None:
+    class Stateless(Undeclared):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            torch.optim.SGD(self.model.layers[4].parameters(), lr=0.1).step()
+            return Trainer.training_step(self, *args, **kwargs)
+
+    make(Stateless, tmp_path, max_steps=3).train()
+    assert (tmp_path / "checkpoint-3").exists()
+
+
+def test_optimizer_inside_the_runs_own_is_not_missed(tmp_path: Path) -> None:
+    class Outer(torch.optim.Adam):
+        """Has the state of another optimizer as its own."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.inner = torch.optim.Adam(self.param_groups)
+            self.state = self.inner.state
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    model = Net()
+    optimizers = (Outer(model.parameters(), lr=0.1), None)
+    train(tmp_path, model, max_steps=2, save_strategy="steps", save_steps=2, optimizers=optimizers)
+    assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
+
+
+def test_schedule_that_is_not_declared_with_its_optimizer_is_missed(tmp_path: Path) -> None:
+    class Forgets(Early):
+        def checkpoint_objects(self) -> dict[str, Any]:
+            return {"critic": self.critic_optimizer}
+
+    with pytest.warns(UserWarning, match=r"state of trainer.critic but not its learning rate schedule"):
+        make(Forgets, tmp_path, max_steps=3).train()
+
+
+@pytest.mark.parametrize(("value", "reason"), [(5, "A int has no state_dict"), (None, "A NoneType has no state_dict")])
+def test_objects_that_have_no_state_are_refused_before_the_first_step(tmp_path: Path, value: Any, reason: str) -> None:
+    class Wrong(Undeclared):
+        def checkpoint_objects(self) -> dict[str, Any]:
+            return {"number": value}
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise AssertionError("It trains.")
+
+    with pytest.raises(ConfigError, match=reason):
+        make(Wrong, tmp_path).train()
+
+
+def test_modules_and_generators_that_are_declared_resume_to_the_last_bit(tmp_path: Path) -> None:
+    class Draws(TrainerCallback):
+        def __init__(self) -> None:
+            self.generator, self.numbers = torch.Generator(), []
+            self.average = torch.nn.Linear(2, 2)
+            torch.nn.init.zeros_(self.average.weight)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.numbers.append(torch.rand((), generator=self.generator).item())
+            self.average.weight.data.add_(1)
+
+        def checkpoint_objects(self) -> dict[str, Any]:
+            return {"average": self.average, "generator": self.generator}
+
+    whole, resumed = Draws(), Draws()
+    train(tmp_path, None, whole, max_steps=6, save_strategy="steps", save_steps=3)
+    train(tmp_path, None, resumed, max_steps=6, save_strategy="no", resume=str(tmp_path / "checkpoint-3"))
+    assert resumed.numbers == whole.numbers[3:]
+    assert torch.equal(resumed.average.weight, torch.full((2, 2), 6.0))
 
 
 def test_checkpoint_of_a_run_without_any_has_no_such_file(tmp_path: Path) -> None:
@@ -213,11 +278,13 @@ def test_optimizer_without_a_saved_state_is_told_of(tmp_path: Path) -> None:
 
 def test_weights_that_only_the_second_optimizer_knows_are_told_of(tmp_path: Path) -> None:
     class Outside(Task):
-        def training_step(self, batch: Any) -> Any:
-            if not hasattr(self, "optimizer"):
-                self.critic = [torch.nn.Linear(2, 2)]  # hidden from the task
-                self.optimizer = torch.optim.SGD(self.critic[0].parameters(), lr=0.1)
-            return super().training_step(batch)
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = [torch.nn.Linear(2, 2)]  # hidden from the task
+            self.optimizer = torch.optim.SGD(self.critic[0].parameters(), lr=0.1)
+
+        def checkpoint_objects(self) -> dict[str, Any]:
+            return {"optimizer": self.optimizer}
 
     arguments = make_arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     with pytest.warns(UserWarning, match=r"state of task.optimizer but not all the weights"):
@@ -253,6 +320,9 @@ def test_optimizers_are_restored_before_the_schedules_that_write_into_them(tmp_p
         def critic(self) -> Any:
             self.rates.append(self.critic_optimizer.param_groups[0]["lr"])
             return self.critic_optimizer, self.critic_schedule
+
+        def checkpoint_objects(self) -> dict[str, Any]:
+            return {"a_schedule": self.critic_schedule, "optimizer": self.critic_optimizer}
 
     make(First, tmp_path, max_steps=3).train()
     resumed: Any = make(First, tmp_path, max_steps=4)

@@ -23,7 +23,8 @@ class TrainerCallback:
     `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`.
     Some events also pass `logs` or `metrics`. To request an action, set flags of the control or return them: a control
     object, a mapping such as ``{"should_training_stop": True}``, or None for no change. `hftrain.core.events` documents
-    the order of events.
+    the order of events. A callback that keeps state, such as an averaged model, may define `checkpoint_objects`, see
+    `Trainer.checkpoint_objects`.
 
     Source: the documented `TrainerCallback`.
 

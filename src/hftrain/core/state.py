@@ -63,8 +63,9 @@ class TrainerState:
         if history is None:
             history = HistoryText()
             history.take(self.log_history or [])
-        # dataclasses.asdict would copy the whole history.
-        text = json.dumps({**vars(self), "log_history": []}, indent=2, sort_keys=True) + "\n"
+        # Only the documented fields: callbacks may keep objects of their own here. asdict would copy the whole history.
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        text = json.dumps({**fields, "log_history": []}, indent=2, sort_keys=True) + "\n"
         entries = history.parts()
         if not entries:
             return [text]

@@ -110,7 +110,7 @@ class RunHooks:
         plan: (checkpoint, loader, progress) -> the run's plan; sets `progress` to its start.
         start_state: (checkpoint, plan); initialises the documented state.
         ready: (checkpoint, plan); makes the model ready to train, within the context.
-        holders: Returns the user's objects that may contain optimizers, with their names.
+        holders: Returns the objects that may have `checkpoint_objects`, with their names.
         dataset: Returns the current training dataset, or None; this and the next three are read at each call, because
             scripts and callbacks may replace them.
         processing_class: Returns the current processing class, or None.

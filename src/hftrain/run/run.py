@@ -99,6 +99,7 @@ class Run:
         start_s, first = time.perf_counter(), replace(self.progress)
         ready.task.train()
         events.fire("on_train_begin")
+        self.checkpoints.begin()
         parts.phase.text = None
         left = self.checkpoints.left
         with self._interrupts:

@@ -46,13 +46,13 @@ from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.data import RunData
 from hftrain.run.finiteness import Finiteness
 from hftrain.run.loop_states import LoopStates
-from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.own_optimizers import OwnOptimizers, UnsavedState
 from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.unfinished import left_in, to_do
 from hftrain.run.unfreezing import Unfreezing
 from hftrain.run.untrained import Untrained, check_plateau
-from hftrain.run.writing import CheckpointWrites, Save, as_of
+from hftrain.run.writing import CheckpointWrites, Save, as_of, saves_at_all
 from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.metric_state import metric_states, restore_metric_states
@@ -88,8 +88,11 @@ class RunCheckpoints:
         self._is_within_epoch = is_within_epoch
         self.manager = manager
         self.writes = CheckpointWrites(parts, hooks, ready, manager, best=self.best)
-        self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
         self.loops = LoopStates(parts.loops)
+        self.own = OwnOptimizers(
+            parts.strategy, ready.task, holders=hooks.holders, known=self._known, saved=self._saved_elsewhere
+        )
+        self.unsaved = UnsavedState(hooks, ready, saved=lambda: [*self._known(), *self.own.find().values()])
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         self._unfreezing = Unfreezing(
             parts.strategy,
@@ -109,6 +112,20 @@ class RunCheckpoints:
         self.past_state: dict[str, Any] | None = None
         check_plateau(parts.args, hooks.schedule())
         self.untrained = Untrained(parts, hooks, ready, self.own)
+
+    def begin(self) -> None:
+        """Restore what the user declares, and look at what else callbacks hold, once training has begun."""
+        self.own.begin()
+        parts = self._parts
+        if saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model:
+            self.unsaved.begin()
+            return
+
+        def forget() -> None:
+            parts.pending.remove(forget)
+            self.own.forget()
+
+        parts.pending.append(forget)
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
@@ -131,6 +148,7 @@ class RunCheckpoints:
         self.tried_step = state.global_step
         if not writes.has_room(num_bytes, step=state.global_step):
             return
+        self.unsaved.check()
         self.metric.link()
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
@@ -266,6 +284,7 @@ class RunCheckpoints:
             Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
             Participant("train_metrics", lambda: metric_states(task.metrics("train")), load_metrics, {}),
             Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            Participant("generators", self.own.generator_states, self.own.load_generators, {}),
             Participant("past", lambda: computing.past, load_memory),
         ]
 
@@ -286,11 +305,12 @@ class RunCheckpoints:
         ]
 
     def _known(self) -> list[Any]:
-        """Return objects that the run already saves, even if attributes of the user refer to them."""
-        optimizer = self._ready.optimizer
-        known = [optimizer, getattr(optimizer, "optimizer", None), self._hooks.optimizer(), self._hooks.schedule()]
-        loops = [loop for loop in self._parts.loops.values() if loop.keeps_state]
-        return [*known, *loops]
+        """Return the forms of the run's optimizer, which have a file of their own."""
+        return [(own := self._ready.optimizer), getattr(own, "optimizer", None), self._hooks.optimizer()]
+
+    def _saved_elsewhere(self) -> Any:
+        """Return the state that may be that of an optimizer of a loop, or of one inside the run's."""
+        return [self._ready.optimizer.state_dict(), self.loops.state_dict()]
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs by process."""

@@ -13,7 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
-from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.own_optimizers import OwnOptimizers, members
 from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.whole import unused_parameters
@@ -29,7 +29,7 @@ class Untrained:
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
 
     Args:
-        own: Finds the optimizers that user code keeps.
+        own: Knows the optimizers that user code keeps.
     """
 
     def __init__(self, parts: RunParts, hooks: RunHooks, ready: Ready, own: OwnOptimizers) -> None:
@@ -138,8 +138,8 @@ class Untrained:
         self._passes.clear()
 
     def _held(self) -> set[int]:
-        own = [each for each in self._own.find().values() if isinstance(each, torch.optim.Optimizer)]
-        return {id(p) for each in (self._optimizer, *own) for group in each.param_groups for p in group["params"]}
+        optimizers = (self._optimizer, *self._own.optimizers())
+        return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def check_plateau(args: TrainingArguments, schedule: Any) -> None:
@@ -155,20 +155,13 @@ def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters in containers that torch does not search, by attribute path."""
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, dict):
-                members = list(value.items())
-            elif isinstance(value, (list, tuple)):
-                members = list(enumerate(value))
+        for name, member in members(module):
+            where = f"{path}.{name}".lstrip(".")
+            if isinstance(member, nn.Module):
+                found = [(f"{where}.{inner}", p) for inner, p in member.named_parameters()]
             else:
-                continue
-            for key, member in members:
-                where = f"{path}.{name}[{key!r}]".lstrip(".")
-                if isinstance(member, nn.Module):
-                    found = [(f"{where}.{inner}", p) for inner, p in member.named_parameters()]
-                else:
-                    found = [(where, member)] if isinstance(member, nn.Parameter) else []
-                yield from (pair for pair in found if id(pair[1]) not in registered)
+                found = [(where, member)] if isinstance(member, nn.Parameter) else []
+            yield from (pair for pair in found if id(pair[1]) not in registered)
 
 
 def _listed(names: list[str]) -> str:

@@ -74,6 +74,21 @@ class FileMethods(TrainerFields):
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
             self._output.publish()
 
+    def checkpoint_objects(self) -> Mapping[str, Any]:
+        """Return objects of yours to save with each checkpoint and to restore on a resume, by name.
+
+        They need `state_dict()` and `load_state_dict()`, as optimizers, schedules, gradient scalers and modules have,
+        or are tensors or `torch.Generator`s. A task and a callback may have this method, too. It is called at each
+        save, when training has begun, and, until a resumed run has found everything, at each optimizer step: leave out
+        what does not exist yet. Generators are saved for each process, the rest by the main process.
+
+        Example:
+            >>> class TwoOptimizers(Trainer):
+            ...     def checkpoint_objects(self):
+            ...         return {"critic": self.critic_optimizer}
+        """
+        return {}
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and call the callbacks.
 

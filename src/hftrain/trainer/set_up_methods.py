@@ -80,6 +80,7 @@ class SetUpMethods(RunMethods):
             ready=self._ready,
             holders=lambda: [
                 ("trainer", self),
+                ("task", self.task),
                 *((type(each).__name__, each) for each in self.callback_handler.callbacks),
             ],
             dataset=lambda: self.train_dataset,

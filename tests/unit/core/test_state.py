@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hftrain.core.state import TrainerState
 
@@ -36,6 +37,12 @@ def test_state_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_json_has_sorted_keys_and_every_field() -> None:
     data = json.loads(make_state().to_json())
     assert list(data) == sorted(data) == sorted(vars(make_state()))
+
+
+def test_objects_that_others_keep_on_the_state_are_not_written() -> None:
+    state = make_state()
+    state.table = torch.ones(3)  # type: ignore[attr-defined]
+    assert state.to_json() == make_state().to_json()
 
 
 def test_keys_of_other_versions_are_dropped_and_missing_ones_filled() -> None:
