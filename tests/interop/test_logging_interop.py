@@ -58,3 +58,13 @@ def test_level_of_the_process_serves_every_library(
     if rank == 0:
         Trainer(Net(), training_args, train_dataset=make_rows())
         assert {logging.getLogger(name).getEffectiveLevel() for name in LIBRARIES} == {level}
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
+def test_passive_level_is_that_of_transformers(tmp_path: Path, level: int) -> None:
+    training_args, theirs = make_arguments(tmp_path), transformers.TrainingArguments(str(tmp_path))
+    logging.getLogger("hftrain").setLevel(logging.NOTSET)
+    transformers.utils.logging.set_verbosity(level)
+    assert training_args.get_process_log_level() == theirs.get_process_log_level() == level
+    logging.getLogger("hftrain").setLevel(logging.DEBUG)
+    assert training_args.get_process_log_level() == logging.DEBUG

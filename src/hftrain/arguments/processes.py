@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hftrain.arguments.enums import ParallelMode
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.launcher import announce_launch, read_launch
-from hftrain.core.log import get_logger, get_verbosity
+from hftrain.core.log import get_logger, passive_level
 
 if TYPE_CHECKING:
     import torch
@@ -126,12 +126,12 @@ class ArgumentProcesses(ArgumentFields):
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     def get_process_log_level(self) -> int:
-        """Return the numeric log level of this process; "passive" is hftrain's current level.
+        """Return the numeric log level of this process; "passive" is hftrain's own, or transformers' if none is set.
 
         Source: the documented `TrainingArguments.get_process_log_level`.
         """
         name = self.log_level if self.should_log else self.log_level_replica
-        return get_verbosity() if name == "passive" else int(getattr(logging, name.upper()))
+        return passive_level() if name == "passive" else int(getattr(logging, name.upper()))
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the optimizer updates of warmup out of `num_training_steps`.

@@ -58,6 +58,11 @@ def get_verbosity() -> int:
     return logging.getLogger(ROOT).getEffectiveLevel()
 
 
+def passive_level(library: str = "transformers") -> int:
+    """Return the level that `log_level="passive"` leaves: this package's if it is set, else another library's."""
+    return logging.getLogger(ROOT).level or logging.getLogger(library).level or get_verbosity()
+
+
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning the first time a message is seen in this process, unless the log level is above WARNING."""

@@ -1,7 +1,8 @@
 """`journal.jsonl`: the events of a run, one JSON object per line, appended to its output folder as they happen.
 
 A checkpoint contains the log up to its save. The journal also contains later entries, and what checkpoints do not
-record: times, memory, stops. No run depends on it, and its lines are never rewritten. When a run is resumed, entries
+record: times, memory, stops. No run depends on it, and its lines are never rewritten. It is never the first file of a
+folder: the first lines are kept in memory until there is another, such as a checkpoint. When a run is resumed, entries
 that its checkpoint does not contain are superseded by those that follow. Each line has ``event`` and ``at``, in seconds
 since the epoch:
 
@@ -61,10 +62,11 @@ class Journal:
         self._device = torch.device("cpu")
         self._trained_s, self._since_s = 0.0, 0.0
         self._is_paused = self._is_torn = self._has_warned = False
+        self._pending = ""
 
     def begin(self, output: Output, strategy: Strategy, progress: Progress, **facts: Any) -> None:
         """Open the journal in the output folder, and append the ``begin`` event."""
-        self._path = None
+        self._path, self._pending = None, ""
         if not strategy.is_main:
             return
         self._progress, self._samples, self._device = progress, progress.samples, strategy.device
@@ -131,11 +133,16 @@ class Journal:
     def _append(self, event: str, **facts: Any) -> None:
         if self._path is None:
             return
-        # A single write, so that a concurrent reader, or a kill, leaves at most the last line incomplete.
         line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, default=str, skipkeys=True) + "\n"
+        self._pending += line
         try:
+            # A script refuses to start in a folder that has files but no checkpoint: the journal is never the first.
+            if all(each.name.startswith(".") for each in self._path.parent.iterdir()):
+                return  # it is empty, or a first checkpoint is being written
+            lines, self._pending = self._pending, ""
+            # A single write, so that a concurrent reader, or a kill, leaves at most the last line incomplete.
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" + line if self._is_torn else line)
+                file.write("\n" + lines if self._is_torn else lines)
             self._is_torn = False
         except OSError as error:
             self._is_torn = True

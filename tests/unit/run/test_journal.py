@@ -69,6 +69,21 @@ def test_journal_holds_the_run(tmp_path: Path) -> None:
     assert JOURNAL not in output_files(tmp_path)
 
 
+def test_run_without_a_checkpoint_leaves_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, At(2, fail)).train()
+    assert list(tmp_path.iterdir()) == []
+    make(tmp_path).train()
+    assert [each["event"] for each in lines(tmp_path)].count("begin") == 1
+
+
+def test_run_that_begins_in_a_folder_with_files_is_noted_from_its_start(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, At(2, fail)).train()
+    assert [each["event"] for each in lines(tmp_path)] == ["begin", "log", "end"]
+
+
 def test_time_of_evaluations_and_saves_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("hftrain.run.journal.time.perf_counter", lambda: clock[0])
@@ -165,11 +180,11 @@ def test_torn_line_is_passed_over_and_ended(tmp_path: Path) -> None:
 def test_full_disk_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(tmp_path, eval_strategy="no", save_steps=6)
+    trainer = make(tmp_path, eval_strategy="no", save_steps=2, max_steps=6)
     opened = open
 
     def full(file: Any, mode: str = "r", **options: Any) -> Any:
-        if Path(file).name == JOURNAL and mode == "a" and trainer.state.global_step in (2, 3, 4):
+        if Path(file).name == JOURNAL and mode == "a" and trainer.state.global_step in (3, 4):
             raise OSError(28, "No space left on device")
         return opened(file, mode, **options)
 
@@ -181,7 +196,7 @@ def test_full_disk_is_one_warning(
         f"Some entries could not be written to {tmp_path / JOURNAL}: [Errno 28] No space left on device. "
         "Training continues."
     ]
-    assert [step for step, _ in read_run(str(tmp_path), name="run").points("loss")] == [1, 5, 6]
+    assert [step for step, _ in read_run(str(tmp_path), name="run").points("loss")] == [1, 2, 5, 6]
 
 
 def test_run_that_saves_nothing_leaves_nothing(tmp_path: Path) -> None:
