@@ -161,7 +161,7 @@ def test_log_levels(line: str, rank: int, local_rank: int, level: int, monkeypat
         ("--debug 'underflow_overflow tpu_metrics_debug'", "debug", ["underflow_overflow", "tpu_metrics_debug"]),
         ("--debug underflow_overflow tpu_metrics_debug", "debug", ["underflow_overflow", "tpu_metrics_debug"]),
         ("--tpu_metrics_debug", "debug", ["tpu_metrics_debug"]),
-        ("--include_num_input_tokens_seen", "include_num_input_tokens_seen", True),
+        ("--include_num_input_tokens_seen", "include_num_input_tokens_seen", "all"),
         ("--include_num_input_tokens_seen non_padding", "include_num_input_tokens_seen", "non_padding"),
         ("--deepspeed ds_config.json", "deepspeed", "ds_config.json"),
         ("--local-rank 0", "local_rank", 0),

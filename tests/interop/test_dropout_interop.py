@@ -42,7 +42,8 @@ def train(
 
 
 def test_dropout_of_every_epoch_is_that_of_transformers(tmp_path: Path) -> None:
-    for options in ({}, {"gradient_accumulation_steps": 2}):
+    persistent = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    for options in ({}, {"gradient_accumulation_steps": 2}, persistent):
         ours = train(hftrain, tmp_path / "ours", **options)
         theirs = train(transformers, tmp_path / "theirs", **options)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

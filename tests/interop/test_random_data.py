@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.tiny import make_rows
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,22 +36,36 @@ class Augmented(Dataset[Any]):
         return disturb(self.rows[index])
 
 
+class Stream(IterableDataset[Any]):
+    """Shuffles with a buffer, and draws for each sample."""
+
+    def __iter__(self) -> Any:
+        rows = make_rows(24)
+        while rows:
+            yield disturb(rows.pop(random.randrange(min(5, len(rows)))))
+
+    def __len__(self) -> int:
+        return 24
+
+
 def mask(rows: list[Any]) -> Any:
     batch = default_collate(rows)
     return {**batch, "x": torch.where(torch.rand(batch["x"].shape) < 0.3, 0.0, batch["x"] * random.random())}
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(dropout), nn.Linear(16, 3))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.layers(x.float())
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def train(package: Any, folder: Path, *, prepares: bool = False, **options: Any) -> list[float]:
+def train(
+    package: Any, folder: Path, *, prepares: bool = False, data: Any = Augmented, dropout: float = 0.3, **options: Any
+) -> list[float]:
     """Train an epoch and a half, and return the logged losses."""
 
     class Own(package.Trainer):
@@ -62,11 +76,11 @@ def train(package: Any, folder: Path, *, prepares: bool = False, **options: Any)
             return self.accelerator.prepare(loader)
 
     transformers.set_seed(0)
-    model = Net()
+    model = Net(dropout)
     settings = {"learning_rate": 0.1, "per_device_train_batch_size": 4, "num_train_epochs": 1.5, "logging_steps": 1}
     settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **options}
     args = package.TrainingArguments(str(folder), **settings)
-    trainer = Own(model, args, train_dataset=Augmented(), data_collator=mask)
+    trainer = Own(model, args, train_dataset=data(), data_collator=mask)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -77,4 +91,10 @@ def test_random_data_are_those_of_transformers(tmp_path: Path, accumulation: int
     options = {**options, "gradient_accumulation_steps": accumulation}
     ours = train(hftrain, tmp_path / "ours", **options)
     assert len(ours) == {1: 9, 3: 3}[accumulation]
+    assert ours == pytest.approx(train(transformers, tmp_path / "theirs", **options), abs=1e-6)
+
+
+def test_random_streams_are_those_of_transformers_if_only_they_draw(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": Stream, "dropout": 0.0, "num_train_epochs": 2.5}
+    ours = train(hftrain, tmp_path / "ours", **options)
     assert ours == pytest.approx(train(transformers, tmp_path / "theirs", **options), abs=1e-6)

@@ -45,6 +45,8 @@ def normalize(args: ArgumentFields) -> None:
         args.eval_delay = 0
     if args.include_num_input_tokens_seen == "no":
         args.include_num_input_tokens_seen = False
+    elif args.include_num_input_tokens_seen is True:
+        args.include_num_input_tokens_seen = "all"
 
 
 def convert_choices(args: ArgumentFields) -> None:

@@ -67,10 +67,14 @@ def capture_rng() -> dict[str, Any]:
 
 
 def rng_now(devices: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return what `restore_rng` takes, in a few microseconds; `devices` are the kinds of accelerator to look at."""
+    """Return the state of every generator, fast; `plain_rng` makes of it what `restore_rng` takes.
+
+    Args:
+        devices: The kinds of accelerator, from `rng_devices`.
+    """
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": numpy.random.get_state(legacy=False),
         "cpu": torch.default_generator.get_state(),
     }
     for name, device in devices:
@@ -84,9 +88,10 @@ def rng_now(devices: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_rng(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of `rng_now` as tensors and plain containers only, to be saved."""
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    return {**state, "numpy": (kind, keys.tolist(), int(position), int(has_gauss), float(cached))}
+    """Return the state of `rng_now` as tensors and plain containers only."""
+    found = state["numpy"]
+    place, gauss = found["state"], (int(found["has_gauss"]), float(found["gauss"]))
+    return {**state, "numpy": (found["bit_generator"], place["key"].tolist(), int(place["pos"]), *gauss)}
 
 
 @cache

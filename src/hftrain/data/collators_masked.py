@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import ConfigError
 from hftrain.data.collators import as_list, check_pads, pad_as_asked, pad_features, returned_as
 from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
 
@@ -111,7 +111,7 @@ class DataCollatorForPermutationLanguageModeling:
         """Make a batch of mappings with `input_ids`, or of lists of token ids.
 
         Raises:
-            TaskError: The batch's length is odd.
+            ConfigError: The batch's length is odd; a `ValueError`, as in transformers.
         """
         ids = [as_list(row["input_ids"] if isinstance(row, Mapping) else row) for row in features]
         ids_BL = pad_features(self.tokenizer, [{"input_ids": row} for row in ids], return_tensors="pt")["input_ids"]
@@ -121,7 +121,7 @@ class DataCollatorForPermutationLanguageModeling:
                 f"Cannot permute sequences of {length} tokens:",
                 "the two halves are permuted, so the length must be even.",
             )
-            raise TaskError(asked, reason, "Pad or truncate the samples to an even length.")
+            raise ConfigError(asked, reason, "Pad or truncate the samples to an even length.")
         is_special_BL = torch.tensor(
             [self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids_BL.tolist()]
         ).bool()

@@ -18,7 +18,7 @@ from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_gene
 from hftrain.data.sharding import RankLoader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
-from hftrain.data.streams import set_dataset_epoch
+from hftrain.data.streams import is_cut_stream, set_dataset_epoch
 from hftrain.data.wrappers import has_state, tell_epoch
 
 _logger = get_logger(__name__)
@@ -80,6 +80,11 @@ class TrainFeed:
     def is_stream(self) -> bool:
         """Whether the data can only be iterated."""
         return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
+
+    def draws_a_seed(self, epoch: int) -> bool:
+        """Return whether a torch loader draws a seed for its workers at a pass: persistent ones get theirs once."""
+        reader = self._reader
+        return isinstance(reader, DataLoader) and not (epoch and reader.persistent_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""
@@ -148,7 +153,10 @@ class TrainFeed:
         if is_placed or self._is_at_end:
             return self._placed(loader, may_start_over=not is_within)
         if _draws_here(self.loader, self._reader):
-            iterator = with_own_numbers(lambda: iter(loader), seed=derive_seed(self._seed, epoch))
+            # Ranks that cut their shares from one stream need the same numbers.
+            is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
+            seed = derive_seed(self._seed, epoch) if is_shared else None
+            iterator = with_own_numbers(lambda: iter(loader), seed=seed)
         else:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():

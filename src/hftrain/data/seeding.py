@@ -63,39 +63,67 @@ def dump_signal(worker_init_fn: Any) -> int | None:
     return signal.SIGUSR1 if is_ours and hasattr(signal, "SIGUSR1") else None
 
 
-def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:
+def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int | None = None) -> Iterator[Any]:
     """Read batches in this process with random numbers independent of the training's, such as dropout's.
 
-    The content of a stream's buffers then depends only on the seed, and is the same when the
-    stream is read again up to a batch. NumPy's generator is swapped, because copying its state is slow; both
-    generators lose the second number of a pair of normal numbers.
+    The content of a stream's buffers then depends only on where the numbers start, and is the same when the stream is
+    read again up to a batch.
+
+    Args:
+        seed: Where the numbers start; None for a copy of the global generators as they are now. If nothing else draws
+            from these until the last batch, they then continue after the stream, as if it had drawn from them itself.
     """
-    numbers: tuple[Any, ...] = (
-        random.Random(seed).getstate(),
-        numpy.random.MT19937(numpy.random.SeedSequence(seed)),
-        torch.Generator().manual_seed(seed).get_state(),
-    )
-    batches: Iterator[Any] | None = None
-    while True:
-        outer = _exchange(numbers)
-        try:
-            if batches is None:
-                batches = open_batches()
-            batch = next(batches)
-        except StopIteration:
-            return
-        finally:
-            numbers = _exchange(outer)
-        yield batch
+    start = _numbers()
+    numbers = start if seed is None else _seeded(seed)
+
+    def batches() -> Iterator[Any]:
+        nonlocal numbers
+        opened: Iterator[Any] | None = None
+        while True:
+            outer = _exchange(numbers)
+            is_over = False
+            try:
+                opened = open_batches() if opened is None else opened
+                batch = next(opened)
+            except StopIteration:
+                is_over = True
+            finally:
+                numbers = _exchange(outer)
+            if is_over:
+                if seed is None and _is_same(outer, start):
+                    _exchange(numbers)
+                return
+            yield batch
+
+    return batches()
+
+
+def _seeded(seed: int) -> tuple[Any, ...]:
+    outer = _numbers()
+    seed_process(seed)
+    return _exchange(outer)
+
+
+def _numbers() -> tuple[Any, ...]:
+    return random.getstate(), numpy.random.get_state(legacy=False), torch.default_generator.get_state()
 
 
 def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    of_numpy: Any = numpy.random
-    found = random.getstate(), of_numpy.get_bit_generator(), torch.default_generator.get_state()
+    found = _numbers()
     random.setstate(numbers[0])
-    of_numpy.set_bit_generator(numbers[1])
+    numpy.random.set_state(numbers[1])
     torch.default_generator.set_state(numbers[2])
     return found
+
+
+def _is_same(numbers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    (one, two, three), (first, second, third) = numbers, others
+    return (
+        one == first
+        and torch.equal(three, third)
+        and str(two) == str(second)
+        and bool((two["state"]["key"] == second["state"]["key"]).all())
+    )
 
 
 def new_generator(seed: int) -> torch.Generator:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hftrain.core.errors import TaskError
-from hftrain.data.samplers import even_out
+from hftrain.data.samplers import even_out, is_rank_aware
 from hftrain.data.seeding import derive_seed, seed_process
 from hftrain.data.wrappers import StreamWrapper, has_state, tell_epoch
 
@@ -200,6 +200,11 @@ class EvenedStream(StreamWrapper):
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self._unit) * self._unit
+
+
+def is_cut_stream(dataset: Any) -> bool:
+    """Return whether ranks cut their shares from this stream, which must then be the same on all of them."""
+    return isinstance(dataset, BatchShardStream) or is_rank_aware(dataset)
 
 
 def splits_among_workers(dataset: Any) -> bool:

@@ -218,7 +218,8 @@ class Run:
             self._load_numbers()
             self.checkpoints.epoch_rng = capture_rng()
             self._parts.computing.past = None
-        draw_as_a_loader()
+        if self._data.feed.draws_a_seed(self.progress.epoch):
+            draw_as_a_loader()
 
     def _load_numbers(self) -> None:
         if self._rng is not None:

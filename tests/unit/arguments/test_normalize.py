@@ -43,6 +43,7 @@ from hftrain.core.errors import ConfigError
         ("accelerator_config", "acc.json", "acc.json"),
         ("eval_delay", None, 0),
         ("include_num_input_tokens_seen", "no", False),
+        ("include_num_input_tokens_seen", True, "all"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*has no effect without")

@@ -10,6 +10,7 @@ import torch
 from support.loading import build
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.data import dispatch
 from hftrain.data.feed import TrainFeed
 
@@ -124,14 +125,22 @@ def test_skipping_streams_is_done_before_open_returns():
     assert next(iterator)[0][0] == formula(11, 0)[4]
 
 
-def test_streams_draw_numbers_of_their_own():
-    before = generators()
+def test_streams_begin_with_a_copy_of_the_numbers():
+    before = capture_rng()
     whole = list(feed(Stream()).open(1))
-    assert generators() == before
-    random.random(), numpy.random.random(), torch.rand(())
-    resumed = feed(Stream()).open(1, skip=2)
-    assert list(resumed) == whole[2:]
-    assert list(feed(Stream()).open(0)) != whole
+    after = generators()
+    # As if it had drawn from them itself: nothing else did.
+    restore_rng(before)
+    assert [drawn for _, *drawn in Stream()] == [drawn for batch in whole for _, *drawn in batch]
+    assert generators() == after
+    # Another draw meanwhile changes nothing, and then the numbers are the others'.
+    for skip in (0, 2):
+        restore_rng(before)
+        resumed = feed(Stream()).open(1, skip=skip)
+        random.random(), numpy.random.random(), torch.rand(())
+        others = generators()
+        assert list(resumed) == whole[skip:]
+        assert generators() == others
 
 
 def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch):
