@@ -85,4 +85,4 @@ def test_prepared_loader_goes_on_exactly(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["shuffled", "dispatched", "stream"])
 def test_prepared_loader_of_one_process_is_read_as_torchs_own(name: str) -> None:
     loader = ShardPlan().share(LOADERS[name](Accelerator()))
-    assert not type(loader).__module__.startswith("accelerate.")  # what accelerate makes calls itself a torch loader, too
+    assert not type(loader).__module__.startswith("accelerate.")  # whose loaders call themselves torch loaders
