@@ -23,8 +23,9 @@ class TrackerCallback(TrainerCallback, ExportableState):
     """Report a run to one tracker, on the main process only.
 
     The tracker starts when training begins or at the first log, whichever comes first. It stays open after training, so
-    later evaluations are reported to the same run. `close`, the next training or deleting the callback closes it. A
-    resumed run continues the tracker run named in the checkpoint. Errors of the tracker become warnings.
+    later evaluations are reported to the same run. `close`, the next training (also of another Trainer) or deleting the
+    callback closes it. A resumed run continues the tracker run named in the checkpoint. Errors of the tracker become
+    warnings.
 
     Args:
         *args: Passed to the tracker's logger.
@@ -37,6 +38,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     tracker: ClassVar[str] = ""
     by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
+    # By tracker: whose training began last. Most trackers have one current run per process, which a new one would join.
+    _last: ClassVar[dict[str, weakref.ref[TrackerCallback]]] = {}
     # A logger cannot be rebuilt from a checkpoint.
     is_rebuilt = False
 
@@ -51,7 +54,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         self.logger = create_logger(self.tracker, *args, **kwargs) if logger is None else logger
         self.run_id: str | None = None
         self._folder = Path.cwd()
-        self._is_open = self._is_broken = self._has_trained = False
+        self._is_open = self._is_broken = self._has_trained = self._is_training = False
         self._num_failed = 0
         self._saved: tuple[Path, int] | None = None
         self._end: Any = None
@@ -111,7 +114,12 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self.close()
         if self._has_trained and not is_resumed:
             self.run_id = None
+        last = self._last.get(self._name, lambda: None)()
+        if last is not None and last is not self and not last._is_training:
+            last.close()
+        self._last[self._name] = weakref.ref(self)
         self._is_broken, self._has_trained, self._num_failed, self._saved = False, True, 0, None
+        self._is_training = True
         self._open(args, state, kwargs.get("model"))
 
     def on_log(
@@ -138,6 +146,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Upload the best or last checkpoint if requested, and flush the tracker."""
+        self._is_training = False
         if not self._is_open:
             return
         if self.logger.artifacts == "end":

@@ -61,14 +61,16 @@ class MLflowLogger(Logger):
 
         mlflow.log_artifacts(str(folder), artifact_path=folder.name, run_id=self.run_id)
 
-    def close(self) -> None:
-        """End the run if this logger started it and it is still active."""
+    def finish_training(self) -> None:
+        """End the run if this logger started it and it is still active; MLflow also takes later metrics by its ID."""
         import mlflow
 
         active: Any = mlflow.active_run()
         if self._is_own and active is not None and active.info.run_id == self.run_id:
             mlflow.end_run()
         self._is_own = False
+
+    close = finish_training
 
     def _log_params(self, run: RunFacts, *, known: Mapping[str, Any]) -> None:
         """Record new parameters; MLflow does not allow changes, so a resumed run keeps its recorded values."""

@@ -8,13 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support import tiny
 from support.tiny import Task, make_arguments, make_rows
 
-from hftrain import Logger, Trainer
+from hftrain import Logger, Trainer, TrainerCallback
 from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.loggers.base import RunFacts
 
@@ -109,6 +109,56 @@ def test_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
         "finish_training",
     ]
     assert recorder.facts[1].run_id is None
+
+
+class OneRun(Recorder):
+    """A tracker with one current run per process, which others join."""
+
+    name = "one_run"
+    current: ClassVar[list[str]] = []
+
+    def start(self, run: RunFacts) -> None:
+        super().start(run)
+        self.is_own = not self.current
+        if self.is_own:
+            assert self.run_id is not None
+            self.current.append(self.run_id)
+        self.run_id = self.current[0]
+
+    def close(self) -> None:
+        super().close()
+        if self.is_own:
+            self.current.clear()
+
+
+def test_training_of_another_trainer_is_a_run_of_its_own(tmp_path: Path) -> None:
+    first, second = OneRun(), OneRun()
+    earlier = make_trainer(tmp_path / "first", first)
+    earlier.train()
+    earlier.evaluate()
+    run_id = first.run_id
+    later = make_trainer(tmp_path / "second", second)
+    later.train()
+    assert second.run_id not in (None, run_id)
+    # An evaluation does not start a run: it may belong to the training of another Trainer.
+    third = OneRun()
+    make_trainer(tmp_path / "third", third).evaluate()
+    assert third.run_id == second.run_id
+    later.evaluate()
+    assert "close" not in second.calls
+
+
+def test_training_within_another_does_not_end_its_run(tmp_path: Path) -> None:
+    outer, inner = OneRun(), OneRun()
+
+    class Nested(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                make_trainer(tmp_path / "inner", inner).train()
+
+    make_trainer(tmp_path / "outer", outer, callbacks=[Nested()]).train()
+    assert inner.run_id == outer.run_id
+    assert "close" not in outer.calls
 
 
 def test_tracker_is_closed_with_its_trainer(tmp_path: Path) -> None:

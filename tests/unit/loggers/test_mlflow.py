@@ -101,6 +101,31 @@ trainer.train()
     assert len(child["train/loss"]) == 8
 
 
+def test_run_ends_with_its_training_and_the_next_training_has_its_own(tmp_path: Path) -> None:
+    env = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db"}
+    script = """
+import mlflow
+from hftrain import Trainer
+from support.tiny import Net, make_arguments, make_rows
+rows, trainers = make_rows(8), []
+for name in ("first", "second"):
+    args = make_arguments(name, report_to="mlflow", run_name=name, num_train_epochs=1)
+    trainers.append(Trainer(Net(), args, train_dataset=rows, eval_dataset=rows))
+    trainers[-1].train()
+    assert mlflow.active_run() is None, "open after the training"
+    trainers[-1].evaluate()
+    assert mlflow.active_run() is None, "open after the evaluation"
+with mlflow.start_run(run_name="mine"):
+    Trainer(Net(), make_arguments("third", report_to="mlflow"), train_dataset=rows).train()
+    assert mlflow.active_run().info.run_name == "mine"
+"""
+    train(tmp_path, env=env, script=script)
+    runs = {run["name"]: run for run in read(tmp_path, env)}
+    assert {name: len(run["train/loss"]) for name, run in runs.items()} == {"first": 2, "second": 2, "mine": 4}
+    assert {name: len(run["eval/loss"]) for name, run in runs.items()} == {"first": 1, "second": 1, "mine": 0}
+    assert {run["status"] for run in runs.values()} == {"FINISHED"}
+
+
 def test_tags_that_are_no_json_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TAGS", "release=1")
     monkeypatch.setattr("mlflow.active_run", lambda: type("Run", (), {"info": type("Info", (), {"run_id": "1"})})())
