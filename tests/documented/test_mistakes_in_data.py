@@ -136,6 +136,14 @@ DATA = [
     sampling("picture in a tuple", lambda i: (Picture(), 0), "each holds Picture, int", "Convert it to a tensor"),
     sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "'labels'", "such as 'cat'", "Number the classes"),
     sampling("label as text", lambda i: {"x": X, "label": "cat"}, "'label'", "such as 'cat'", "Number the classes"),
+    reading(
+        "columns of tensors", (torch.zeros(8, 4), torch.zeros(8)), "whole columns", "TensorDataset", error=ValueError
+    ),
+    Mistake(
+        "splits",
+        lambda folder: train(folder, train_dataset={"train": Own(lambda i: None), "test": Own(lambda i: None)}),
+        ("the keys 'train', 'test'", "such as ['train']"),
+    ),
     reading("texts", ["a"] * 8, "list of 4 str", "Let the dataset return dicts"),
     reading("set", {1, 2}, "a set as train_dataset", "no order", error=ValueError),
     reading("class", Own, "it is a class", "Pass an instance: Own(...)", error=ValueError),
@@ -189,21 +197,27 @@ METRICS = [
         evaluation_step=update_of(lambda own: own.acc[0]),
     ),
     tracking(
+        "swapped",
+        "Cannot update a metric",
+        "the model's outputs first, then the labels",
+        metric=accuracy,
+        evaluation_step=lambda s, b: s.acc.update(b["labels"], s.model.layers(b["x"])),
+    ),
+    tracking(
         "number of classes",
         "number of classes",
-        error=ValueError,
+        "num_classes must be the number of outputs",
         metric=lambda: tm.Accuracy("multiclass", num_classes=2),
         evaluation_step=update_of(lambda own: own.acc),
     ),
 ]
 
 CALLBACKS = [
-    calling("Lightning's", "on_train_start", "Define on_train_begin(", on_train_start=lambda *a, **k: None),
-    calling("Keras's", "on_batch_end", "Define on_step_end(", on_batch_end=lambda *a, **k: None),
-    calling("letters", "on_step_ends", "Did you mean 'on_step_end'", error=UserWarning, on_step_ends=lambda *a: None),
     calling(
-        "order", "on_begin_train", "Did you mean 'on_train_begin'", error=UserWarning, on_begin_train=lambda *a: None
+        "Lightning's", "on_train_start", "Define on_train_begin(", error=UserWarning, on_train_start=lambda *a: None
     ),
+    calling("Keras's", "on_batch_end", "Define on_step_end(", error=UserWarning, on_batch_end=lambda *a, **k: None),
+    calling("letters", "on_logs", "Define on_log(", error=UserWarning, on_logs=lambda *a: None),
     calling("no arguments", "Mine.on_step_end()", "(self, args, state, control, **kwargs)", on_step_end=lambda s: None),
     calling(
         "pl_module",
@@ -218,6 +232,13 @@ CALLBACKS = [
     calling("flag", "'stop', which Mine.on_log returned", "Known names", on_log=lambda *a, **k: {"stop": True}),
     calling(
         "control", "control.should_stop_training", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop
+    ),
+    calling(
+        "Lightning's flag",
+        "control.should_stop,",
+        "Did you mean 'should_training_stop'",
+        error=UserWarning,
+        on_step_end=lambda s, args, state, control, **k: setattr(control, "should_stop", True),
     ),
     calling(
         "state None", "state() returned None", "'args': {...}", error=ValueError, bases=EXPORTED, state=lambda s: None
@@ -325,7 +346,11 @@ def fails_late(index: int) -> Any:
             LookupError,
             "Raised in on_log of the ",
         ),
-        ({"callbacks": [type("Mine", (TrainerCallback,), {"on_log": raise_key})()]}, KeyError, "logs."),
+        (
+            {"callbacks": [type("Mine", (TrainerCallback,), {"on_log": raise_key})()]},
+            KeyError,
+            "There is no such key in logs: loss, grad_norm",
+        ),
     ],
 )
 def test_error_of_the_users_code_ends_with_a_note_of_where(
@@ -351,3 +376,22 @@ def test_callback_whose_base_was_not_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(AttributeError) as caught:
         trainer.train()
     assert caught.value.__notes__ == ["Raised in on_evaluate of the callback Mine."]
+
+
+def test_the_sample_that_is_unlike_the_others_of_its_batch_is_named(tmp_path: Path) -> None:
+    rows = make_rows(8)
+    rows[3]["x"] = torch.zeros(5)
+    with pytest.raises(TaskError, match="the shapes differ") as caught:
+        train(tmp_path, train_dataset=rows, train_sampling_strategy="sequential")
+    assert "for sample 3. It is x float32 (5,), labels int64 ()." in caught.value.__notes__[0]
+
+
+def test_name_of_the_best_metric_that_no_metric_has_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task: Any = type("Mine", (Task,), {"evaluation_step": update_of(lambda own: own.acc)})()
+    task.acc = accuracy()
+    best = {"metric_for_best_model": "accuracy", "greater_is_better": True, "eval_strategy": "epoch"}
+    with pytest.raises(ValueError, match="The evaluation did not report"):
+        make_trainer(tmp_path, task, eval_dataset=make_rows(4), **best).train()
+    assert "asks for 'eval_accuracy', and the metrics of Mine are eval_acc, eval_loss" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from support.tiny import Net, Task, make_rows, make_trainer, share, train
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from hftrain import StepOutput, TaskError, TaskModule, Trainer
+from hftrain import StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
+from hftrain.rules.torch_errors import explain_torch
+from hftrain.strategies.single import SingleDeviceStrategy
 
 
 def task(step: Callable[[Any, Any], Any] | None = None, *, base: type = Task, **methods: Any) -> Any:
@@ -153,6 +157,11 @@ class Frozen(Net):
         self.layers.requires_grad_(False)
 
 
+def lazy_init(own: Any) -> None:
+    Net.__init__(own)
+    own.head = nn.LazyLinear(3)
+
+
 class Headless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +243,13 @@ STEPS = [
         "column", lambda s, b: b["pixels"], "the column 'pixels'", "It contains: x float32 (4, 4), labels int64 (4,)"
     ),
     stepping("attribute of batch", lambda s, b: b.x.sum(), "batch.x", "the batch is a dict", "Write batch['x']"),
-    stepping("unpacked dict", unpack, "layers.0 = Linear", "is the text 'x'", "Unpacking a dict gives its names"),
+    stepping(
+        "unpacked dict",
+        unpack,
+        "pass str as 'input' to linear()",
+        "write x = batch['x']",
+        "Unpacking a dict gives its names",
+    ),
     stepping("whole batch", lambda s, b: s.model.layers(b), "is the whole batch", "model(**batch)", "x, labels"),
     stepping(
         "names in a tuple",
@@ -256,14 +271,14 @@ STEPS = [
     stepping(
         "one-hot labels",
         lambda s, b: F.cross_entropy(scores_of(s, b), F.one_hot(b["labels"], 5).float()),
-        "the scores have the shape (4, 3), and the labels (4, 5)",
-        "Class numbers need the shape (4,)",
+        "the labels do not have the shape",
+        "labels.argmax(1) for one-hot labels",
     ),
     stepping(
         "labels in a column",
         lambda s, b: F.cross_entropy(scores_of(s, b), b["labels"][:, None]),
-        "the labels (4, 1)",
-        "labels.reshape(4)",
+        "the labels do not have the shape",
+        "labels.flatten() for a column",
     ),
     stepping(
         "float labels",
@@ -274,8 +289,8 @@ STEPS = [
     stepping(
         "label range",
         lambda s, b: F.cross_entropy(scores_of(s, b), b["labels"] + 7),
-        "labels go from 7 to",
-        "the model has 3 outputs (labels 0 to 2)",
+        "is out of range",
+        "In the batch, labels go from 0 to",
     ),
     stepping(
         "no probabilities",
@@ -290,7 +305,10 @@ STEPS = [
     ),
     stepping("float ids", lambda s, b: F.embedding(b["x"], torch.ones(5, 4)), "the ids are float32", "ids.long()"),
     stepping(
-        "id range", lambda s, b: F.embedding(b["labels"] + 9, torch.ones(5, 4)), "ids go from 9 to", "table has 5 rows"
+        "id range",
+        lambda s, b: F.embedding(b["labels"] + 9, torch.ones(5, 4)),
+        "an id is not in its table",
+        "labels go from 0 to",
     ),
     Mistake("too long", bert(input_ids=[1] * 9, labels=0), ("on 9 positions", "it has 6", "max_length=6"), TaskError),
     Mistake("vocabulary", bert(input_ids=[99], labels=0), ("ids go from 99 to 99", "resize_token_emb"), TaskError),
@@ -298,19 +316,18 @@ STEPS = [
     stepping(
         "float64",
         loss_of,
-        "layers.0 = Linear",
-        "its input is float64, and its weight float32",
-        "NumPy",
+        "its x is float64, and the model's weights are float32",
+        "NumPy arrays are float64 by default",
         train_dataset=[{"x": numpy.zeros(4), "labels": 0}] * 4,
     ),
     stepping(
-        "integers", loss_of, "its input is int64", "torch.float32", train_dataset=[{"x": [1, 2, 3, 4], "labels": 0}] * 4
+        "integers", loss_of, "its x is int64", "torch.float32", train_dataset=[{"x": [1, 2, 3, 4], "labels": 0}] * 4
     ),
     stepping(
         "width",
         loss_of,
-        "layers.0 = Linear(in_features=4",
-        "has the shape (4, 5), and the last dimension must be 4",
+        "layers.0 = Linear(4, 8)",
+        "has 5 features in the last dimension, which must be 4",
         train_dataset=[{"x": torch.zeros(5), "labels": 0}] * 4,
     ),
     stepping(
@@ -323,9 +340,30 @@ STEPS = [
     stepping(
         "bytes",
         lambda s, b: nn.Conv2d(1, 1, 2)(b["x"]).mean(),
-        "its input is uint8",
+        "its x is uint8",
         "x.float() / 255",
         train_dataset=[{"x": torch.zeros(1, 3, 3, dtype=torch.uint8), "labels": 0}] * 4,
+    ),
+    stepping(
+        "column of outputs",
+        lambda s, b: F.mse_loss(scores_of(s, b)[:, :1], b["labels"].float()),
+        "the labels have the shape (4) and the outputs (4, 1)",
+        "outputs.squeeze(-1), or labels[:, None]",
+    ),
+    stepping(
+        "batch normalization of one sample",
+        lambda s, b: nn.BatchNorm1d(4)(b["x"]).mean() + loss_of(s, b),
+        "a batch of one sample",
+        "dataloader_drop_last=True",
+        train_dataset=make_rows(5),
+    ),
+    Mistake(
+        "loss made anew",
+        lambda folder: make_trainer(
+            folder, task(lambda s, b: torch.tensor(loss_of(s, b).item(), requires_grad=True)), max_steps=1
+        ).train(),
+        ("The first update changed nothing", "torch.tensor(loss.item(), requires_grad=True) does not depend on them"),
+        UserWarning,
     ),
     stepping("layer of a tuple", lambda s, b: F.relu(s.model(**b)), "tuple", "outputs[0]"),
     Mistake(
@@ -358,6 +396,11 @@ MODELS = [
         lambda folder: train(folder, Net().requires_grad_(False)),
         ("none of its parameters", "requires_grad_(True)"),
     ),
+    Mistake(
+        "lazy",
+        lambda folder: train(folder, type("Lazy", (Net,), {"__init__": lazy_init})()),
+        ("head.weight has no shape yet", "Call the model on one batch before train()"),
+    ),
     Mistake("plain list", lambda folder: train(folder, Listed()), ("has no parameters", "nn.ModuleList")),
     Mistake(
         "frozen path",
@@ -387,7 +430,18 @@ MODELS = [
     ),
 ]
 
+
+def one_cycle(own: Any) -> Any:
+    optimizer = SGD(own.model.parameters(), lr=1)
+    return optimizer, OneCycleLR(optimizer, 1.0, total_steps=3)
+
+
 OPTIMIZERS = [
+    Mistake(
+        "short schedule",
+        lambda folder: train(folder, task(configure_optimizers=one_cycle), max_steps=4),
+        ("Cannot train 4 steps with this OneCycleLR", "total_steps=3", "Make it with total_steps=4"),
+    ),
     optimizing("Lightning's dict", lightnings_dict, "Mine.configure_optimizers", "dict", "(optimizer, schedule)"),
     optimizing("lists", lambda s: ([], []), "tuple of (list, list)", "(optimizer, schedule)"),
     optimizing("two", two_optimizers, "tuple of (SGD, SGD)", "Return one optimizer", "param_groups"),
@@ -465,6 +519,15 @@ OVERRIDES = [
         "prediction_loss_only, ignore_keys=None",
         verb="evaluate",
     ),
+    Mistake(
+        "setup of a strategy",
+        lambda folder: make_trainer(
+            folder, strategy=type("Mine", (SingleDeviceStrategy,), {"setup": lambda self, model: model})()
+        ),
+        ("overrides Strategy.setup", "Define setup(self, model, make_optimizer, policy)"),
+        TaskError,
+    ),
+    Mistake("nothing to predict", lambda folder: make_trainer(folder).predict(), ("no dataset", "predict(test_dat")),
     overriding("log", "log", lambda s: None, "Mine.log", "(self, logs, start_time=None)"),
     overriding("no metrics", "evaluate", lambda s, *a, **k: None, "evaluate() returned a NoneType", "return metrics"),
     overriding("no loader", "get_train_dataloader", lambda s: None, "from None", "return a loader"),
@@ -510,7 +573,7 @@ OVERRIDES = [
     Mistake(
         "loss of a tuple",
         lambda folder: train(folder, compute_loss_func=nn.CrossEntropyLoss()),
-        ("is tuple", "outputs[0], or outputs['logits']"),
+        ("pass tuple as 'input'", "outputs[0], or outputs['logits']"),
         TaskError,
     ),
     Mistake(
@@ -576,3 +639,53 @@ def test_steps_that_use_gradients_rightly_are_left_alone(tmp_path: Path, make: A
     model, kind = make()
     options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
     train(tmp_path, model, kind=kind, train_dataset=make_rows(20), **options)
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise LookupError("of the user's own")
+
+
+@pytest.mark.parametrize("where", ["callback", "metrics", "schedule"])
+def test_error_outside_of_a_step_says_nothing_about_a_batch(tmp_path: Path, where: str) -> None:
+    def schedule(own: Any) -> Any:
+        optimizer = SGD(own.model.parameters(), lr=1)
+        return optimizer, LambdaLR(optimizer, lambda step: fail() if step else 1.0)
+
+    events = {"callback": {"on_step_end": fail}}
+    callback = type("Mine", (TrainerCallback,), events.get(where, {"on_log": lambda *args, **kwargs: None}))()
+    options: dict[str, Any] = {}
+    if where == "metrics":
+        options = {"compute_metrics": fail, "eval_dataset": make_rows(4), "eval_strategy": "epoch"}
+    own = task(configure_optimizers=schedule) if where == "schedule" else Net()
+    with pytest.raises(LookupError) as caught:
+        make_trainer(tmp_path, own, callback, max_steps=2, **options).train()
+    assert not [note for note in getattr(caught.value, "__notes__", []) if "The batch" in note]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("FSDP expects uniform original parameter dtype but got {...}", "0.weight float32, 1.weight bfloat16"),
+        ("CUDA error: device-side assert triggered", "use_cpu=True"),
+        ("RNN input dtype (torch.float64) does not match weight dtype (torch.float32).", "its x is float64"),
+        ("'tuple' object has no attribute 'size'", "outputs[0]"),
+        ("running_mean should contain 3 elements not 5", "The batch: x float64"),
+    ],
+)
+def test_message_of_torch_is_explained_from_the_batch_and_the_model(text: str, told: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    found = explain_torch(AssertionError(text), model, {"x": torch.zeros(2, 2, dtype=torch.float64)})
+    assert told in str(found)
+
+
+def test_unguarded_script_whose_workers_are_spawned_is_told_the_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\n"
+        "from support.tiny import make_rows, make_trainer\n"
+        "make_trainer(Path('run'), max_steps=1, dataloader_num_workers=1, "
+        "dataloader_multiprocessing_context='spawn').train()\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    ended = subprocess.run([sys.executable, str(script), tests], capture_output=True, text=True, cwd=tmp_path)
+    assert "Put what the script does under `if __name__ == '__main__':`" in ended.stderr

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrain.core.errors import HFTrainError, TaskError, a_kind
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.notes import add_note
-from hftrain.core.uncalled import check_uncalled
+from hftrain.core.uncalled import warn_of_uncalled
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def check_callback(callback: Any) -> None:
             "on_step_end(self, args, state, control, **kwargs).",
         )
     if lightning_base(kind) is None:
-        check_uncalled(kind, error=TaskError, called=EVENTS, hooks=CALLBACK_METHODS, misnomers=CALLBACK_MISNOMERS)
+        warn_of_uncalled(kind, {**CALLBACK_METHODS, **CALLBACK_MISNOMERS})
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
         if isinstance(callback, (list, tuple)):
@@ -69,13 +69,16 @@ def made_callback(callback: Any) -> Any:
     return callback()
 
 
-def note_callback(error: Exception, handler: Any, event: str, context: Iterable[str]) -> None:
+def note_callback(error: Exception, handler: Any, event: str, context: Mapping[str, Any]) -> None:
     """Add a note to an error about the user callback that raised it, and its arguments."""
     kind = type(getattr(handler, "__self__", handler))
     if isinstance(error, HFTrainError) or kind.__module__.startswith("hftrain."):
         return
     text = f"Raised in {event} of the callback {kind.__name__}."
-    if isinstance(error, (KeyError, TypeError)):
+    reports = [f"{name}: {', '.join(context[name])}" for name in ("metrics", "logs") if context.get(name)]
+    if isinstance(error, KeyError) and reports:
+        text += f" There is no such key in {'; '.join(reports)}."
+    elif isinstance(error, (KeyError, TypeError)):
         text += f" It is called with args, state, control and the keywords {', '.join(context)}."
     add_note(error, text)
 

@@ -143,7 +143,10 @@ def _reader(hint: Any) -> Callable[[str], Any]:
                 return parse(text)
             except (KeyError, TypeError, ValueError):
                 continue
-        raise argparse.ArgumentTypeError(f"{text!r} is no {names}. {suggest(text, known) if known else ''}".strip())
+        hint = suggest(text, known) if known else "Write true or false." if bool in members else ""
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {'an' if names[0] in 'aei' else 'a'} {names}. {hint}".strip()
+        )
 
     return read
 

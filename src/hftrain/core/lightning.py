@@ -85,8 +85,12 @@ _MISNOMERS = {
     "on_evaluation": "on_evaluate",
     "on_evaluation_end": "on_evaluate",
     "on_logging": "on_log",
+    "on_logs": "on_log",
     "on_save_end": "on_save",
+    "on_saved": "on_save",
     "on_step_start": "on_step_begin",
+    "on_training_begin": "on_train_begin",
+    "on_training_end": "on_train_end",
 }
 
 

@@ -29,6 +29,22 @@ def add_note(error: BaseException, text: str) -> None:
             get_logger(__name__).error("%s: %s", type(error).__name__, text)
 
 
+def keep_facts(error: BaseException, **facts: Any) -> None:
+    """Keep with an error what is known where it passes, for its message; the innermost place wins.
+
+    Example:
+        >>> error = ValueError("no")
+        >>> keep_facts(error, batch=[1]), keep_facts(error, batch=[2], loss=0), facts_of(error)
+        (None, None, {'batch': [1], 'loss': 0})
+    """
+    vars(error)["hftrain_facts"] = {**facts, **facts_of(error)}
+
+
+def facts_of(error: BaseException) -> dict[str, Any]:
+    """Return what `keep_facts` has kept with an error."""
+    return dict(vars(error).get("hftrain_facts", {}))
+
+
 def describe(value: Any) -> str:
     """Describe a batch, a sample or a part of one: names, dtypes and shapes, but no values.
 

@@ -80,7 +80,8 @@ def check_flags(control: TrainerControl) -> None:
         known = {field.name for field in fields(TrainerControl)}
         for name in sorted(control.__dict__.keys() - known):
             if name.startswith("should_"):
-                warn_once(f"A callback set control.{name}, which nothing reads. {suggest(name, known)}")
+                meant = name.replace("should_stop", "should_training_stop")
+                warn_once(f"A callback set control.{name}, which nothing reads. {suggest(meant, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.notes import keep_facts
 from hftrain.core.tree import map_tensors
 from hftrain.data.columns import text_columns
 
@@ -212,7 +213,20 @@ def _collate_places(features: list[Any]) -> Any:
     try:
         return default_collate(features)
     except (TypeError, RuntimeError) as error:
-        raise _unlike(features, error) from error
+        raise _pointing(_unlike(features, error), features) from error
+
+
+def _pointing(error: TaskError, values: list[Any]) -> TaskError:
+    """Keep with an error the place of the first value that is unlike most of them, if there is one."""
+    signs = [(type(value).__name__, getattr(value, "shape", None) or _length(value)) for value in values]
+    odd = [place for place, sign in enumerate(signs) if sign != max(signs, key=signs.count)]
+    if odd:
+        keep_facts(error, place=odd[0])
+    return error
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, (list, tuple)) else None
 
 
 def _unlike(features: list[Any], error: Exception) -> TaskError:
@@ -234,7 +248,7 @@ def _collate_named(features: list[Any]) -> dict[str, Any]:
     try:
         rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
     except TypeError as error:
-        raise _unlike(features, error) from error
+        raise _pointing(_unlike(features, error), features) from error
     batch = {}
     label = next((name for name in _LABELS if rows[0].get(name) is not None), None)
     if label is not None:
@@ -271,7 +285,7 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
     try:
         return stack([row[name] for row in rows])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _unstackable(rows, name, error) from error
+        raise _pointing(_unstackable(rows, name, error), [row.get(name) for row in rows]) from error
 
 
 def _unstackable(rows: list[Mapping[str, Any]], name: str, error: Exception) -> TaskError:

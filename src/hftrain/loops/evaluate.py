@@ -12,6 +12,7 @@ import torch
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
+from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.shares import check_pass
@@ -246,7 +247,11 @@ class EvaluateLoop(Loop[EvaluateParts]):
 
     def run_batch(self, batch: Any) -> StepOutput:
         """Evaluate one batch: accumulate its loss and store its predictions if needed."""
-        output = self.parts.hooks.evaluate_batch(batch)
+        try:
+            output = self.parts.hooks.evaluate_batch(batch)
+        except Exception as error:
+            keep_facts(error, batch=batch)
+            raise
         size = batch_size_of(batch) or 0
         self._num_samples += size
         if output.loss is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import TaskError
+from hftrain.core.notes import keep_facts
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
@@ -249,15 +250,19 @@ class FitLoop(Loop[FitParts]):
         """
         parts, hooks, last = self.parts, self.parts.hooks, len(window) - 1
         for index, batch in enumerate(window):
-            if index == last:
-                if hooks.mark_sync is not None and last:
-                    hooks.mark_sync(True)
-                loss = hooks.training_step(parts.model, batch, num_items)
-            else:
-                with parts.no_sync(parts.model):
+            if index == last and hooks.mark_sync is not None and last:
+                hooks.mark_sync(True)
+            try:
+                if index == last:
                     loss = hooks.training_step(parts.model, batch, num_items)
-                if "on_substep_end" in parts.events.heard:
-                    parts.events.fire("on_substep_end")
+                else:
+                    with parts.no_sync(parts.model):
+                        loss = hooks.training_step(parts.model, batch, num_items)
+            except Exception as error:
+                keep_facts(error, batch=batch)
+                raise
+            if index != last and "on_substep_end" in parts.events.heard:
+                parts.events.fire("on_substep_end")
             parts.losses.add(loss)
         self.update()
 

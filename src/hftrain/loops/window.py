@@ -10,6 +10,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
+from hftrain.core.notes import describe
 from hftrain.core.tree import map_tensors
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
@@ -82,7 +83,7 @@ class LossWindow:
     def _fold(self) -> None:
         """Sum the pending losses: a few operations for many micro-steps instead of a few for each."""
         if self.pending:
-            losses = torch.stack(self.pending)
+            losses = _stacked(self.pending)
             self.pending = []
             is_finite = losses.isfinite()
             self.num_finite = self.num_finite + is_finite.sum()
@@ -182,6 +183,18 @@ class LossWindow:
         return self.run_total / self.run_steps
 
 
+def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
+    try:
+        return torch.stack(losses)
+    except TypeError as error:
+        wrong = next(each for each in losses if not isinstance(each, torch.Tensor))
+        raise TaskError(
+            f"Cannot log what the Trainer's training_step returned ({describe(wrong)}):",
+            "it is not a tensor.",
+            "Return the detached loss of the micro-batch: loss.detach().",
+        ) from error
+
+
 class LogWindow:
     """Average the numbers that steps return in `StepOutput.logs`, on the device until read.
 
@@ -201,6 +214,8 @@ class LogWindow:
             logs: Numbers by name.
             weight: Their weight in the mean: the number of samples.
         """
+        if not isinstance(logs, Mapping):
+            raise TaskError(f"Cannot log {describe(logs)}:", "it is not a dict.", "Return logs={'name': number, ...}.")
         for name, value in logs.items():
             value = (value.detach() if isinstance(value, torch.Tensor) else value) * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value

@@ -12,6 +12,7 @@ from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.lightning import lightning_base
+from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
 from hftrain.data.eval_sets import EvalSet
@@ -25,6 +26,10 @@ _LOADERS = {
     "eval_dataset": "get_eval_dataloader",
     "test_dataset": "get_test_dataloader",
 }
+
+
+# A list of arrays is taken for columns only if it is this short.
+_MAX_COLUMNS = 4
 
 
 def check_kind(dataset: Any, role: str) -> None:
@@ -68,7 +73,8 @@ def check_one_set(dataset: Any) -> None:
             f"it has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
             "Make rows of its columns: datasets.Dataset.from_dict(...)."
             if all(_is_column(value) for value in dataset.values())
-            else "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
+            else f"Pass one of its values, such as [{next(iter(dataset))!r}]; eval_dataset and evaluate() alone take "
+            "several sets.",
         )
 
 
@@ -145,6 +151,12 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
         return "its samples have no order.", "Pass a list."
     if isinstance(dataset, Iterator) and not (isinstance(dataset, IterableDataset) or _is_map(dataset)):
         return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
+    if isinstance(dataset, (list, tuple)) and _are_columns(dataset):
+        return (
+            f"it holds whole columns ({', '.join(map(describe, dataset))}), not samples.",
+            "Join them: torch.utils.data.TensorDataset(*columns), of tensors (torch.as_tensor); for samples with names "
+            "make a list of dicts.",
+        )
     if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0], num_elements=len(dataset)):
         if role == "eval_dataset":
             return "its elements are datasets themselves.", "Pass a dict of them: the names appear in the metrics."
@@ -152,7 +164,16 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
     return None
 
 
+def _are_columns(dataset: list[Any] | tuple[Any, ...]) -> bool:
+    """Tell whether a list is (X, Y): as many rows in each, of different dimensions, which no two samples have."""
+    shapes = [tuple(getattr(value, "shape", ())) for value in dataset[:_MAX_COLUMNS]]
+    is_long = bool(shapes) and len(dataset) <= _MAX_COLUMNS and shapes[0][:1] > (len(dataset),)
+    return is_long and len({shape[:1] for shape in shapes}) == 1 and len({len(shape) for shape in shapes}) > 1
+
+
 def _is_column(value: Any) -> bool:
+    if hasattr(value, "column_names"):
+        return False
     is_list = isinstance(value, (list, tuple)) and not any(isinstance(each, Mapping) for each in value[:1])
     return is_list or hasattr(value, "shape")
 

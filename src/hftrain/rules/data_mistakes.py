@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
-from hftrain.core.notes import describe
+from hftrain.core.notes import describe, facts_of
 from hftrain.data.workers import open_samples
 
 _FETCH = "torch.utils.data._utils.fetch"
@@ -21,15 +20,18 @@ def locate_in_data(error: BaseException) -> str | None:
     place = next((index for index, (frame, _) in enumerate(steps) if frame.f_globals.get("__name__") == _FETCH), None)
     if place is None:
         return _in_worker(steps[-1][0] if steps else None, error.__traceback__)
-    frame, number = steps[place]
+    frame = steps[place][0]
     reader = frame.f_locals.get("self")
     indices = frame.f_locals.get("possibly_batched_index")
-    if "collate_fn" in linecache.getline(frame.f_code.co_filename, number):
-        samples = frame.f_locals.get("data")
+    samples = frame.f_locals.get("data")
+    if samples is not None:
         is_known = isinstance(indices, list) and any(index is not None for index in indices)
         which = f"samples {_listed(indices)}" if is_known else "a batch"  # type: ignore[arg-type]
-        first = f" The first: {describe(samples[0])}." if isinstance(samples, (list, tuple)) and samples else ""
-        return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which}.{first}"
+        shown = f" The first: {describe(samples[0])}." if isinstance(samples, (list, tuple)) and samples else ""
+        odd = facts_of(error).get("place")
+        if odd is not None and is_known:
+            which, shown = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
+        return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which}.{shown}"
     found = next((known for inner, _ in steps[place:] if (known := _sample(inner)) is not None), None)
     dataset = getattr(reader, "dataset", None)
     if found is None:

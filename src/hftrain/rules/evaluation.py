@@ -10,6 +10,7 @@ from torch import nn
 from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.log import get_logger
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
 from hftrain.data.eval_sets import EvalSet
@@ -20,6 +21,8 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+
+logger = get_logger(__name__)
 
 
 def best_metric_key(metric: str) -> str:
@@ -39,6 +42,7 @@ def check_best_metric(
     wanted = best_metric_key(args.metric_for_best_model)
     is_never_there = wanted == "eval_loss" and isinstance(eval_dataset, Mapping)
     if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
+        _look_for_metric(wanted, task, {} if compute_metrics is not None else task.metrics("eval"))
         return
     sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
     if wanted not in sets:
@@ -47,6 +51,18 @@ def check_best_metric(
             "Without compute_metrics an evaluation reports the loss alone.",
             f"Pass compute_metrics, or set metric_for_best_model to {' or '.join(map(repr, sets))}.",
         )
+
+
+def _look_for_metric(wanted: str, task: TaskModule, metrics: Mapping[str, Any]) -> None:
+    """Say at the start that no metric of a task has the wanted name; `StepOutput.logs` may still bring it."""
+    names = [f"eval_{name}" for name in metrics]
+    is_known = isinstance(metrics, Mapping) and not any(isinstance(each, nn.ModuleDict) for each in metrics.values())
+    if names and is_known and wanted not in (*names, "eval_loss"):
+        logger.warning(
+            "metric_for_best_model asks for %r, and the metrics of %s are %s. Correct the name, unless evaluation_step "
+            "returns it in StepOutput(logs=...); otherwise the first evaluation ends the run.",
+            wanted, type(task).__name__, ", ".join((*names, "eval_loss")),
+        )  # fmt: skip
 
 
 def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, computes_loss: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.lightning import TRAINER_ATTRIBUTES
-from hftrain.core.uncalled import check_uncalled, is_meant, word_uncalled
+from hftrain.core.uncalled import is_meant, warn_of_uncalled, word_uncalled
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
 _LOOP = (
@@ -97,7 +97,7 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
         if hasattr(kind, name) and not is_called and _defines(kind, base, name) and not is_meant(kind, name):
             raise ConfigError(word_uncalled(kind, name, remedy or "Override one of the documented methods instead."))
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
-    check_uncalled(kind, error=ConfigError, hooks=newer)
+    warn_of_uncalled(kind, newer)
     own = {name for each in base.__mro__ for name in vars(each) if _is_private(name) and name not in DOCUMENTED}
     taken = {name for name in own if _defines(kind, base, name)}
     for name, value in attributes.items():

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.core.errors import HFTrainError, TaskError
+from hftrain.core.errors import HFTrainError, StrategyError, TaskError
 from hftrain.core.frames import raising_line
 from hftrain.core.lightning import MODULE_ATTRIBUTES
-from hftrain.core.notes import add_note, describe
+from hftrain.core.notes import add_note, describe, facts_of
 from hftrain.data.columns import known_columns
-from hftrain.rules.call_mistakes import explain_calls
 from hftrain.rules.data_mistakes import locate_in_data
-from hftrain.rules.layer_mistakes import explain_layers
-from hftrain.rules.tensor_mistakes import explain_tensors
+from hftrain.rules.torch_errors import explain_torch
 from hftrain.strategies.whole import explain_unused
-from hftrain.task.model_task import ModelTask, call_model
+from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
-_NO_BATCH = object()
+# Methods that the Trainer calls -> their signatures.
+_DOCUMENTED = {
+    "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+    "compute_metrics": "(prediction), which has predictions and label_ids",
+    "configure_optimizers": "(self)",
+    "create_optimizer": "(self)",
+    "create_scheduler": "(self, num_training_steps, optimizer=None)",
+    "evaluate": "(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')",
+    "evaluation_loop": "(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, "
+    "metric_key_prefix='eval')",
+    "get_eval_dataloader": "(self, eval_dataset=None)",
+    "get_train_dataloader": "(self)",
+    "log": "(self, logs, start_time=None)",
+    "metrics": "(self, stage)",
+    "prediction_step": "(self, model, inputs, prediction_loss_only, ignore_keys=None)",
+    "training_step": "(self, model, inputs, num_items_in_batch=None)",
+}
+_REFUSED = re.compile(r"(\S+)\(\) ((?:missing|takes|got an unexpected|got multiple) .*)")
+# Our functions that unpack what an override returns -> the override, and what it must return.
+_UNPACKED = {
+    "step": ("prediction_step", "(loss, logits, labels), each of which may be None"),
+    "predict_batch": ("compute_loss", "(loss, outputs) if return_outputs=True"),
+}
 
 
 def explain_mistake(
@@ -38,7 +58,8 @@ def explain_mistake(
 ) -> None:
     """Raise a `TaskError` in place of an error whose cause is known; add notes with place and batch to others.
 
-    Only the traceback is inspected, so successful steps cost nothing.
+    What is known of a step (its batch, its loss) was kept with the error where it passed, see `keep_facts`, so
+    successful steps cost nothing, and errors of callbacks, metrics and schedules get no batch.
 
     Args:
         error: The error of a step, a collator, a dataset or a callback; notes are added to it.
@@ -53,44 +74,70 @@ def explain_mistake(
     if getattr(error, "__notes__", None):
         # Already explained, or not raised in a step.
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not _NO_BATCH), _NO_BATCH)
-    cause: HFTrainError | None = None
+    facts, place = facts_of(error), raising_line(error.__traceback__)
     if not isinstance(error, HFTrainError):
-        cause = (
-            explain_unused(error, model)
-            or _lightnings_attribute(task, error)
-            or _broken_backward(error, loss_maker)
-            or _unusable_loss(task, model, error, frames, loss_maker)
-            or _unusable_batch(task, error, batch)
-            or _missing_column(task, error, frames, batch, datasets)
-            or _refused_column(task, model, error, frames, label_names)
-            or explain_calls(error, frames)
-            or explain_tensors(error, frames, model, batch)
-            or explain_layers(error, frames, model, batch)
-        )
-    place = raising_line(error.__traceback__)
-    if cause is not None:
-        if place is not None:
-            add_note(cause, f"At {place}")
-        raise cause from error
+        cause: HFTrainError | None = _refused_call(error) or _no_main_guard(error)
+        if cause is None and "batch" in facts:
+            batch = facts["batch"]
+            cause = (
+                explain_unused(error, model)
+                or _lightnings_attribute(task, error)
+                or _unusable_loss(task, model, error, facts, loss_maker)
+                or _unusable_batch(task, error, batch)
+                or _missing_column(task, error, batch, datasets)
+                or _refused_column(task, model, error, batch, label_names)
+                or explain_torch(error, model, batch)
+            )
+        if cause is not None:
+            if place is not None:
+                add_note(cause, f"At {place}")
+            raise cause from error
     owner = getattr(error, "obj", None)
     if isinstance(error, AttributeError) and isinstance(owner, nn.Module):
         parts = ", ".join(name for name, _ in owner.named_children())
         add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
-    if batch is not _NO_BATCH:
-        add_note(error, f"The batch: {describe(batch)}.")
+    if "batch" in facts:
+        add_note(error, f"The batch: {describe(facts['batch'])}.")
     # If the user's own line raised the error, Python's traceback already ends there.
-    if place is not None and not isinstance(error, HFTrainError) and f"{frames[-1].f_code.co_filename}:" not in place:
+    last = _last_frame(error)
+    if place is not None and last and not isinstance(error, HFTrainError) and f"{last.filename}:" not in place:
         add_note(error, f"At {place}")
 
 
-def _batch_in(frame: FrameType) -> Any:
-    """Return the batch of a frame of one of our functions, `_NO_BATCH` if there is none."""
-    if not frame.f_globals.get("__name__", "").startswith("hftrain."):
-        return _NO_BATCH
-    found = frame.f_locals.get("inputs", frame.f_locals.get("batch", _NO_BATCH))
-    return found if found is None or isinstance(found, (Mapping, list, tuple, torch.Tensor)) else _NO_BATCH
+def _last_frame(error: Exception) -> traceback.FrameSummary | None:
+    return next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
+
+
+def _refused_call(error: Exception) -> TaskError | None:
+    """Return an error for an override that takes or returns something else than the Trainer's call of it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame in frames if frame.f_globals.get("__name__") != "torch._tensor"]
+    last = frames[-1] if frames else None
+    if last is None or not last.f_globals.get("__name__", "").startswith("hftrain."):
+        return None
+    text = str(error)
+    if ("unpack" in text or "iteration over a 0-d tensor" in text) and last.f_code.co_name in _UNPACKED:
+        name, parts = _UNPACKED[last.f_code.co_name]
+        return TaskError(f"Cannot use what {name} returned:", f"{text}.", f"Return {parts}.")
+    refused = _REFUSED.match(text) if isinstance(error, TypeError) else None
+    name = "" if refused is None else refused[1].rpartition(".")[2]
+    if refused is None or name not in _DOCUMENTED:
+        return None
+    return TaskError(
+        f"Cannot call {refused[1].replace('.<locals>', '')} ({refused[2]}):",
+        f"the Trainer calls it as {name}{_DOCUMENTED[name]}.",
+        "Give it these parameters.",
+    )
+
+
+def _no_main_guard(error: Exception) -> HFTrainError | None:
+    if not isinstance(error, RuntimeError) or "bootstrapping phase" not in str(error):
+        return None
+    return StrategyError(
+        "Cannot start processes:",
+        "a spawned process runs the script's top level again, and that starts the training once more.",
+        "Put what the script does under `if __name__ == '__main__':`.",
+    )
 
 
 def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | None:
@@ -104,51 +151,25 @@ def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | Non
     )
 
 
-def _broken_backward(error: Exception, maker: str | None) -> TaskError | None:
-    """Return an error if the backward pass failed because of its graph or the result of a step."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
+def _unusable_loss(
+    task: TaskModule, model: nn.Module, error: Exception, facts: Mapping[str, Any], maker: str | None
+) -> TaskError | None:
+    """Return an error if the loss of a step is none that can be differentiated."""
+    if "loss" not in facts:
+        return None
+    loss = facts["loss"]
+    if maker is None:
+        is_plain = isinstance(task, ModelTask)
+        maker = f"{type(model).__name__}.forward" if is_plain else f"{type(task).__name__}.training_step"
+    if not isinstance(loss, torch.Tensor):
+        pair = " It must return (loss, outputs) only if return_outputs=True." if isinstance(loss, tuple) else ""
         return TaskError(
-            "Cannot run the backward pass of the loss:",
-            "a part of its graph has been freed by an earlier backward().",
-            "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step "
-            "to the next, such as a hidden state.",
-        )
-    if isinstance(error, RuntimeError) and "modified by an inplace operation" in text:
-        changed = text.partition("operation: ")[2].partition(";")[0]
-        return TaskError(
-            "Cannot run the backward pass of the loss:",
-            f"a tensor that it needs was changed in place after it was used ({changed}).",
-            "Replace x.add_(y), x += y and x[i] = y in the step or the model by x = x + y or x.clone(); "
-            "torch.autograd.set_detect_anomaly(True) shows which line made the tensor.",
-        )
-    if isinstance(error, AttributeError) and error.name == "backward" and not isinstance(error.obj, torch.Tensor):
-        returned = describe(error.obj)
-        pair = " It must return (loss, outputs) only if return_outputs=True." if isinstance(error.obj, tuple) else ""
-        return TaskError(
-            f"Cannot train with what {maker or 'the step'} returned ({returned}):",
+            f"Cannot train with what {maker} returned ({describe(loss)}):",
             "a loss is a tensor of one number.",
             f"Return the loss.{pair}",
         )
-    return None
-
-
-def _unusable_loss(
-    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
-) -> TaskError | None:
-    """Return an error if a loss could not be differentiated."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or not ("scalar outputs" in text or "does not require grad" in text):
-        return None
-    losses = [frame.f_locals.get("loss") for frame in frames if frame.f_code.co_name == "training_step"]
-    loss = next((each for each in losses if isinstance(each, torch.Tensor)), None)
-    if loss is None:
-        return None
-    if maker is None:
-        plain = isinstance(task, ModelTask)
-        maker = f"{type(model).__name__}.forward" if plain else f"{type(task).__name__}.training_step"
     asked = f"Cannot train with the loss that {maker} returned:"
-    if loss.dim() > 0:
+    if loss.dim() > 0 and loss.numel() != 1:
         return TaskError(
             asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
         )
@@ -172,11 +193,12 @@ def _unusable_batch(task: TaskModule, error: Exception, batch: Any) -> TaskError
         return TaskError(
             f"Cannot use None as a batch of {user}:", "the data_collator returned it.", "Let it return the batch."
         )
-    if isinstance(batch, Mapping) and isinstance(error, AttributeError) and error.obj is batch:
+    read = error.obj if isinstance(error, AttributeError) else None
+    if isinstance(batch, Mapping) and isinstance(read, Mapping) and [*read] == [*batch]:
         return TaskError(
-            f"Cannot read batch.{error.name} in {user}:",
+            f"Cannot read batch.{error.name} in {user}:",  # type: ignore[attr-defined]
             f"the batch is a {type(batch).__name__} with the columns {', '.join(map(str, batch))}.",
-            f"Write batch[{error.name!r}], with a column of the batch.",
+            f"Write batch[{error.name!r}], with a column of the batch.",  # type: ignore[attr-defined]
         )
     if not isinstance(batch, (list, tuple)) or not isinstance(error, TypeError):
         return None
@@ -197,16 +219,10 @@ def _unusable_batch(task: TaskModule, error: Exception, batch: Any) -> TaskError
     return None
 
 
-def _missing_column(
-    task: TaskModule, error: Exception, frames: list[FrameType], batch: Any, datasets: Sequence[Any]
-) -> TaskError | None:
-    """Return an error if a step read a column that its batch does not have."""
-    if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or not error.args:
-        return None
-    name = error.args[0]
-    # The batch was indexed directly, or in its own __getitem__.
-    is_asked = any(value is batch for frame in frames[-2:] for value in frame.f_locals.values())
-    if not isinstance(name, str) or name in batch or not is_asked:
+def _missing_column(task: TaskModule, error: Exception, batch: Any, datasets: Sequence[Any]) -> TaskError | None:
+    """Return an error if a step looked up a name that its batch does not have."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(name, str) or not isinstance(batch, Mapping) or name in batch:
         return None
     remedy = "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
     remedy += "data_collator."
@@ -223,22 +239,20 @@ def _missing_column(
 
 
 def _refused_column(
-    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], label_names: Sequence[str]
+    task: TaskModule, model: nn.Module, error: Exception, batch: Any, label_names: Sequence[str]
 ) -> TaskError | None:
     """Return an error if a plain model's forward does not accept the columns of the batch."""
-    if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or "argument" not in str(error):
-        return None
-    called = next((f for f in reversed(frames) if f.f_code is call_model.__code__), None)
-    inputs = None if called is None else called.f_locals.get("inputs")
-    # The call itself must have failed, not code inside forward.
-    if not isinstance(inputs, Mapping) or any(f.f_code.co_name == "forward" for f in frames):
+    if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or not isinstance(batch, Mapping):
         return None
     if type(model).forward is nn.Module.forward:
         return TaskError(
             f"Cannot call {type(model).__name__}:", "it does not define forward.", "Define forward(self, ...)."
         )
+    # The call itself must have failed, not code inside forward.
+    if not str(error).startswith(f"{getattr(model.forward, '__qualname__', 'forward')}() "):
+        return None
     taken = list(inspect.signature(model.forward).parameters)
-    others = [name for name in inputs if name not in taken]
+    others = [name for name in batch if name not in taken]
     remedy = "Rename the columns, or leave them out."
     if any(name in label_names for name in others):
         remedy = (
@@ -247,6 +261,6 @@ def _refused_column(
         )
     return TaskError(
         f"Cannot call {type(model).__name__}.forward with the batch ({str(error).partition(') ')[2] or error}):",
-        f"the batch has the columns {', '.join(map(str, inputs))}, and forward takes {', '.join(taken)}.",
+        f"the batch has the columns {', '.join(map(str, batch))}, and forward takes {', '.join(taken)}.",
         remedy,
     )

@@ -13,6 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
+from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
 from hftrain.storage.remote import check_url, is_url
@@ -25,6 +26,8 @@ _NOT_IN_PARTS = ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_
 
 def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
     """Raise if the arguments need something that the strategy does not support; before it is launched."""
+    if not type(strategy).__module__.startswith("hftrain."):
+        check_overrides(type(strategy), Strategy)
     refuse(_of_devices(args, strategy))
     if isinstance(strategy, DeepSpeedStrategy):
         refuse(_of_deepspeed(args, strategy))

@@ -8,12 +8,11 @@ from typing import Any
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import MODULE_METHODS, MODULE_MISNOMERS, lightning_base
-from hftrain.core.uncalled import check_uncalled
+from hftrain.core.uncalled import warn_of_uncalled
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
 _STEPS = ("training_step", "evaluation_step", "prediction_step", "count_items")
-_CALLED = (*_STEPS, "configure_optimizers", "metrics", "forward")
 
 
 def check_not_lightning(model: Any) -> None:
@@ -84,12 +83,12 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
 
 
 def _check_names(kind: type[TaskModule]) -> None:
-    """Raise if a class defines a hook that is never called."""
+    """Warn if a class defines a hook that is never called."""
     if lightning_base(kind) is not None:
         # The class works with both libraries.
         return
-    hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS} | MODULE_METHODS
-    check_uncalled(kind, error=TaskError, called=_CALLED, hooks=hooks, misnomers=MODULE_MISNOMERS)
+    hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS}
+    warn_of_uncalled(kind, {**hooks, **MODULE_METHODS, **MODULE_MISNOMERS})
 
 
 def _check_signatures(task: TaskModule) -> None:

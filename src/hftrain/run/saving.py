@@ -51,7 +51,7 @@ from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.unfinished import left_in, to_do
 from hftrain.run.unfreezing import Unfreezing
-from hftrain.run.untrained import Untrained, check_plateau
+from hftrain.run.untrained import Untrained, check_schedule
 from hftrain.run.writing import CheckpointWrites, Save, as_of, saves_at_all
 from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.base import Strategy, has_engine
@@ -110,7 +110,7 @@ class RunCheckpoints:
         self.left: frozenset[str] = frozenset()
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
-        check_plateau(parts.args, hooks.schedule())
+        check_schedule(parts.args, hooks.schedule(), max_steps=parts.state.max_steps)
         self.untrained = Untrained(parts, hooks, ready, self.own)
 
     def begin(self) -> None:

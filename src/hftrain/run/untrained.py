@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
@@ -104,8 +105,9 @@ class Untrained:
         groups = self._optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(
-                "The first update changed nothing: no parameter had a gradient. An override of training_step must run "
-                "the backward pass, as super().training_step(...) does."
+                "The first update changed nothing: no parameter had a gradient. Compute the loss from the model's "
+                "outputs: torch.tensor(loss.item(), requires_grad=True) does not depend on them. An override of "
+                "training_step must run the backward pass, as super().training_step(...) does."
             )
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
@@ -142,8 +144,14 @@ class Untrained:
         return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
-def check_plateau(args: TrainingArguments, schedule: Any) -> None:
-    """Warn if the user's own schedule depends on evaluations, and no setting enables them."""
+def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) -> None:
+    """Raise if the user's schedule ends before the run; warn if it depends on evaluations, and none is planned."""
+    if isinstance(schedule, torch.optim.lr_scheduler.OneCycleLR) and schedule.total_steps < max_steps:
+        raise ConfigError(
+            f"Cannot train {max_steps} steps with this OneCycleLR:",
+            f"it ends after total_steps={schedule.total_steps}, and it is stepped once per update.",
+            f"Make it with total_steps={max_steps}.",
+        )
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "

@@ -88,6 +88,8 @@ class DataMethods(FileMethods):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
+        if test_dataset is None:
+            raise ConfigError("Cannot predict:", "there is no dataset.", "Pass one: predict(test_dataset).")
         return self._eval_loader(test_dataset, "test")
 
     def _eval_loader(self, dataset: Any, description: str, *, dataloader_key: str | None = None) -> Any:

@@ -27,6 +27,7 @@ from hftrain.loops.evaluate import EvaluateHooks
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
+from hftrain.rules.torch_errors import refusing_broadcast
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.setup import place_task
 from hftrain.run.whereabouts import report_late_ranks, whereabouts
@@ -104,12 +105,12 @@ class EvaluationMethods(StepMethods):
             self.compute_metrics = previous
 
     def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self, test_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Return predictions in dataset order, with labels and metrics if the data has labels; collective.
 
         Args:
-            test_dataset: The data to predict on.
+            test_dataset: The data to predict on; required.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
 
@@ -324,7 +325,7 @@ class EvaluationMethods(StepMethods):
                 self.compiler.open()
                 if self.strategy.watch is not None:
                     self.strategy.watch.where = self._whereabouts
-            with sharing_verbosity():
+            with sharing_verbosity(), refusing_broadcast():
                 yield
         except Exception as error:
             report_worker(error)

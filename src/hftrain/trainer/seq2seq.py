@@ -107,7 +107,7 @@ class Seq2SeqTrainer(Trainer):
 
     def predict(
         self,
-        test_dataset: Any,
+        test_dataset: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,

@@ -13,6 +13,7 @@ from torch import nn
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
+from hftrain.core.notes import keep_facts
 from hftrain.core.tree import map_tensors
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.ready import cast_inputs
@@ -83,10 +84,13 @@ class StepMethods(OptimizerMethods):
             self._is_weighing = True
             loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
             self._is_weighing = False
-        if shares is not None:
-            loss = shares.weigh(loss, share, num_items_in_batch)
-        self._computing.backward(loss)
-        return loss.detach()
+        try:
+            weighed = loss if shares is None else shares.weigh(loss, share, num_items_in_batch)
+            self._computing.backward(weighed)
+        except Exception as error:
+            keep_facts(error, loss=loss)
+            raise
+        return weighed.detach()
 
     def compute_loss(
         self,

@@ -137,7 +137,7 @@ def test_boolean_without_default_is_off() -> None:
         ("--color bleu", "'bleu' is no Color. Did you mean 'blue'?"),
         ("--mode fasst", "Did you mean 'fast'?"),
         ("--count many", "invalid int value: 'many'"),
-        ("--is_on perhaps", "'perhaps' is no bool"),
+        ("--is_on perhaps", "'perhaps' is not a bool. Write true or false."),
         ("--table [1]", "'[1]' is no dict"),
         ("--pair 3", "'3' is no tuple"),
     ],
