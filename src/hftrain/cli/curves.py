@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
-from hftrain.cli.runs import Point, RunRecord, chosen_metrics, read_runs, thinned
+from hftrain.cli.columns import Point
+from hftrain.cli.runs import RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 
@@ -79,7 +80,7 @@ def _draw(title: str, curves: Mapping[str, Sequence[Point]], width: int, is_colo
     figure.title(title).label("step")
     drawn: list[Point] = []
     for marker, (label, points) in zip(cycle(_MARKERS), curves.items(), strict=False):
-        finite = [point for point in thinned(points, _MAX_POINTS) if math.isfinite(point[1])]
+        finite = [point for point in _thinned(points) if math.isfinite(point[1])]
         if finite:
             steps, values = map(list, zip(*finite, strict=True))
             signal = figure.signal(steps, values, marker="hd" if is_colored else marker)
@@ -111,7 +112,7 @@ def _write_picture(panels: Panels, path: Path) -> None:
             figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
         ):
             for label, points in curves.items():
-                steps, values = zip(*thinned(points, _MAX_POINTS), strict=True)
+                steps, values = zip(*_thinned(points), strict=True)
                 axes.plot(steps, values, label=label, marker="o" if len(points) < 30 else None, markersize=3)
             axes.set(xlabel="step", ylabel=title)
             axes.grid(alpha=0.3)
@@ -131,3 +132,7 @@ def _odd_ones(panels: Panels) -> list[str]:
         for label, points in curves.items()
     }
     return [f"{label}: {odd} of {total} values are NaN or infinite" for label, (odd, total) in counts.items() if odd]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    return [points[place] for place in thinned([value for _, value in points], _MAX_POINTS)]

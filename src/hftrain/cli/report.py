@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hftrain.cli.runs import CLOCK, MEMORY, THROUGHPUT, RunRecord, is_number, read_runs, thinned
+from hftrain.cli.columns import is_number
+from hftrain.cli.runs import MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 from hftrain.storage.space import readable_bytes
@@ -58,10 +59,10 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str
         require(requirement, feature="hftrain report", extra="report")
     text = render(records)
     try:
-        Path(output).write_text(text, encoding="utf-8")
+        Path(output).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"Cannot write {output!r}.", f"{error}.", "Give another file with -o.") from error
-    return [f"Wrote {output} ({readable_bytes(len(text.encode()))})"]
+    return [f"Wrote {output} ({readable_bytes(Path(output).stat().st_size)})"]
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -101,7 +102,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             label = metric if len(runs) == 1 else run.name if metric == subject else f"{run.name}: {metric}"
             color = len(panel["curves"]) if len(runs) == 1 else number
             panel["curves"].append(_curve(run, metric, label=label, color=color))
-            odd = [step for step, value in run.points(metric) if not math.isfinite(value)]
+            odd = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
             if odd:
                 named = ", ".join(map(_number, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
                 panel["notes"].append(f"{label}: NaN or infinite at step {named}")
@@ -119,16 +120,10 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
     start = run.sessions[0][0][0] if run.sessions else 0.0
     points = [
-        (
-            entry["step"],
-            entry[metric],
-            entry.get("epoch"),
-            round((entry[CLOCK] - start) / 3600, 5) if CLOCK in entry else None,
-        )
-        for entry in run.entries
-        if is_number(entry.get(metric))
+        (step, value, None if math.isnan(epoch) else epoch, None if math.isnan(at) else round((at - start) / 3600, 5))
+        for step, value, epoch, at in run.log.rows(metric, thinned(run.log.values(metric), _MAX_POINTS))
     ]
-    columns = zip(*thinned(points, _MAX_POINTS), strict=True)
+    columns = zip(*points, strict=True)
     named = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
     return {**named, "label": label, "color": color, "is_evaluation": metric != run.subject(metric)}
 
@@ -165,7 +160,7 @@ def _about(run: RunRecord) -> dict[str, Any]:
 def _facts(run: RunRecord) -> list[dict[str, str]]:
     status, mood = _status(run)
     metric, step, best = _best(run)
-    final = next((entry["loss"] for entry in reversed(run.entries) if is_number(entry.get("loss"))), None)
+    final = next(reversed(run.log.values("loss")), None)
     begin = _last_begin(run)
     facts = [
         ("Status", status, mood),
@@ -205,13 +200,13 @@ def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _evaluations(run: RunRecord) -> dict[str, Any]:
     names = [name for name in run.metrics() if name != run.subject(name)]
     rows: dict[float, dict[str, Any]] = {}
-    for entry in run.entries:
-        found = {name: entry[name] for name in names if is_number(entry.get(name))}
-        if found:
-            rows.setdefault(entry["step"], {"epoch": entry.get("epoch")}).update(found)
+    for name in names:
+        for step, value, epoch, _ in run.log.rows(name, range(len(run.log.values(name)))):
+            rows.setdefault(step, {"epoch": None if math.isnan(epoch) else epoch})[name] = value
     metric, best_step, best = _best(run)
-    steps = list(rows)
-    shown = [step for step in steps if step == best_step or step in steps[-_MAX_EVALUATIONS:]]
+    steps = sorted(rows)
+    last = set(steps[-_MAX_EVALUATIONS:])
+    shown = [step for step in steps if step == best_step or step in last]
     note = "" if best is None else f"The best {metric} is that of step {best_step}."
     if len(shown) < len(steps):
         note += f" The last {_MAX_EVALUATIONS} of {len(steps)} are shown, and the best."
@@ -235,7 +230,7 @@ def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
     name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
     if name not in names:
         name = next((each for each in names if each != run.subject(each) == metric), name)
-    finite = [(value, step) for step, value in run.points(name) if math.isfinite(value)]
+    finite = [(value, step) for step, value in run.log.points(name) if math.isfinite(value)]
     if not finite or name == run.subject(name):
         return metric, None, None
     # The constructor of the arguments replaces None; a missing value means False.
@@ -259,7 +254,7 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             text += "".join(f"; {change}" for change in _changes(before, arguments))
             before = arguments
             yield when, step, text
-            session = next((each for each in run.sessions if each[0][0] == event["at"]), [])
+            session = next((each for each in run.sessions if each[0][0] == event["at"]), None)
             later = [each["event"] for each in run.events[number + 1 :]]
             following = later[: later.index("begin")] if "begin" in later else later
             if session and "end" not in following:
@@ -318,22 +313,21 @@ def _last_begin(run: RunRecord) -> Mapping[str, Any]:
 
 
 def _steps(run: RunRecord) -> str:
-    logged = max((entry["step"] for entry in run.entries), default=0)
+    logged = max(run.log.steps, default=0)
     done = run.sessions[-1][-1][1] if run.sessions else max(logged, run.state.get("global_step", 0))
     planned = _last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
-    return f"{done:,} of {planned:,}" if planned else f"{done:,}"
+    return f"{done:,} of {planned:,}" if planned and is_number(planned) else f"{done:,}"
 
 
 def _duration(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
         return _readable_s(sum(session[-1][0] - session[0][0] for session in run.sessions))
-    totals = [entry["train_runtime"] for entry in run.entries if is_number(entry.get("train_runtime"))]
-    return _readable_s(totals[-1]) if totals else ""
+    return "" if run.log.total_s is None else _readable_s(run.log.total_s)
 
 
 def _median_throughput(run: RunRecord) -> str:
-    rates = [value for _, value in run.points(THROUGHPUT)]
+    rates = run.log.values(THROUGHPUT)
     return _number(median(rates)) if rates else ""
 
 
@@ -345,7 +339,7 @@ def _rows(rows: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> str:
-    if value is None:
+    if not is_number(value):
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
@@ -355,10 +349,15 @@ def _value(value: Any) -> str:
 
 
 def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    except (OSError, OverflowError, ValueError):
+        return "an impossible time"
 
 
 def _readable_s(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return ""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}h {minutes}m" if hours else f"{minutes}m {rest:.0f}s" if minutes else f"{rest:.1f}s"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
@@ -17,19 +17,17 @@ from hftrain.checkpoint.foreign import is_foreign
 from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.rotation import by_commit, readable
+from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
 from hftrain.core.state import find_misfit
 from hftrain.storage.files import read_json, walk_files
 from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import RemoteFolder, is_url
 
-# Values of a log entry that are not metrics: its position, its times and speeds. The journal adds `CLOCK`.
-CLOCK = "logged_at_s"
-_PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen", CLOCK)
+# Values of a log entry that are not metrics: its position, its times and speeds.
+_PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen")
 _SPEEDS = ("_runtime", "_per_second")
 _RUNTIME = "_runtime"
-# Only in the last entry of a training, its summary.
-_TOTAL = "train_runtime"
 # Values that the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
@@ -42,9 +40,6 @@ _FIELDS = {
 }
 _NUMBERS = ("at", "step", "samples", "trained_s", "size", "num_logged")
 _TYPES = {"name": str, **dict.fromkeys(("entry", "memory", "arguments", "plan", "environment"), dict), "earlier": list}
-
-Point = tuple[float, float]
-P = TypeVar("P", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +62,11 @@ class RunRecord:
         name: A short name, unique among the shown runs.
         folder: Its folder or URL, as given.
         state: The newest documented state that was saved; empty if there is none.
-        entries: The log entries in order, each with its ``step``, without those that a resume has superseded. With a
-            journal, they have `CLOCK` (seconds since the epoch), and those of training `THROUGHPUT` and `MEMORY`.
+        log: The numbers of the log entries in order, without those that a resume has superseded. With a journal,
+            they have their times, and those of training `THROUGHPUT` and `MEMORY`.
         checkpoints: The checkpoints in commit order.
         events: The journal's events since the run's first begin, except logs.
-        sessions: Times and steps of the journal's lines for each begin, including superseded ones.
+        sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.
         arguments: The arguments that differ from their defaults; None if unknown.
         versions: Versions of the libraries.
         num_earlier: The number of earlier runs in the folder.
@@ -81,10 +76,10 @@ class RunRecord:
     name: str
     folder: str
     state: Mapping[str, Any]
-    entries: Sequence[Mapping[str, Any]]
+    log: LogColumns
     checkpoints: Sequence[Saved]
     events: Sequence[Mapping[str, Any]]
-    sessions: Sequence[Sequence[Point]]
+    sessions: Sequence[tuple[Point, Point]]
     arguments: Mapping[str, Any] | None
     versions: Mapping[str, str]
     num_earlier: int = 0
@@ -92,13 +87,11 @@ class RunRecord:
 
     def metrics(self) -> list[str]:
         """Return the names of the logged metrics, in the order of their first values."""
-        curves = (entry for entry in self.entries if _TOTAL not in entry)
-        names = dict.fromkeys(name for entry in curves for name, value in entry.items() if is_number(value))
-        return [name for name in names if name not in _PLACES and not name.endswith(_SPEEDS)]
+        return [name for name in self.log if name not in _PLACES and not name.endswith(_SPEEDS)]
 
     def points(self, metric: str) -> list[Point]:
         """Return (step, value) for each entry with a metric, including NaN and infinite values."""
-        return [(entry["step"], entry[metric]) for entry in self.entries if is_number(entry.get(metric))]
+        return list(self.log.points(metric))
 
     def subject(self, metric: str) -> str:
         """Return a metric's name without the prefix of its evaluation; equal for comparable metrics."""
@@ -107,7 +100,7 @@ class RunRecord:
 
     @cached_property
     def _prefixes(self) -> set[str]:
-        return {key.removesuffix(_RUNTIME) for entry in self.entries for key in entry if key.endswith(_RUNTIME)}
+        return {name.removesuffix(_RUNTIME) for name in self.log.names if name.endswith(_RUNTIME)}
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecord]:
@@ -132,29 +125,24 @@ def read_run(folder: str, *, name: str) -> RunRecord:
     return _read(path.parent if path.name in (TRAINER_STATE, JOURNAL) else path, folder, name=name)
 
 
-def is_number(value: Any) -> bool:
-    """Tell whether a logged value is a number; bools are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def thinned(values: Sequence[float], limit: int) -> list[int]:
+    """Return the places of about `limit` values: the ends and extremes of each interval, to keep a curve's shape.
 
-
-def thinned(points: Sequence[P], limit: int) -> list[P]:
-    """Return at most about `limit` points of a curve: the ends and extremes of each interval, to keep its shape.
-
-    One NaN or infinite value of each interval is kept. The value is the second item of a point.
+    One NaN or infinite value of each interval is kept.
     """
-    if len(points) <= limit:
-        return list(points)
-    size = math.ceil(len(points) / (limit // 4))
-    kept: list[P] = []
-    for start in range(0, len(points), size):
-        part = range(start, min(start + size, len(points)))
-        finite = [index for index in part if math.isfinite(points[index][1])]
+    if len(values) <= limit:
+        return list(range(len(values)))
+    size = math.ceil(len(values) / (limit // 4))
+    kept: list[int] = []
+    for start in range(0, len(values), size):
+        part = range(start, min(start + size, len(values)))
+        finite = [place for place in part if math.isfinite(values[place])]
         chosen = {part[0], part[-1]}
         if finite:
-            chosen |= {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])}
+            chosen |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
         if len(finite) < len(part):
-            chosen.add(next(index for index in part if not math.isfinite(points[index][1])))
-        kept += [points[index] for index in sorted(chosen)]
+            chosen.add(next(place for place in part if not math.isfinite(values[place])))
+        kept += sorted(chosen)
     return kept
 
 
@@ -210,34 +198,29 @@ def _fetch_file(remote: RemoteFolder, name: str, copy: Path) -> None:
 def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     paths = by_commit(path) if path.is_dir() else []
     states = [state for each in (*reversed(paths), path) if (state := _read_state(each)) is not None]
-    lines, num_unread = _read_journal(path / JOURNAL)
-    if not states and not lines:
+    # `save_state` may have written a newer state to the output folder than that of the last checkpoint.
+    state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
+    journal = _Journal(state.get("log_history", []))
+    journal.read(path / JOURNAL)
+    if not states and not journal.num_lines:
         unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
         reason = unread if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
-    # `save_state` may have written a newer state to the output folder than that of the last checkpoint.
-    state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
-    # A run resumed from a checkpoint of another folder is new in this one.
-    begins = [
-        index
-        for index, line in enumerate(lines)
-        if line["event"] == "begin" and ("earlier" in line or not line.get("resumed_from"))
-    ]
-    lines = lines[begins[-1] :] if begins else lines
-    last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "begin"), {})
+    last: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
     manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
+    versions = last.get("environment", {}).get("versions")
     return RunRecord(
         name=name,
         folder=folder,
         state=state,
-        entries=[each for each in _replay(lines, state.get("log_history", [])) if is_number(each.get("step"))],
-        checkpoints=_checkpoints(paths, lines, has_earlier=len(begins) > 1),
-        events=[line for line in lines if line["event"] != "log"],
-        sessions=_sessions(lines),
+        log=journal.log,
+        checkpoints=_checkpoints(paths, journal.events, has_earlier=journal.num_runs > 1),
+        events=journal.events,
+        sessions=[(session[0], session[-1]) for session in journal.sessions if session],
         arguments=last.get("arguments") if last else _arguments(paths),
-        versions=last.get("environment", {}).get("versions") or (manifest.versions if manifest else {}),
-        num_earlier=max(0, len(begins) - 1),
-        num_unread=num_unread,
+        versions=versions if versions and isinstance(versions, dict) else manifest.versions if manifest else {},
+        num_earlier=max(0, journal.num_runs - 1),
+        num_unread=journal.num_unread,
     )
 
 
@@ -250,11 +233,30 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
     return content if find_misfit(content) is None else None
 
 
-def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a journal that can be read, and how many others there are."""
-    lines: list[dict[str, Any]] = []
-    num_unread = 0
-    if path.is_file():
+class _Journal:
+    """Read a journal line by line: what is superseded by a resume, or belongs to an earlier run, is dropped.
+
+    Args:
+        saved: The log of the newest state: all there is without a journal.
+    """
+
+    def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        self._saved = saved
+        self.num_lines = self.num_unread = self.num_runs = 0
+        self._start([])
+        for entry in saved:
+            self.log.add(entry)
+
+    def _start(self, events: list[dict[str, Any]]) -> None:
+        self.events, self.log = events, LogColumns()
+        self.sessions: list[list[Point]] = []
+        self._has_ended = False
+        self._samples, self._trained_s = 0, 0.0
+
+    def read(self, path: Path) -> None:
+        """Read the file, if it exists; lines that cannot be read are counted."""
+        if not path.is_file():
+            return
         with open(path, encoding="utf-8", errors="replace") as file:
             for text in file:
                 try:
@@ -262,10 +264,56 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
                 except (ValueError, RecursionError):
                     line = None  # torn by a kill or a full disk
                 if _is_readable(line):
-                    lines.append(line)
+                    if not self.num_lines:
+                        self._start([])
+                    self.num_lines += 1
+                    self._add(line)
                 elif text.endswith("\n"):  # else it is being written
-                    num_unread += 1
-    return lines, num_unread
+                    self.num_unread += 1
+
+    def _add(self, line: dict[str, Any]) -> None:
+        event = line["event"]
+        # A run resumed from a checkpoint of another folder is new in this one.
+        if event == "begin" and ("earlier" in line or not line.get("resumed_from")):
+            self.num_runs += 1
+            self._start([])
+        if event == "begin":
+            self._begin(line)
+        elif event == "log":
+            self._add_entry(line)
+        if event != "log":
+            self.events.append(line)
+        step = line.get("entry", line).get("step")
+        if event == "begin" or not self.sessions:
+            self.sessions.append([])
+            self._has_ended = False
+        # A later evaluation, perhaps after hours, is not part of the session.
+        if is_number(step) and not self._has_ended:
+            self.sessions[-1][1:] = [(line["at"], step)]
+        self._has_ended |= event == "end"
+
+    def _begin(self, line: Mapping[str, Any]) -> None:
+        num_logged = int(line.get("num_logged", 0))
+        # The earlier entries may be in the journal of another folder.
+        if "earlier" not in line and len(self.log) >= num_logged:
+            self.log.cut(max(num_logged, 0))
+        else:
+            self.log = LogColumns()
+            for entry in line.get("earlier", self._saved[:num_logged]):
+                if isinstance(entry, dict):
+                    self.log.add(entry)
+        self._samples, self._trained_s = 0, 0.0
+
+    def _add_entry(self, line: Mapping[str, Any]) -> None:
+        took_s, trained = line["trained_s"] - self._trained_s, line["samples"] - self._samples
+        entry = line["entry"]
+        if trained > 0 and took_s > 0:
+            entry[THROUGHPUT] = trained / took_s
+            for kind, size in line["memory"].items():
+                if kind in MEMORY and is_number(size):
+                    entry[MEMORY[kind]] = size / 1e9
+            self._samples, self._trained_s = line["samples"], line["trained_s"]
+        self.log.add(entry, line["at"])
 
 
 def _is_readable(line: Any) -> bool:
@@ -273,49 +321,6 @@ def _is_readable(line: Any) -> bool:
         return False
     numbers = all(is_number(line[name]) and math.isfinite(line[name]) for name in _NUMBERS if name in line)
     return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
-
-
-def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the log without superseded entries; without a journal, the saved log."""
-    if not lines:
-        return list(saved)
-    entries: list[Mapping[str, Any]] = []
-    samples, trained_s = 0, 0.0
-    for line in lines:
-        if line["event"] == "begin":
-            num_logged = line.get("num_logged", 0)
-            # The earlier entries may be in the journal of another folder.
-            is_own = "earlier" not in line and len(entries) >= num_logged
-            entries = entries[:num_logged] if is_own else list(line.get("earlier", saved[:num_logged]))
-            samples, trained_s = 0, 0.0
-        elif line["event"] == "log":
-            more: dict[str, Any] = {CLOCK: line["at"]}
-            took_s, trained = line["trained_s"] - trained_s, line["samples"] - samples
-            if trained > 0 and took_s > 0:
-                more[THROUGHPUT] = trained / took_s
-                more |= {
-                    MEMORY[kind]: size / 1e9
-                    for kind, size in line["memory"].items()
-                    if kind in MEMORY and is_number(size)
-                }
-                samples, trained_s = line["samples"], line["trained_s"]
-            entries.append({**line["entry"], **more})
-    return entries
-
-
-def _sessions(lines: Sequence[Mapping[str, Any]]) -> list[list[Point]]:
-    sessions: list[list[Point]] = []
-    has_ended = False
-    for line in lines:
-        step = line.get("entry", line).get("step")
-        if line["event"] == "begin" or not sessions:
-            sessions.append([])
-            has_ended = False
-        # A later evaluation, perhaps after hours, is not part of the session.
-        if is_number(step) and not has_ended:
-            sessions[-1].append((line["at"], step))
-        has_ended |= line["event"] == "end"
-    return [session for session in sessions if session]
 
 
 def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Saved]:

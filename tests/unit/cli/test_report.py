@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import re
 import time
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from unit.cli.test_curves import write_foreign
 from hftrain import Trainer, TrainingArguments
 from hftrain.arguments.serialization import changed_settings
 from hftrain.cli.report import show_report
+from hftrain.cli.runs import read_runs
+from hftrain.core.errors import HFTrainError
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
@@ -241,3 +247,59 @@ def test_throughput_of_a_run_is_the_median_of_its_curve(tmp_path: Path) -> None:
     lines = [line for line in lines if line.get("entry", {}).get("step", 0) <= 4 and "train_runtime" not in str(line)]
     write_journal(tmp_path / "out", [line for line in lines if "eval_loss" not in line.get("entry", {})])
     assert facts(write(tmp_path, tmp_path / "out"))["Median samples per second"] == "30"
+
+
+DAMAGED = (None, True, "text", "\ud800", -1, 10**400, 1e308, math.nan, [], [{}], {}, {"a": [None]})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in JSON data; of a list, those of the first two members."""
+    yield path
+    members = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, member in members:
+        yield from places(member, (*path, key))
+
+
+def damage(text: str, path: tuple[Any, ...], value: Any) -> str:
+    whole = {"": json.loads(text)}
+    owner: Any = whole
+    for key in ("", *path)[:-1]:
+        owner = owner[key]
+    owner[("", *path)[-1]] = value
+    return json.dumps(whole[""])
+
+
+def test_any_damaged_value_is_left_out_or_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    train(tmp_path / "out", max_steps=2)
+    choose = random.Random(0)
+    for name in ("journal.jsonl", "checkpoint-2/trainer_state.json"):
+        path = tmp_path / "out" / name
+        whole = path.read_text()
+        units = whole.splitlines() if name.endswith("jsonl") else [whole]
+        cases = [(unit, place) for unit, text in enumerate(units) for place in places(json.loads(text))]
+        for unit, place in choose.choices(cases, k=60):
+            lines = list(units)
+            lines[unit] = damage(units[unit], place, choose.choice(DAMAGED))
+            path.write_text("\n".join(lines) + "\n")
+            with contextlib.suppress(HFTrainError):
+                write(tmp_path, tmp_path / "out")
+        path.write_text(whole)
+
+
+def test_memory_for_a_long_journal_is_small(tmp_path: Path) -> None:
+    number = 20_000
+    with open(tmp_path / "journal.jsonl", "w") as file:
+        file.write(json.dumps({"event": "begin", "at": 0.0, "step": 0}) + "\n")
+        for step in range(number):
+            entry = {"loss": 1 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-3, "epoch": step / 9, "step": step}
+            line = {"event": "log", "at": float(step), "entry": entry, "samples": step, "trained_s": step, "memory": {}}
+            file.write(json.dumps(line) + "\n")
+    tracemalloc.start()
+    try:
+        (run,) = read_runs([str(tmp_path)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(run.points("loss")) == number
+    assert peak < 200 * number
