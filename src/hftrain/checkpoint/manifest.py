@@ -89,6 +89,9 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if set(body) != set(Manifest.__dataclass_fields__) or not _is_well_typed(body):
         raise _refused(folder / MANIFEST, "Its entries are not those of this format")
+    impossible = _impossible(body["step"], body["facts"])
+    if impossible:
+        raise _refused(folder / MANIFEST, f"Its position in the data is impossible: {impossible}")
     return Manifest(**body)
 
 
@@ -197,6 +200,22 @@ def _is_count(value: Any) -> bool:
 
 def _is_progress(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_count(each) for each in value.values())
+
+
+def _impossible(step: int, facts: Mapping[str, Any]) -> str | None:
+    """Return why no run has got to a position, which a resume would try to read up to; None if one may have.
+
+    Each pass has an update, and each micro-step a sample, unless the run could not count its samples.
+    """
+    progress = facts.get("progress", {})
+    # The steps of an Engine are those that its user counts.
+    if "plan" not in facts or "step" not in progress:
+        return None
+    most = {"epoch": step + 1}
+    most |= dict.fromkeys(("micro_steps_in_epoch", "offset_in_epoch"), max(progress.get("samples", 0), step << 16))
+    found = [f"{name} is {progress[name]}" for name in most if progress.get(name, 0) > most[name]]
+    found += [f"its own step is {progress['step']}"] if progress["step"] != step else []
+    return f"{' and '.join(found)} at step {step}" if found else None
 
 
 def _is_geometry(value: Any) -> bool:

@@ -170,6 +170,24 @@ def test_read_manifest_refuses_other_json(checkpoint, text):
         read_manifest(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"micro_steps_in_epoch": 10**12}, "micro_steps_in_epoch is 1000000000000 at step 5"),
+        ({"offset_in_epoch": 10**12}, "offset_in_epoch is 1000000000000 at step 5"),
+        ({"epoch": 10**9}, "epoch is 1000000000 at step 5"),
+        ({"step": 6}, "its own step is 6 at step 5"),
+    ],
+)
+def test_read_manifest_refuses_a_position_that_no_run_reaches(checkpoint, change, reason):
+    facts = {**FACTS, "plan": {"max_steps": 9}}
+    write_manifest(checkpoint, facts, step=5)
+    assert read_manifest(checkpoint).facts == facts
+    forge(checkpoint, lambda body: body["facts"]["progress"].update(change))
+    with pytest.raises(CheckpointError, match=f"position in the data is impossible: {reason}"):
+        read_manifest(checkpoint)
+
+
 def test_check_geometry_accepts_the_same_shape(checkpoint):
     check_geometry(verify(checkpoint), world_size=1, batch_size=8, accumulation=1)
 
