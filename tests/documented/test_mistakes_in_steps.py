@@ -238,6 +238,7 @@ STEPS = [
     stepping("vector", lambda s, b: scores_of(s, b).mean(1), "has the shape (4,)", "Return its mean"),
     stepping("complex", lambda s, b: scores_of(s, b).mean() * 1j, "it is complex", "Return its abs()"),
     stepping("logs list", lambda s, b: StepOutput(loss=loss_of(s, b), logs=[1]), "Cannot log list of 1 int", "logs={"),  # type: ignore[arg-type]
+    stepping("nested logs", lambda s, b: StepOutput(loss=loss_of(s, b), logs={"a": {"b": 1}}), "Cannot log 'a'"),  # type: ignore[dict-item]
     stepping("logs text", lambda s, b: StepOutput(loss=loss_of(s, b), logs={"a": "b"}), "Cannot log 'a'", "it is str"),  # type: ignore[dict-item]
     stepping(
         "column", lambda s, b: b["pixels"], "the column 'pixels'", "It contains: x float32 (4, 4), labels int64 (4,)"
@@ -365,6 +366,19 @@ STEPS = [
         ("The first update changed nothing", "torch.tensor(loss.item(), requires_grad=True) does not depend on them"),
         UserWarning,
     ),
+    stepping(
+        "swapped arguments of a loss",
+        lambda s, b: F.cross_entropy(b["labels"], scores_of(s, b)),
+        "the scores are int64",
+        "takes the model's outputs first",
+    ),
+    stepping(
+        "loss in NumPy",
+        lambda s, b: torch.tensor(scores_of(s, b).numpy()).mean(),
+        "gradients do not pass through NumPy",
+        "Compute the loss with torch",
+    ),
+    stepping("forgotten return", lambda s, b: F.relu(None), "Check that each forward ends with return"),  # type: ignore[arg-type]
     stepping("layer of a tuple", lambda s, b: F.relu(s.model(**b)), "tuple", "outputs[0]"),
     Mistake(
         "vector in evaluation",

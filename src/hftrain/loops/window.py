@@ -217,7 +217,10 @@ class LogWindow:
         if not isinstance(logs, Mapping):
             raise TaskError(f"Cannot log {describe(logs)}:", "it is not a dict.", "Return logs={'name': number, ...}.")
         for name, value in logs.items():
-            value = (value.detach() if isinstance(value, torch.Tensor) else value) * weight
+            try:
+                value = (value.detach() if isinstance(value, torch.Tensor) else value) * weight
+            except TypeError:
+                value = _number(name, value) * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + weight
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
@@ -20,17 +19,6 @@ def check_not_sharded(model: nn.Module) -> None:
             f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
             "the strategy would wrap and synchronise its shards a second time.",
             "Load it without distributed_config, and let strategy='fsdp' shard it.",
-        )
-
-
-def check_shapes(model: nn.Module) -> None:
-    """Raise if a lazy module of a model has not seen a batch yet: its parameters have no shape to optimize."""
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ConfigError(
-            f"Cannot train {type(model).__name__}:",
-            f"{lazy[0]} has no shape yet, because its lazy module has not seen a batch.",
-            "Call the model on one batch before train(), or use the module that takes the sizes, such as nn.Linear.",
         )
 
 

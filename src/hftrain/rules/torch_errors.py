@@ -62,6 +62,14 @@ _SAID: dict[str, Parts] = {
         "one of its kernels met an index out of range, most likely a label or an id.",
         "Train with use_cpu=True to see which; number classes from 0, and resize the embeddings to the tokenizer.",
     ),
+    r"softmax\w*\W+not implemented for '(\w+)'": (
+        "Cannot compute the cross entropy:", "the scores are {0}, and must be floating-point numbers.",
+        "cross_entropy(scores, labels) takes the model's outputs first, then the labels.",
+    ),
+    r"Can't call numpy\(\) on Tensor that requires grad": (
+        "Cannot convert a tensor of the graph to NumPy in a step:", "gradients do not pass through NumPy.",
+        "Compute the loss with torch; tensor.detach().cpu().numpy() is for values that are only looked at.",
+    ),
     r"all elements of (?:input|target) should be between 0 and 1": (
         "Cannot compute the binary cross entropy:",
         "the scores or the labels are not probabilities.",
@@ -245,6 +253,8 @@ def _no_tensor(told: re.Match[str], model: nn.Module, batch: Any) -> Parts | Non
     if same:
         remedy = "Let the dataset or the collator make tensors of them (torch.as_tensor, torch.stack)."
         return asked, f"the batch's {', '.join(same)} are not tensors: {describe(batch)}.", remedy
+    if kind == "NoneType":
+        return asked, reason, "Check that each forward ends with return, and that the batch has what forward takes."
     if kind in ("tuple", "dict", "list") or "Output" in kind:
         return asked, reason, "Take the tensor out of it: outputs[0], or outputs['logits']."
     return None

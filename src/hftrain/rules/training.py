@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import loader_config, shard_plan
@@ -23,7 +24,6 @@ from hftrain.data.sizes import has_length
 from hftrain.optim.schedules import build_schedule
 from hftrain.rules.data import batch_columns, check_inputs
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
-from hftrain.rules.model import check_shapes
 from hftrain.rules.saving import check_saves
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
@@ -73,7 +73,7 @@ def check_ahead(
         learning_rate: The initial learning rate of a schedule.
         spill_dir: The folder for predictions that are stored on disk, or None.
     """
-    check_shapes(model)
+    _check_shapes(model)
     if args.output_dir and Path(args.output_dir).is_file():
         raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
     names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
@@ -110,6 +110,17 @@ def check_ahead(
             lists = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
             raise ConfigError(asked, "it has no parameters.", lists)
         raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Raise if a lazy module of a model has not seen a batch yet: its parameters have no shape to optimize."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"Cannot train {type(model).__name__}:",
+            f"{lazy[0]} has no shape yet, because its lazy module has not seen a batch.",
+            "Call the model on one batch before train(), or use the module that takes the sizes, such as nn.Linear.",
+        )
 
 
 def _check_metric(args: TrainingArguments, task: TaskModule, given: Given) -> None:
