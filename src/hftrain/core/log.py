@@ -53,6 +53,18 @@ def sharing_verbosity(library: str = "transformers") -> Iterator[None]:
             ours.removeHandler(handler)
 
 
+@contextmanager
+def refusing_broadcast() -> Iterator[None]:
+    """Make torch's warning about a column of labels against a row of outputs, or the reverse, an error."""
+    column, row = r"\(torch\.Size\(\[{}, 1\]\)\)", r"\(torch\.Size\(\[{}\]\)\)"
+    with warnings.catch_warnings():
+        for target, given in ((column, row), (row, column)):
+            sizes = target.format(r"([2-9]|\d\d+)"), given.format(r"\1")
+            message = f"Using a target size {sizes[0]} that is different to the input size {sizes[1]}"
+            warnings.filterwarnings("error", message, UserWarning)
+        yield
+
+
 def get_verbosity() -> int:
     """Return the effective level of the package's loggers."""
     return logging.getLogger(ROOT).getEffectiveLevel()

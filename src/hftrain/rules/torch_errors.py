@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,18 +140,6 @@ def explain_torch(error: Exception, model: nn.Module, batch: Any) -> TaskError |
         if parts is not None:
             return TaskError(*parts)
     return None
-
-
-@contextmanager
-def refusing_broadcast() -> Iterator[None]:
-    """Make torch's warning about a column of labels against a row of outputs, or the reverse, an error."""
-    column, row = r"\(torch\.Size\(\[{}, 1\]\)\)", r"\(torch\.Size\(\[{}\]\)\)"
-    with warnings.catch_warnings():
-        for target, given in ((column, row), (row, column)):
-            sizes = target.format(r"([2-9]|\d\d+)"), given.format(r"\1")
-            message = f"Using a target size {sizes[0]} that is different to the input size {sizes[1]}"
-            warnings.filterwarnings("error", message, UserWarning)
-        yield
 
 
 def _too_long(model: nn.Module, batch: Any) -> Parts | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.adapter.configs import full_eval_dtype
-from hftrain.core.log import sharing_verbosity, warn_once
+from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
@@ -27,7 +27,6 @@ from hftrain.loops.evaluate import EvaluateHooks
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
-from hftrain.rules.torch_errors import refusing_broadcast
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.setup import place_task
 from hftrain.run.whereabouts import report_late_ranks, whereabouts
