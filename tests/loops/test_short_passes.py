@@ -99,6 +99,13 @@ def test_stream_of_another_length_than_it_states_warns(tmp_path: Path, num: int,
         Trainer(Net(), arguments, train_dataset=Stream(num, 16)).train()
 
 
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_collator_of_a_stream_that_stops_raises(tmp_path: Path, call: str) -> None:
+    data, arguments = Stream(16, 16), make_arguments(tmp_path)
+    with pytest.raises(TaskError, match="collator raised StopIteration"):
+        getattr(Trainer(Net(), arguments, Collator(3), data, data), call)()
+
+
 def test_override_may_join_batches(tmp_path: Path) -> None:
     class Joined(Trainer):
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler, give_generator, is_rank_aware, samplers_of
@@ -19,6 +19,7 @@ from hftrain.data.sharding import RankLoader, ShardPlan, on_reader, rebuild_load
 from hftrain.data.sizes import has_length, whole_dataset
 from hftrain.data.states import with_seeds
 from hftrain.data.streams import EpochStream, epoch_stream, splits_among_workers
+from hftrain.data.wrappers import tell_epoch
 
 Collate = Callable[[list[Any]], Any]
 
@@ -100,7 +101,7 @@ def build_loader(
     loader: Any = RankLoader(
         dataset,
         **batching,
-        collate_fn=collate,
+        collate_fn=StreamCollator(collate) if is_stream else collate,
         num_workers=config.num_workers,
         pin_memory=config.pin_memory,
         persistent_workers=config.persistent_workers,
@@ -117,6 +118,27 @@ def build_loader(
     if is_stream:
         return on_reader(loader, partial(_with_epochs, plan=plan))  # type: ignore[no-any-return]
     return on_reader(loader, partial(with_seeds, seed=plan.seed, rank=plan.rank))  # type: ignore[no-any-return]
+
+
+class StreamCollator:
+    """Call a collator; its `StopIteration`, which torch would take for the end of the stream, is an error."""
+
+    def __init__(self, collator: Collate) -> None:
+        self.collator = collator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward the epoch to a collator that has `set_epoch`."""
+        tell_epoch(self.collator, epoch)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collator(samples)
+        except StopIteration as error:
+            raise TaskError(
+                "Cannot collate a batch of a stream:",
+                "the collator raised StopIteration, as next() does when it has nothing left.",
+                "Open what next() reads again when it is used up.",
+            ) from error
 
 
 def default_train_sampler(dataset: Any, config: LoaderConfig, plan: ShardPlan) -> Any:
