@@ -11,6 +11,7 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows, train
 
 from hftrain import CheckpointError, ConfigError, Trainer, TrainerCallback
+from hftrain.loops.fit import FitLoop
 from hftrain.storage.tensors import load_containers
 
 
@@ -198,6 +199,28 @@ def test_optimizer_inside_the_runs_own_is_not_missed(tmp_path: Path) -> None:
     optimizers = (Outer(model.parameters(), lr=0.1), None)
     train(tmp_path, model, max_steps=2, save_strategy="steps", save_steps=2, optimizers=optimizers)
     assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
+
+
+def test_optimizer_that_a_loop_saves_is_not_missed(tmp_path: Path) -> None:
+    class Alternate(FitLoop):
+        def attach(self, parts: Any) -> None:
+            super().attach(parts)
+            self.optimizer, _ = make_critic(parts.model)
+
+        def run_step(self, window: Any, num_items: Any) -> None:
+            super().run_step(window, num_items)
+            for parameter in self.parts.model.layers[4].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
+
+        def state_dict(self) -> Any:
+            return {"critic": self.optimizer.state_dict()}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.optimizer.load_state_dict(state["critic"])
+
+    train(tmp_path, None, loop=Alternate(), max_steps=2, save_strategy="steps", save_steps=2)
+    assert (tmp_path / "checkpoint-2").exists()
 
 
 def test_schedule_that_is_not_declared_with_its_optimizer_is_missed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ names what changed all the same: optimizers that stepped, and what a callback or
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class OwnOptimizers:
         self._path = Path()
         self._has_begun = False
         self._stepped = Stepped()
+        # Optimizers that the run does not save, and of which nothing is left to say.
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = [self._stepped.hook]
 
     def begin(self) -> None:
@@ -98,14 +101,15 @@ class OwnOptimizers:
         """Return their states by name, without the generators; None if there are none to save."""
         found = self.find()
         self._tell_of_unsaved(found)
-        if (found or self._awaited) and self._is_split:
+        states = _states(found)
+        if states and self._is_split:
             warn_once(
-                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them from scratch: "
+                f"Checkpoints do not hold {', '.join(states)}, and a resumed run starts them from scratch: "
                 f"strategy={self._strategy.name!r} splits the parameters over processes."
             )
             return None
         self._tell_of_parts(found)
-        return {**self._awaited, **_states(found)} or None
+        return {**self._awaited, **states} or None
 
     def generator_states(self) -> dict[str, Any] | None:
         """Return the states of the declared generators of this process; None if there are none."""
@@ -167,7 +171,8 @@ class OwnOptimizers:
         known = set(map(id, (*self._known(), *found.values())))
 
         def unknown() -> list[Optimizer]:
-            return [each for each in self.optimizers() if id(each) not in known and each.state]
+            new = (each for each in self.optimizers() if id(each) not in known and each not in self._checked)
+            return [each for each in new if each.state]
 
         # One that is out of use, such as that of another run, may still be part of a reference cycle.
         if unknown():
@@ -176,7 +181,8 @@ class OwnOptimizers:
             held = _identities([self._saved(), _states(found)])
             names = {id(parameter): name for name, parameter in self._task.named_parameters()}
             for each in others:
-                own = _identities(each.state_dict()["state"])
+                self._checked.add(each)
+                own = _identities(each.state.values())
                 if not own or not own <= held:
                     held_names = [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
                     shown = ", ".join(filter(None, held_names[:3])) or "parameters outside the model"
@@ -216,9 +222,9 @@ def _states(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identities(states: Iterable[Any]) -> set[Any]:
-    """Return what identifies the tensors of a nested structure."""
+    """Return what identifies the tensors of nested structures."""
     found: set[Any] = set()
-    map_tensors(states, lambda tensor: found.add(tensor_identity(tensor)))
+    map_tensors(list(states), lambda tensor: found.add(tensor_identity(tensor)))
     return found - {None}
 
 
