@@ -101,24 +101,19 @@ def full_eval_dtype(args: Any) -> torch.dtype | None:
     return torch.float16 if args.fp16_full_eval else None
 
 
-def generation_options(args: Any, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `generate`: a call's override the training arguments, and these the config.
+def generation_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of `generate` for a call: those given, then those of the training arguments.
 
     Args:
         given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
             them replaces all settings of the training arguments.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    if "generation_config" in chosen:
-        config = chosen["generation_config"]
-    else:
+    if "generation_config" not in chosen:
         if "max_new_tokens" not in chosen and args.generation_max_length is not None:
             chosen.setdefault("max_length", args.generation_max_length)
         if args.generation_num_beams is not None:
             chosen.setdefault("num_beams", args.generation_num_beams)
-    if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):
-        # With max_new_tokens set, generate would ignore max_length.
-        chosen["max_new_tokens"] = None
     return chosen
 
 

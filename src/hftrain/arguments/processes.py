@@ -72,8 +72,9 @@ class ArgumentProcesses(ArgumentFields):
         0 on the CPU; all visible CUDA devices if no launcher started the process (`DataParallel`). A Trainer sets it if
         its strategy uses another number.
         """
-        if "_n_gpu" in vars(self):
-            return int(vars(self)["_n_gpu"])
+        known = vars(self).get("_n_gpu", vars(self).get("_chosen_n_gpu"))
+        if known is not None:
+            return int(known)
         device = self.device
         if device.type == "cuda" and read_launch().launcher is None:
             import torch

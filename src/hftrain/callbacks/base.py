@@ -96,13 +96,16 @@ class ExportableState:
     """
 
     def state(self) -> dict[str, Any]:
-        """Return ``{"args": constructor arguments, "attributes": other attributes}`` as plain JSON data."""
+        """Return ``{"args": constructor arguments, "attributes": other attributes}`` as plain JSON data.
+
+        Either may be left out.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define `state()` to be kept in checkpoints.")
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Build the callback that returned `state`."""
-        restored = cls(**state["args"])
-        for name, value in state["attributes"].items():
+        restored = cls(**state.get("args", {}))
+        for name, value in state.get("attributes", {}).items():
             setattr(restored, name, value)
         return restored

@@ -32,8 +32,8 @@ class ProgressCallback(TrainerCallback):
     log entry is a line above it; on a terminal it is folded between values to fit. At the end of training a terminal
     gets a summary of the run; `SummaryCallback` prints it anywhere.
 
-    If the output is not a terminal, there are no bars: each log entry is one line. If nothing was logged for
-    half a minute, a line shows the progress, at most ten times.
+    If the output is not a terminal, there are no bars: each log entry is one line, also outside of training. If
+    nothing was logged for half a minute, a line shows the progress, at most ten times.
 
     Args:
         max_str_len: Longer texts in logs are cut on display.
@@ -99,13 +99,17 @@ class ProgressCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Write a training run's log entry above the bars, and show it in the training bar."""
+        """Write a log entry above the bars and into the training bar; outside of training, only to a file or pipe."""
+        file = self._file or sys.stdout
         if self._training is None or not logs:
+            if logs and state.is_world_process_zero and columns_of(file) is None:
+                # On a terminal the bar of an evaluation is enough.
+                values, rates = self._lines.split(logs)
+                self._write("  ".join([*(f"{name} {text}" for name, text in values.items()), *rates]), file)
             return
         pace = self._training.read_pace() if "loss" in logs else ""
         self._logged.update(self._lines.split(logs)[0])
         self._training.fields = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
-        file = self._file or sys.stdout
         step, whole = state.global_step, (state.max_steps, state.num_train_epochs)
         self._write(self._lines.format(logs, step=step, of=whole, pace=pace, width=columns_of(file)), file)
         for meter in (self._training, self._prediction):

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer: the same files, without a manifest.
+"""Checkpoints without a manifest: those of transformers' Trainer, and those that an override of a Trainer writes.
 
 Position, logs and best metric are in `trainer_state.json`; the rest is read as from one of our own checkpoints. The
 files of such a folder cannot be verified. Some settings of the run are not in it (or in a pickle, which is never read):
@@ -16,7 +16,7 @@ import torch
 
 from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import Manifest, verify
-from hftrain.checkpoint.parts import load_arguments, load_trainer_state
+from hftrain.checkpoint.parts import load_arguments, load_rng, load_trainer_state
 from hftrain.checkpoint.shape import Grid
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
@@ -25,19 +25,21 @@ from hftrain.core.state import TrainerState
 _ADDED = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 # Optimizer states with the shape of their parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# In the state that an override of `_save_checkpoint` lets a process write.
+UNCOMMITTED = "uncommitted"
 # The limit of counters.
 _END = 1 << 53
 
 
 def is_foreign(folder: Path) -> bool:
-    """Tell whether a folder looks like a checkpoint of transformers' Trainer."""
+    """Tell whether a folder looks like a checkpoint of transformers' Trainer, or of an override."""
     return not (folder / MANIFEST).exists() and (folder / TRAINER_STATE).is_file()
 
 
 def check_foreign(folder: Path) -> None:
     """Raise if a checkpoint of transformers' Trainer lacks what a resume needs, or its state is inconsistent."""
     _read_state(folder)
-    if _has_our_arguments(folder):
+    if _was_committed(folder):
         raise _unusable(folder, f"hftrain has written it, with a {MANIFEST} that is gone: nothing proves it whole")
     missing = [name for name in (OPTIMIZER, SCHEDULER) if not (folder / name).is_file()]
     names = {path.name for path in folder.iterdir()}
@@ -132,12 +134,15 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
     return (epoch + 1, 0) if used == num_batches else (epoch, used)
 
 
-def _has_our_arguments(folder: Path) -> bool:
-    """Tell whether the arguments are plain values, as hftrain writes them; transformers pickles an object."""
+def _was_committed(folder: Path) -> bool:
+    """Tell whether arguments and state are those of a commit, which always writes a manifest."""
     try:
-        return bool(load_arguments(folder))
+        # transformers pickles an object.
+        is_ours = bool(load_arguments(folder))
+        own = load_rng(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
     except CheckpointError:
         return False
+    return "epoch_rng" in own and UNCOMMITTED not in own
 
 
 def _read_state(folder: Path) -> TrainerState:

@@ -20,7 +20,7 @@ from hftrain.checkpoint.layout import (
     contents,
     nearby,
 )
-from hftrain.checkpoint.manifest import Manifest, refuse_links, verify, write_manifest
+from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
 from hftrain.checkpoint.rotation import (
@@ -174,11 +174,15 @@ class CheckpointManager:
         """Whether this process commits: the main one, or with `on_each_node` one per machine."""
         return self.group.is_local_main if self.config.on_each_node else self.group.is_main
 
-    def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
+    def latest(
+        self,
+        is_asked_for: Callable[[Manifest], bool] = lambda manifest: True,
+        check_uncommitted: Writer = refuse_uncommitted,
+    ) -> Path | None:
         """Return the newest intact checkpoint, or None; a warning lists those that were skipped.
 
         Not collective: only the main process calls it. It reads every byte of the result, and first restores a
-        checkpoint that a killed save had set aside. `is_asked_for` selects checkpoints by their manifests.
+        checkpoint that a killed save had set aside. The functions select by a manifest, and among those without one.
         """
         if self.group.is_main:
             self.lock.settle()
@@ -188,7 +192,8 @@ class CheckpointManager:
         for path in reversed(by_commit(self.config.output_dir)):
             try:
                 if not (path / MANIFEST).exists():
-                    raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
+                    check_uncommitted(path)
+                    return path
                 if is_asked_for(verify(path)):
                     return path
             except CheckpointError as error:

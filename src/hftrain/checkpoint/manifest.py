@@ -114,6 +114,11 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def refuse_uncommitted(folder: Path) -> None:
+    """Raise `CheckpointError` because a folder has no manifest."""
+    raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
+
+
 def refuse_links(folder: Path) -> None:
     """Raise `CheckpointError` if a part of a checkpoint without a manifest is a link, or not a regular file."""
     for path in folder.iterdir():

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hftrain.checkpoint.layout import checkpoint_names, checkpoint_step
+from hftrain.checkpoint.layout import MANIFEST, checkpoint_name, checkpoint_names, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.core.errors import CheckpointError
+from hftrain.storage.files import discard
 
 T = TypeVar("T")
 
@@ -110,3 +111,34 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
         if isinstance(metric := metrics[name], (int, float))
     ]
     return {name for _, _, name in sorted(scored)[: number or 0]}
+
+
+class Uncommitted:
+    """Checkpoints that an override of `_save_checkpoint` writes without the base method, and so without a manifest.
+
+    Args:
+        output_dir: Where they are.
+        deletes: Whether this process deletes the oldest.
+    """
+
+    def __init__(self, output_dir: Path, *, deletes: bool) -> None:
+        self._output_dir, self._deletes = output_dir, deletes
+        # In the order of their writing.
+        self._found: list[Path] = []
+
+    def note(self, step: int) -> None:
+        """Note the folder of a step, if there is one without a manifest."""
+        folder = self._output_dir / checkpoint_name(step)
+        if folder.is_dir() and not (folder / MANIFEST).exists():
+            self._found = [*(each for each in self._found if each != folder), folder]
+
+    def rotate(self, limit: int | None, *, best: Path | None, keeps_newest: bool = True) -> None:
+        """Delete the oldest beyond the limit, but neither the best nor the newest."""
+        if limit is None or limit < 1 or not self._deletes:
+            return
+        protected = {each for each in self._found if best is not None and each.resolve() == best.resolve()}
+        protected |= {*self._found[-1:]} if keeps_newest else set()
+        for folder in surplus(self._found, protected=protected, limit=limit):
+            self._found.remove(folder)
+            if not (folder / MANIFEST).exists():
+                discard(folder)

@@ -93,9 +93,9 @@ def _settings_of_type(hint: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"type": _reader(hint)}
     if bool in members:
         settings |= {"nargs": "?", "const": True}
-    choices = list(_choices(members[0])) if len(members) == 1 else []
+    choices = list(_choices(members[0]).values()) if len(members) == 1 else []
     if choices:
-        settings["choices"] = _Choices(getattr(choice, "value", choice) for choice in _choices(members[0]).values())
+        settings["choices"] = _Choices(choices)
     return settings
 
 
@@ -120,9 +120,9 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _choices(member: Any) -> dict[str, Any]:
-    """Map the texts that an enum or literal type accepts to its values."""
+    """Map the texts that an enum or literal type accepts to its values; as in transformers, no members of an enum."""
     if isinstance(member, type) and issubclass(member, Enum):
-        return {str(choice.value): choice for choice in member}
+        return {str(choice.value): choice.value for choice in member}
     if typing.get_origin(member) is Literal:
         return {str(value): value for value in typing.get_args(member) if value is not None}
     return {}

@@ -30,6 +30,23 @@ def adapted_log(log: Any) -> Any:
     return adapted
 
 
+def adapted_settings(init: Any) -> Any:
+    """Return a version of accelerate's constructor of a run's settings that also works before there is an accelerator.
+
+    Libraries call `AcceleratorState()`, or functions that do, once they have built a Trainer. transformers' Trainer has
+    made its accelerator by then; hftrain's makes it on first use, and replaces these settings.
+    """
+
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not (args or kwargs or self._shared_state):
+            from accelerate.utils import TorchDynamoPlugin
+
+            kwargs = {"dynamo_plugin": TorchDynamoPlugin(), "_from_accelerator": True}
+        init(self, *args, **kwargs)
+
+    return adapted
+
+
 def adapted_init(init: Any) -> Any:
     """Return a version of accelerate's state constructor that also supports several processes on the CPU.
 

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hftrain.compat.accelerate_state import adapted_init, adapted_log
+from hftrain.compat.accelerate_state import adapted_init, adapted_log, adapted_settings
 from hftrain.compat.names import TELLING, replacements
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
@@ -26,6 +26,7 @@ class _Installed(NamedTuple):
     facades: list[ModuleType]
     log: Any
     init: Any
+    settings: Any
 
 
 _installed: _Installed | None = None
@@ -48,7 +49,7 @@ def install() -> None:
         return
     require("transformers", feature="hftrain.compat", extra="transformers")
     from accelerate.logging import MultiProcessAdapter
-    from accelerate.state import PartialState
+    from accelerate.state import AcceleratorState, PartialState
 
     # Importing its modules may create the package's facade again, and other modules may still refer to the first one.
     facades = [importlib.import_module("transformers")]
@@ -67,9 +68,11 @@ def install() -> None:
     by_name = {name: ours for name, _, ours in pairs}
     for module, name, value in before:
         setattr(module, name, by_name[name] if value is _MISSING else ours_of[id(value)])
-    _installed = _Installed(pairs, before, facades, MultiProcessAdapter.log, PartialState.__init__)
+    originals = MultiProcessAdapter.log, PartialState.__init__, AcceleratorState.__init__
+    _installed = _Installed(pairs, before, facades, *originals)
     MultiProcessAdapter.log = adapted_log(MultiProcessAdapter.log)
     PartialState.__init__ = adapted_init(PartialState.__init__)
+    AcceleratorState.__init__ = adapted_settings(AcceleratorState.__init__)
 
 
 def uninstall() -> None:
@@ -81,9 +84,10 @@ def uninstall() -> None:
     if _installed is None:
         return
     from accelerate.logging import MultiProcessAdapter
-    from accelerate.state import PartialState
+    from accelerate.state import AcceleratorState, PartialState
 
     MultiProcessAdapter.log, PartialState.__init__ = _installed.log, _installed.init
+    AcceleratorState.__init__ = _installed.settings
     for module, name, value in _installed.before:
         if value is _MISSING:
             vars(module).pop(name, None)

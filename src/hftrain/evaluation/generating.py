@@ -72,17 +72,30 @@ def load_generation_config(given: Any) -> Any:
     if not isinstance(given, (str, Path)):
         if not hasattr(given, "to_dict"):
             raise _no_config(given, f"A {type(given).__name__} is not a generation config: it has no to_dict method.")
-        return given
+        return _validated(given)
     require("transformers", feature=f"generation_config={str(given)!r}", extra="transformers")
     from transformers import GenerationConfig
 
     path = Path(given).expanduser()
     try:
         if path.is_file():
-            return GenerationConfig.from_pretrained(path.parent, path.name)
-        return GenerationConfig.from_pretrained(path if path.is_dir() else str(given))
+            config = GenerationConfig.from_pretrained(path.parent, path.name)
+        else:
+            config = GenerationConfig.from_pretrained(path if path.is_dir() else str(given))
     except (OSError, ValueError) as error:
         raise _no_config(given, f"It cannot be loaded: {error}") from error
+    return _validated(config)
+
+
+def _validated(config: Any) -> Any:
+    """Raise now if the model could not be saved with a generation config of transformers."""
+    validate = getattr(config, "validate", None)
+    if callable(validate) and accepts(validate, "strict"):
+        try:
+            validate(strict=True)
+        except ValueError as error:
+            raise _no_config(config, str(error), "Correct the settings that it names.") from error
+    return config
 
 
 def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: Any, *, config: Any) -> None:
@@ -180,6 +193,19 @@ def run_generate(
             "Return token ids, a tensor of shape [batch, length].",
         )
     return tokens
+
+
+def limited(options: Mapping[str, Any], own: Any) -> dict[str, Any]:
+    """Return the options of `generate` that are not None, so that a `max_length` is not ignored for the config's limit.
+
+    Args:
+        own: The model's generation config.
+    """
+    chosen = {name: value for name, value in options.items() if value is not None}
+    config = chosen.get("generation_config", own)
+    if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):
+        chosen["max_new_tokens"] = None
+    return chosen
 
 
 def longest_output(options: Mapping[str, Any], own: Any) -> int | None:

@@ -38,7 +38,6 @@ class FitConfig:
     num_batches: int | None = None
     num_batches_first: int | None = None
     world_size: int = 1
-    evaluates_on_start: bool = False
     empty_cache_every: int | None = None
 
 
@@ -51,7 +50,8 @@ class FitHooks:
         training_step: (model, batch, item count) -> detached loss, scaled to its share of the step; runs backward.
         before_epoch: Called before an epoch's data is opened.
         restore_rng: Called once the data is open; returns whether the pass is already over.
-        log, evaluate, save: Perform the actions that callbacks requested.
+        log, evaluate, save: Perform the actions that callbacks requested; save also clears `control.should_save`.
+        evaluate_first: Called before the first epoch of a run, also of a resumed one; None for no such evaluation.
         empty_cache: Frees cached device memory.
         make_feed: A dataset -> the feed of this rank's batches of it, loaded as by the Trainer; the run reads it from
             then on. Collective.
@@ -74,6 +74,7 @@ class FitHooks:
     empty_cache: Callable[[], None]
     make_feed: Callable[[Any], Feed]
     evaluate_on: Callable[[Any, str], Mapping[str, float]]
+    evaluate_first: Callable[[], Any] | None = None
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
     check_pass: Callable[[int, int], None] | None = None
@@ -152,7 +153,6 @@ class FitLoop(Loop[FitParts]):
         super().attach(parts)
         self.is_within_epoch = False
         self._batches_per_epoch = 1
-        self._is_resumed = parts.progress.step > 0
         self.end_step = self.act if parts.hooks.act is None else self._act_through_hook
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
@@ -165,8 +165,8 @@ class FitLoop(Loop[FitParts]):
         config, progress = self.parts.config, self.parts.progress
         if has_left and progress.step >= config.max_steps:
             self._finish(ends_epoch=ends_epoch)
-        if config.evaluates_on_start and not self._is_resumed:
-            self.parts.hooks.evaluate()
+        if self.parts.hooks.evaluate_first is not None:
+            self.parts.hooks.evaluate_first()
         while progress.step < config.max_steps and not self.parts.control.should_training_stop:
             self.run_epoch()
             if progress.cut_epochs and config.num_epochs is not None and progress.epoch >= config.num_epochs:
@@ -316,7 +316,6 @@ class FitLoop(Loop[FitParts]):
             control.should_evaluate = False
             hooks.evaluate()
         if control.should_save:
-            control.should_save = False
             hooks.save()
 
     def _read_logs(self) -> dict[str, Any]:

@@ -76,10 +76,20 @@ NEWER: dict[str, str] = {
 }
 
 # Methods that a subclass may call, but that the Trainer does not call.
-HELPERS = frozenset({"_move_model_to_device"})
+HELPERS = frozenset(
+    {
+        *("_gather_and_numpify", "_issue_warnings_after_load", "_load_scaler", "_move_model_to_device"),
+        *("_save_rng_state", "_save_scaler", "_sorted_checkpoints"),
+    }
+)
 
 # Private names that downstream classes set.
-_SETTABLE = frozenset({"_signature_columns", "_eval_dataloaders"})
+_SETTABLE = frozenset(
+    {
+        *("_created_lr_scheduler", "_eval_dataloaders", "_loggers_initialized", "_memory_tracker"),
+        *("_pad_across_processes", "_past", "_signature_columns"),
+    }
+)
 
 
 def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
@@ -99,7 +109,7 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
     warn_of_uncalled(kind, newer)
     own = {name for each in base.__mro__ for name in vars(each) if _is_private(name) and name not in DOCUMENTED}
-    taken = {name for name in own if _defines(kind, base, name)}
+    taken = {name for name in own - _SETTABLE if _defines(kind, base, name)}
     for name, value in attributes.items():
         is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)
         if is_ours and (name in given or hasattr(kind, name)):

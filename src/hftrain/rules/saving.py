@@ -182,10 +182,10 @@ def check_saves(
                 # Some callbacks have no state before the run begins.
                 continue
             is_plain = isinstance(callback, ExportableState) and "from_state" not in _defined(type(callback))
-            if is_plain and (not isinstance(state, Mapping) or not {"args", "attributes"} <= state.keys()):
+            if is_plain and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
                 raise ConfigError(
                     f"Cannot restore the state of the callback {type(callback).__name__}:",
-                    f"its state() returned {describe(state)}, without 'args' and 'attributes'.",
+                    f"its state() returned {describe(state)}, and only 'args' and 'attributes' are restored.",
                     _STATE,
                 )
 

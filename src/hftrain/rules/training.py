@@ -76,7 +76,8 @@ def check_ahead(
     _check_shapes(model)
     if args.output_dir and Path(args.output_dir).is_file():
         raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
-    names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+    names = ["preprocess_logits_for_metrics", "compute_loss_func"]
+    names += [] if given.overrides("evaluation_loop") else ["compute_metrics"]
     functions = {name: getattr(given, name) for name in names}
     functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in given.eval_sets.items()}
     check_functions(args, functions, computes_loss=given.overrides("compute_loss"))

@@ -147,7 +147,7 @@ class RunHooks:
     learning_rate: Callable[[float], float]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[..., Mapping[str, float]]
-    evaluate_once: Callable[[Any, list[str] | None], Mapping[str, float]]
+    evaluate_once: Callable[..., Mapping[str, float]]
     is_best: Callable[[Mapping[str, Any], Any], bool]
     step_end: Callable[[], Callable[..., None]]
     save: Callable[[nn.Module, Any], None]

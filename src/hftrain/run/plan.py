@@ -13,7 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import Manifest, read_manifest
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
@@ -163,10 +163,10 @@ def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], gr
         return read_manifest(folder)
     manifest = read_foreign(folder, geometry, grid)
     logger.warning(
-        "%s was saved by transformers' Trainer. What it does not tell, or only in a pickle, which is never read, is "
-        "taken from this run: gradient_accumulation_steps=%s, the data (%s samples) and its seed (%s), "
-        "dataloader_drop_last=%s, precision %s, the schedule (%s) and the optimizer's class. Losses that were not "
-        "logged yet are lost.",
+        "%s was saved by transformers' Trainer or by an override of _save_checkpoint. What it does not tell, or only "
+        "in a pickle, which is never read, is taken from this run: gradient_accumulation_steps=%s, the data "
+        "(%s samples) and its seed (%s), dataloader_drop_last=%s, precision %s, the schedule (%s) and the optimizer's "
+        "class. Losses that were not logged yet are lost.",
         *(folder, args.gradient_accumulation_steps, geometry["samples"], geometry["data_seed"]),
         *(args.dataloader_drop_last, geometry["precision"], args.lr_scheduler_type),
     )
@@ -256,12 +256,15 @@ def find_resume(
     output: Output,
     make_manager: Callable[[], CheckpointManager],
     resume: str | bool | None,
+    *,
+    writes_itself: bool = False,
 ) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; launches nothing.
 
     Args:
         resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none (also if it is None and
             the arguments say so), None or False for none.
+        writes_itself: Whether an override writes the checkpoints, so that they may have no manifest.
 
     Raises:
         CheckpointError: There is no valid one, or the given folder is not a checkpoint.
@@ -281,7 +284,7 @@ def find_resume(
         return None
     manager = make_manager()
     if resume is True or resume == AUTO:
-        latest = manager.latest()
+        latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
         if resume == AUTO:
             if args.save_only_model:
                 logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
@@ -293,7 +296,7 @@ def find_resume(
                 f"There is no valid checkpoint with a manifest in {args.output_dir!r}.",
                 "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
             )
-        if latest is not None:
+        if latest is not None and not is_foreign(latest):
             _warn_of_nonfinite(manager, latest)
         return latest
     folder = output.fetch_named(resume) or output.find(resume)

@@ -67,7 +67,7 @@ class Run:
     ) -> None:
         self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
         self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
-        self._loop, self._resume = loop, resume
+        self._loop, self._resume, self._num_saves = loop, resume, 0
         # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
@@ -165,7 +165,6 @@ class Run:
                 num_batches=plan.length.num_batches,
                 num_batches_first=plan.num_batches_first,
                 world_size=parts.strategy.world_size,
-                evaluates_on_start=args.eval_on_start,
                 empty_cache_every=args.torch_empty_cache_steps,
             ),
             hooks=FitHooks(
@@ -176,6 +175,7 @@ class Run:
                 log=self._log,
                 evaluate=self._evaluate,
                 save=self.save_now,
+                evaluate_first=self._evaluate_first if args.eval_on_start else None,
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
                 evaluate_on=lambda dataset, prefix: hooks.evaluate(dataset, parts.ignore_keys, prefix),
@@ -235,7 +235,6 @@ class Run:
         if EVALUATE in left and self._parts.args.eval_strategy != "no":
             self._evaluate()
             if SAVE in left or control.should_save:
-                control.should_save = False
                 self.save_now()
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
@@ -270,6 +269,11 @@ class Run:
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True
 
+    def _evaluate_first(self) -> None:
+        """Evaluate before training; neither the best metric nor a schedule depends on it. Collective."""
+        with self._parts.journal.paused():
+            self._hooks.evaluate_once(self._parts.trial, self._parts.ignore_keys, skip_scheduler=True)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
@@ -280,17 +284,30 @@ class Run:
 
     def save_now(self) -> None:
         """Save through the hook, which an override may replace; collective."""
+        num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
             self._hooks.save(self._ready.wrapped, self._parts.trial)
+        if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
+            self._begin_save()
+            self.checkpoints.tried_step = self._parts.state.global_step
+            if self.checkpoints.uncommitted is not None:
+                self.checkpoints.uncommitted.note(self._parts.state.global_step)
+            self._parts.events.fire("on_save")
 
     def save(self) -> None:
         """Commit a checkpoint; collective."""
-        self._interrupts.note_save()
+        self._begin_save()
         with self._saving():
             self._count()
             with evaluation_weights(self._ready.optimizer):
                 self._ready.changes.save(self.checkpoints.save)
+
+    def _begin_save(self) -> None:
+        self._num_saves += 1
+        self._interrupts.note_save()
+        # If a signal saves before an evaluation, the requested save comes after it.
+        self._parts.control.should_save &= self._parts.control.should_evaluate
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -339,6 +356,8 @@ class Run:
         with_newest = keep_best is not None and not args.load_best_model_at_end
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)
+            if self.checkpoints.uncommitted is not None:
+                self.checkpoints.uncommitted.rotate(1, best=best, keeps_newest=False)
         parts.events.fire("on_train_end")
         show_summary(parts, self.checkpoints, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()

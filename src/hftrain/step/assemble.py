@@ -20,6 +20,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
+from hftrain.step.computing import Computing
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 
@@ -38,6 +39,7 @@ def assemble_stepper(
     unclipped: Sequence[torch.Tensor] = (),
     unheld: Iterable[torch.Tensor] = (),
     average_unclipped: Callable[[], None] | None = None,
+    computing: Computing | None = None,
 ) -> Stepper:
     """Choose the implementation of each part of a step: the precision's, or that of the strategy's own engine.
 
@@ -53,6 +55,7 @@ def assemble_stepper(
             unscaled first: nothing unscales these.
         average_unclipped: Averages the gradients of `unclipped` over all processes; called once the gradients of a
             step are complete, if `unclipped` is not empty.
+        computing: Its accelerator, if there is one, clips; read at each step.
 
     Raises:
         StrategyError: `Strategy.owns` names a part without its method, or a part without another that it needs.
@@ -75,6 +78,7 @@ def assemble_stepper(
             unclipped=unclipped,
             average=average,
             unheld=[] if unscales else left,
+            computing=computing,
         )
         if Owns.CLIP not in owns
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None, unclipped, average)
@@ -116,6 +120,7 @@ def _make_clip(
     unclipped: Sequence[torch.Tensor],
     average: Callable[[], None],
     unheld: list[torch.Tensor],
+    computing: Computing | None,
 ) -> Callable[[], torch.Tensor | None]:
     def clip() -> torch.Tensor | None:
         if unclipped:
@@ -134,7 +139,10 @@ def _make_clip(
         if unclipped:
             left_out = set(map(id, unclipped))
             parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
-        return strategy.clip_grad_norm(parameters, max_norm)
+        if computing is None or computing.accelerator is None:
+            return strategy.clip_grad_norm(parameters, max_norm)
+        norm: torch.Tensor | None = computing.accelerator.clip_grad_norm_(parameters, max_norm)
+        return norm
 
     return clip
 

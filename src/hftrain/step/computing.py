@@ -24,6 +24,8 @@ class Computing:
         optimizer: The optimizer of the run; None outside of training.
         syncs: Whether an update follows the current micro-step.
         past: The output that a recurrent model passes from step to step (`past_index`).
+        accelerator: The user's way to the run, if it has been used; a method assigned to it replaces the run's.
+        own_backward: The backward of the accelerator that is the run's.
     """
 
     backward: Callable[..., None]
@@ -32,6 +34,8 @@ class Computing:
     optimizer: torch.optim.Optimizer | None = None
     syncs: bool = True
     past: Any = None
+    accelerator: Any = None
+    own_backward: Callable[..., None] | None = None
 
     def use(self, how: Precision | Stepper, optimizer: torch.optim.Optimizer | None) -> None:
         """Use the calls of a run's stepper or, between runs, of the precision."""

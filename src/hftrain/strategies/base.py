@@ -219,8 +219,11 @@ class Strategy(Shown):
     def to_device(self, tree: Any) -> Any:
         """Return a nested batch with its tensors on the device; other leaves are kept.
 
-        A batch with its own ``to`` method is moved by it, unless it is a mapping. Does not synchronise.
+        A batch with its own ``to`` method is moved by it, unless it is a mapping. Does not synchronise. The first call
+        launches, if nothing has before.
         """
+        if self._device is None:
+            self.launch()
         if hasattr(tree, "to") and not isinstance(tree, (torch.Tensor, Mapping)):
             return tree.to(self.device)
         return map_tensors(tree, self._move)
@@ -345,3 +348,21 @@ class Strategy(Shown):
 def has_engine(strategy: Strategy, engine: str) -> bool:
     """Return whether a strategy or one of its base classes uses an engine (``"fsdp"``, ``"deepspeed"``)."""
     return any(engine in str(vars(kind).get("name", "")) for kind in type(strategy).__mro__)
+
+
+class EngineFlag:
+    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        return self if trainer is None else has_engine(trainer.strategy, self._engine)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if bool(value) != has_engine(trainer.strategy, self._engine):
+            raise ConfigError(
+                f"Cannot set is_{self._engine}_enabled to {value}:",
+                f"strategy={trainer.strategy.name!r} decides it.",
+                "Pass another strategy= to the Trainer.",
+            )

@@ -82,6 +82,8 @@ def adopt_accelerator(
         reason = f"A {type(accelerator).__name__} is not an accelerate.Accelerator."
     elif _has_engine(vars(accelerator.state)) and not any(has_engine(strategy, name) for name in ("deepspeed", "fsdp")):
         reason = f"It has its own engine, and strategy={strategy.name!r} runs the training."
+    elif type(accelerator).backward is not Accelerator.backward:
+        reason = f"{type(accelerator).__name__}.backward would not be called; override training_step instead."
     if reason is not None:
         raise ConfigError("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
     _check(accelerator, strategy)
@@ -97,9 +99,12 @@ def adopt_accelerator(
 
 def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: Computing) -> None:
     """Replace the accelerator's methods by the run's; mutates it."""
-    accelerator.backward = partial(_backward, computing, accelerator)
+    from accelerate import Accelerator
+
+    accelerator.backward = computing.own_backward = partial(_backward, computing, accelerator)
     accelerator.unscale_gradients = partial(_unscale, strategy, precision, computing, accelerator)
-    accelerator.clip_grad_norm_ = partial(_clip_norm, strategy, computing, accelerator)
+    if type(accelerator).clip_grad_norm_ is Accelerator.clip_grad_norm_:  # otherwise a subclass has its own
+        accelerator.clip_grad_norm_ = partial(_clip_norm, strategy, computing, accelerator)
     if strategy.world_size > 1:
         # accelerate's `gather` assumes equally many rows on each process, but evaluation batches differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)

@@ -208,7 +208,7 @@ class EvaluationMethods(StepMethods):
             self.strategy,
             self.task,
             generates=generates(self.args),
-            has_accelerator=self._accelerator is not None,
+            has_accelerator=self._computing.accelerator is not None,
             is_per_batch=self.args.batch_eval_metrics and compute_metrics is not None,
             is_overridden=self._is_overridden,
         )

@@ -33,7 +33,7 @@ from hftrain.run.parts import RunParts
 from hftrain.run.run import Run
 from hftrain.search.config import HPSearchBackend
 from hftrain.step.computing import Computing
-from hftrain.strategies.base import Strategy, has_engine
+from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_spread, tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
@@ -85,8 +85,12 @@ class TrainerFields:
     is_in_train: bool
     neftune_noise_alpha: float | None
     current_flos: float
+    is_fsdp_enabled = EngineFlag("fsdp")
+    is_deepspeed_enabled = EngineFlag("deepspeed")
     # The backend of a running search.
     hp_search_backend: HPSearchBackend | None
+    # The function that names its trials.
+    hp_name: Callable[[Any], str] | None = None
 
     _output: Output
     _journal: Journal
@@ -102,7 +106,6 @@ class TrainerFields:
     _eval_logs: Mapping[str, Any]
     _signature_columns: list[str] | None
     _found: dict[str, Any]
-    _accelerator: Any
     _neftune_hook: Any
     # The user's wrapper around the model, if any, else the model.
     _outermost: nn.Module
@@ -116,6 +119,8 @@ class TrainerFields:
     _trial_run: TrialRun | None
     # Number of batches of a running memory estimate.
     _num_estimated: int
+    # Whether the precision has been prepared for steps outside of these calls.
+    _is_prepared: bool
     # Nesting depth of running train(), evaluate() and predict() calls, and the stage of the innermost.
     _depth: int
     _stage: str
@@ -124,7 +129,8 @@ class TrainerFields:
     _loss_window: LossWindow | None
     # Set during a run.
     _training_mode: TrainingMode | None
-    _schedule_is_own: bool
+    # Set by an override of create_scheduler too.
+    _created_lr_scheduler: bool
     _optimizer_is_the_tasks: bool
     # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
     _slot_compute_loss: Callable[..., Any]
@@ -267,16 +273,6 @@ class TrainerFields:
         return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
 
     @property
-    def is_fsdp_enabled(self) -> bool:
-        """Whether the strategy is one of FSDP's."""
-        return has_engine(self.strategy, "fsdp")
-
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        """Whether the strategy is DeepSpeed's."""
-        return has_engine(self.strategy, "deepspeed")
-
-    @property
     def is_tp_enabled(self) -> bool:
         """Whether the model's layers are split over processes."""
         return self.get_tp_size() > 1
@@ -298,16 +294,16 @@ class TrainerFields:
         step, so that an override of `prediction_step` may gather: one that runs out of batches repeats its last one
         and drops the result.
         """
-        if self._accelerator is None:
+        if self._computing.accelerator is None:
             self.create_accelerator_and_postprocess()
-        return self._accelerator
+        return self._computing.accelerator
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
         # Before super().__init__() of a subclass there is no strategy to agree with; a new one is created afterwards.
-        self._accelerator = None
-        if "strategy" in vars(self) and value is not None:
-            self._accelerator = adopt_accelerator(value, self.args, self.strategy, self.precision, self._computing)
+        if "strategy" in vars(self):
+            parts = self.args, self.strategy, self.precision, self._computing
+            self._computing.accelerator = None if value is None else adopt_accelerator(value, *parts)
 
     @property
     def gather_function(self) -> Callable[..., Any]:
@@ -387,7 +383,8 @@ class TrainerFields:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create `accelerator` again; launches the strategy. Collective."""
-        self._accelerator = make_accelerator(self.args, self.strategy, self.precision, self._computing)
+        parts = self.args, self.strategy, self.precision, self._computing
+        self._computing.accelerator = make_accelerator(*parts)
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
         """Write the arguments into the DeepSpeed config.

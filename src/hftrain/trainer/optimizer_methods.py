@@ -56,8 +56,15 @@ class OptimizerMethods(DataMethods):
         self.create_optimizer()
         self.create_scheduler(num_training_steps, optimizer=self.optimizer)
 
-    def create_optimizer(self) -> torch.optim.Optimizer:
-        """Create the optimizer unless it exists, and return it. Source: the documented `create_optimizer`."""
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer unless it exists, and return it.
+
+        Args:
+            model: The model whose parameters it gets; None takes the Trainer's.
+
+        Source: the documented `create_optimizer`.
+        """
+        chosen_model = self.model if model is None else model
         if self.optimizer is None:
             made = made_optimizers(self.task)
             self._optimizer_is_the_tasks = made[0] is not None
@@ -66,12 +73,12 @@ class OptimizerMethods(DataMethods):
                 self.lr_scheduler = made[1]
         if self.optimizer is None:
             if self.optimizer_cls_and_kwargs is None:
-                chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                chosen = self.get_optimizer_cls_and_kwargs(self.args, chosen_model)
             else:
                 chosen = self.optimizer_cls_and_kwargs
-            names = self.get_decay_parameter_names(self.model)
+            names = self.get_decay_parameter_names(chosen_model)
             self.optimizer = optimizer_from_class(
-                *chosen, self.model, weight_decay=self.args.weight_decay, decay_names=names
+                *chosen, chosen_model, weight_decay=self.args.weight_decay, decay_names=names
             )
         return self.optimizer
 
@@ -79,7 +86,7 @@ class OptimizerMethods(DataMethods):
         """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
         if self._optimizer_is_the_tasks:
             self.optimizer = self.lr_scheduler = None
-        elif self._schedule_is_own:
+        elif self._created_lr_scheduler:
             self.lr_scheduler = None
         elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
             logger.warning("The given schedule has been stepped before; it continues from its current step.")
@@ -92,7 +99,7 @@ class OptimizerMethods(DataMethods):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
-            self._schedule_is_own = True
+            self._created_lr_scheduler = True
             chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
             self.lr_scheduler = build_schedule(
                 schedule_config(self.args, num_training_steps=num_training_steps), chosen

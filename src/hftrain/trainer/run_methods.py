@@ -160,16 +160,22 @@ class RunMethods(EvaluationMethods):
             with trying(self.args, self._output, self.model_init, trial, **options) as run:
                 if self.args.neftune_noise_alpha != given:
                     self.neftune_noise_alpha = self.args.neftune_noise_alpha
-                self._trial_run = run
+                self._trial_run, self.hp_name = run, options.get("hp_name")
                 self._follow_arguments()
                 yield run
         finally:
             self._trial_run, self.neftune_noise_alpha = None, noise
             self._follow_arguments()
 
+    def _make_own_accelerator(self) -> None:
+        """Call an override that makes the accelerator: it may set what its class uses elsewhere."""
+        if self._is_overridden("create_accelerator_and_postprocess"):
+            self.create_accelerator_and_postprocess()
+
     def _follow_arguments(self) -> None:
         """Update objects that were made from the arguments, after these have changed."""
-        self._accelerator = None
+        self._computing.accelerator = None
+        self._make_own_accelerator()
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
 

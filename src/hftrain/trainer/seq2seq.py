@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.adapter.configs import generation_options
+from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
@@ -18,6 +19,7 @@ from hftrain.evaluation.generating import (
     check_taken,
     fill_with,
     generates,
+    limited,
     load_generation_config,
     longest_output,
     padding_token,
@@ -140,18 +142,19 @@ class Seq2SeqTrainer(Trainer):
 
         Source: the documented `Seq2SeqTrainer.prediction_step`.
         """
-        given = {**self._gen_kwargs, **gen_kwargs}
         if prediction_loss_only or not generates(self.args):
-            if given:
+            if self._call_kwargs or gen_kwargs:
                 needs = "compute_metrics" if generates(self.args) else "predict_with_generate=True"
-                warn_once(f"Arguments of generate have no effect without {needs}: {', '.join(given)}.")
+                names = ", ".join({**self._call_kwargs, **gen_kwargs})
+                warn_once(f"Arguments of generate have no effect without {needs}: {names}.")
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         task = self.task
         assert isinstance(task, ModelTask)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             bare: Any = self.model
-            options = generation_options(self.args, given, getattr(bare, "generation_config", None))
+            # An override may pass, or have set, what replaces the settings of the call.
+            options = limited(gen_kwargs or self._gen_kwargs, getattr(bare, "generation_config", None))
             own = {"synced_gpus": True, **options} if self.strategy.shards_model else options
             shown = self.strategy.unwrap(model)
             tokens = run_generate(shown, inputs, bare=bare, options=own, label_names=self.label_names)
@@ -176,7 +179,9 @@ class Seq2SeqTrainer(Trainer):
 
     def _start_idle(self) -> None:
         super()._start_idle()
-        self._gen_kwargs: dict[str, Any] = {}
+        # The arguments of the current evaluate() or predict(), and with those of the training arguments.
+        self._call_kwargs: dict[str, Any] = {}
+        self._gen_kwargs = self._with_defaults({})
         given = getattr(self.args, "generation_config", None)
         self._generation_config = None if given is None else load_generation_config(given)
 
@@ -184,17 +189,21 @@ class Seq2SeqTrainer(Trainer):
         super()._adopt_model(model)
         prepare_generation(self.args, self.strategy, self.task, self.model, config=self._generation_config)
 
+    def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
+        return generation_options(self.args, given) if isinstance(self.args, Seq2SeqTrainingArguments) else given
+
     @contextmanager
     def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
         """Set a call's arguments of `generate` while it runs; nested calls inherit them."""
         if generates(self.args):
             check_taken(self.model, gen_kwargs)
-        before = self._gen_kwargs
-        self._gen_kwargs = {**before, **gen_kwargs}
+        before = self._call_kwargs, self._gen_kwargs
+        self._call_kwargs = {**self._call_kwargs, **gen_kwargs}
+        self._gen_kwargs = self._with_defaults(self._call_kwargs)
         try:
             yield
         finally:
-            self._gen_kwargs = before
+            self._call_kwargs, self._gen_kwargs = before
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)

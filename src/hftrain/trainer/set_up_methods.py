@@ -207,6 +207,7 @@ class SetUpMethods(RunMethods):
             unclipped=outside.parameters,
             unheld=unheld,
             average_unclipped=outside.average if outside.is_averaged else None,
+            computing=self._computing,
         )
         self._computing.use(stepper, optimizer)
         take, step = self._steps(resume)
@@ -285,6 +286,9 @@ class SetUpMethods(RunMethods):
                 f"strategy={strategy.name!r} cannot look through it to the model.",
                 "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
             )
+        if not hasattr(made[0], "optimizer"):
+            # accelerate wraps optimizers, and code for transformers looks into the wrapper.
+            made[0].optimizer = made[0]  # type: ignore[attr-defined]
         return wrapped, made[0], unheld
 
     def _ask_learning_rate(self, used: float) -> float:

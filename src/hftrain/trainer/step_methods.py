@@ -18,6 +18,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.ready import cast_inputs
 from hftrain.evaluation.recurrence import read_memory, with_memory
+from hftrain.run.setup import place_task
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import is_on
 from hftrain.task.module import as_step_output
@@ -84,9 +85,13 @@ class StepMethods(OptimizerMethods):
             self._is_weighing = True
             loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
             self._is_weighing = False
+        computing = self._computing
         try:
             weighed = loss if shares is None else shares.weigh(loss, share, num_items_in_batch)
-            self._computing.backward(weighed)
+            if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
+                computing.backward(weighed)
+            else:
+                computing.accelerator.backward(weighed)
         except Exception as error:
             keep_facts(error, loss=loss)
             raise
@@ -208,7 +213,9 @@ class StepMethods(OptimizerMethods):
         self._neftune_hook = None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Move a batch to the device."""
+        """Move a batch to the device, and first the model if this is called outside of a run or an evaluation."""
+        if not self._depth:
+            self._place_idle()
         if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise TaskError(
                 "A batch was made ready for the model.",
@@ -222,6 +229,14 @@ class StepMethods(OptimizerMethods):
             inputs = with_memory(inputs, computing.past)
         dtype = computing.input_dtype
         return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
+
+    def _place_idle(self) -> None:
+        """Launch the strategy and place the model, for a step that a script calls by itself."""
+        self.strategy.launch()
+        if not self._is_prepared:
+            self.precision.prepare(self.strategy.device, self.strategy.scaler_factory)
+            self._is_prepared = True
+        place_task(self.task, self.strategy)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
         """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
@@ -258,8 +273,8 @@ class StepMethods(OptimizerMethods):
     def _note_sync(self, syncs: bool) -> None:
         """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
         self._computing.syncs = syncs
-        if self._accelerator is not None:
-            tell_accelerate_sync(self._accelerator, syncs)
+        if self._computing.accelerator is not None:
+            tell_accelerate_sync(self._computing.accelerator, syncs)
 
     def _make_shares(self) -> LossShares:
         """Return a `LossShares` for the current hooks."""

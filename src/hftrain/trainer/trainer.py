@@ -56,6 +56,7 @@ from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import CountItems
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
+from hftrain.trainer.copied_names import CopiedNames
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.hub import TrainerHub
@@ -64,12 +65,11 @@ from hftrain.trainer.micro_batches import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.searching import SPACES, check_search, default_objective, search
-from hftrain.trainer.set_up_methods import SetUpMethods
 
 logger = get_logger(__name__)
 
 
-class Trainer(SetUpMethods):
+class Trainer(CopiedNames):
     """Train, evaluate and predict with a `TaskModule` or any model, with the Hugging Face Trainer's documented API.
 
     Nothing is launched and no device is touched before `train`, `evaluate` or `predict` is called.
@@ -146,11 +146,12 @@ class Trainer(SetUpMethods):
         given = dict(vars(self))
         self.args, self.fast_dev_run = _settled(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
+        has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
             model_init=model_init,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            functions={"data_collator": data_collator, "compute_metrics": compute_metrics},
+            functions={"data_collator": data_collator, "compute_metrics": None if has_own_loop else compute_metrics},
         )
         check_packing(self.args, data_collator)
         self.loops = create_loops(loop)
@@ -172,6 +173,7 @@ class Trainer(SetUpMethods):
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._resolve_hooks(given)
+        self._make_own_accelerator()
         self._make_callbacks([*debug_callbacks(self.args, self.strategy), *callbacks])
 
     def _take_model(self, model: Any) -> None:
@@ -299,12 +301,12 @@ class Trainer(SetUpMethods):
         self._signature_columns = getattr(self, "_signature_columns", None)
         self._found, self._eval_logs = {}, {}
         self.neftune_noise_alpha, self._neftune_hook = self.args.neftune_noise_alpha, None
-        self._accelerator = self._trial_run = self._training_mode = self._loss_window = self._counted = None
+        self._trial_run = self._training_mode = self._loss_window = self._counted = None
         self._session = self._run_parts = self._strategy_wrap = self._used_rate = None
         self._loaders = LoaderCache(limit=1)
-        self._depth, self._stage, self._num_estimated = 0, "train", 0
+        self._depth, self._stage, self._num_estimated, self._is_prepared = 0, "train", 0, False
         self.current_flos = 0
-        self._schedule_is_own = self._optimizer_is_the_tasks = False
+        self._created_lr_scheduler = self._optimizer_is_the_tasks = False
 
     def train(
         self,
@@ -381,7 +383,8 @@ class Trainer(SetUpMethods):
         check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
         self.strategy.check_model(self.model)
         self._check_ahead()
-        folder = find_resume(self.args, self.strategy, self._output, self._make_manager, resume)
+        parts = self.args, self.strategy, self._output, self._make_manager
+        folder = find_resume(*parts, resume, writes_itself=self._is_overridden("_save_checkpoint"))
         self._check_loop(folder)
         check_fits(self.model, folder, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
         return folder

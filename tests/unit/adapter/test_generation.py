@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hftrain.adapter.configs import generation_options
+from hftrain.evaluation.generating import limited
 
 LIMITED = SimpleNamespace(max_new_tokens=50)
 
@@ -28,11 +29,11 @@ LIMITED = SimpleNamespace(max_new_tokens=50)
 )
 def test_what_is_nearer_to_the_call_wins(settings: Any, given: Any, config: Any, expected: Any) -> None:
     args = SimpleNamespace(generation_max_length=settings[0], generation_num_beams=settings[1])
-    assert generation_options(args, given, config) == expected
+    assert limited(generation_options(args, given), config) == expected
 
 
 def test_config_of_a_call_replaces_what_the_arguments_say() -> None:
     args = SimpleNamespace(generation_max_length=7, generation_num_beams=3)
-    assert generation_options(args, {"generation_config": LIMITED}, None) == {"generation_config": LIMITED}
+    assert generation_options(args, {"generation_config": LIMITED}) == {"generation_config": LIMITED}
     both = {"generation_config": LIMITED, "max_length": 5}
-    assert generation_options(args, both, None) == {**both, "max_new_tokens": None}
+    assert limited(generation_options(args, both), None) == {**both, "max_new_tokens": None}

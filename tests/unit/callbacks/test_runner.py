@@ -267,7 +267,6 @@ def test_restore_leaves_callbacks_without_a_saved_state() -> None:
     "states",
     [
         {"EarlyStoppingCallback": {"args": {"tolerance": 1}, "attributes": {}}},
-        {"EarlyStoppingCallback": {}},
         {"EarlyStoppingCallback": None},
         {"TrainerControl": {"args": {"should_dance": True}}},
         {"TrainerControl": {}},

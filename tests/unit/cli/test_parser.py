@@ -77,7 +77,7 @@ def test_defaults_are_the_dataclass_own() -> None:
         (["--names", "a", "b"], "names", ["a", "b"]),
         (["--names", "a"], "names", ["a"]),
         (["--shares", "1", "2.5"], "shares", [1.0, 2.5]),
-        (["--color", "blue"], "color", Color.BLUE),
+        (["--color", "blue"], "color", "blue"),
         (["--mode", "3"], "mode", 3),
         (["--mode", "slow"], "mode", "slow"),
         (["--table", '{"a": 1}'], "table", {"a": 1}),
@@ -117,7 +117,7 @@ def test_booleans_in_every_form(line: str, is_on: bool, is_off: bool) -> None:
 
 
 def test_fields_without_default_are_required(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse("--name a --sizes 1 2 --color red", Required) == Required("a", [1, 2], Color.RED)
+    assert parse("--name a --sizes 1 2 --color red", Required) == Required("a", [1, 2], "red")
     with pytest.raises(SystemExit):
         parse("--name a", Required)
     assert "required: --sizes" in capsys.readouterr().err
@@ -324,7 +324,7 @@ def test_options_are_those_that_argparse_shows() -> None:
     for part in ("What is shown:", "--tone {low,high}", "--kind {x,2}", "[--no_is_on]", "--no_is_on, --no-is-on"):
         assert part in shown
     (read,) = parser.parse_args_into_dataclasses(["--tone", "high", "--kind", "2", "--no_is_on"])
-    assert (read.tone, read.kind, read.is_on) == (Tone.HIGH, 2, False)
+    assert (read.tone, read.kind, read.is_on) == ("high", 2, False)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Bench:
         skipped_updates: tuple[int, ...] = (),
         progress: Progress | None = None,
         knows_length: bool = True,
+        evaluates_first: bool = False,
         **config: Any,
     ) -> None:
         self.num_batches = num_batches
@@ -66,7 +67,8 @@ class Bench:
                 restore_rng=lambda: self.note("restore_rng"),
                 log=lambda logs: self.logs.append(logs),
                 evaluate=lambda: self.note("evaluate"),
-                save=lambda: self.note("save"),
+                save=self.save,
+                evaluate_first=(lambda: self.note("evaluate")) if evaluates_first else None,
                 empty_cache=lambda: self.note("empty_cache"),
                 make_feed=lambda dataset: self,
                 evaluate_on=lambda dataset, prefix: {},
@@ -95,6 +97,10 @@ class Bench:
 
     def note(self, entry: Any) -> None:
         self.diary.append(entry)
+
+    def save(self) -> None:
+        self.control.should_save = False
+        self.note("save")
 
     def count(self, entry: Any) -> int:
         return self.diary.count(entry)
@@ -197,11 +203,11 @@ def test_resumed_run_trains_the_rest(stop_after: int) -> None:
     whole = run(5, max_steps=6, accumulation=2)
     first = run(5, max_steps=stop_after, accumulation=2)
     progress = Progress(**first.progress.state_dict())
-    second = run(5, max_steps=6, accumulation=2, progress=progress, evaluates_on_start=True)
+    second = run(5, max_steps=6, accumulation=2, progress=progress, evaluates_first=True)
     trained = [entry for bench in (first, second) for entry in bench.diary if isinstance(entry, int)]
     assert trained == [entry for entry in whole.diary if isinstance(entry, int)]
     assert progress == whole.progress
-    assert "evaluate" not in second.diary
+    assert second.diary[0] == "evaluate"
 
 
 def test_resume_at_the_end_of_unmeasured_data_goes_on_with_the_next_epoch() -> None:
@@ -220,7 +226,7 @@ def test_checkpoint_at_an_epochs_end_resumes_with_the_next() -> None:
 
 
 def test_evaluation_comes_first_on_request() -> None:
-    assert run(2, max_steps=1, evaluates_on_start=True).diary[:3] == ["evaluate", "before_epoch", ("open", 0, 0)]
+    assert run(2, max_steps=1, evaluates_first=True).diary[:3] == ["evaluate", "before_epoch", ("open", 0, 0)]
 
 
 def test_loop_acts_in_one_order_after_a_step() -> None:

@@ -143,4 +143,4 @@ def test_methods_of_downstream_trainers_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_what_a_trainer_calls_needs_no_remedy() -> None:
-    assert [name for name, remedy in DOCUMENTED.items() if remedy and hasattr(Trainer, name)] == list(HELPERS)
+    assert {name for name, remedy in DOCUMENTED.items() if remedy and hasattr(Trainer, name)} == HELPERS
