@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.foreign import UNCOMMITTED
 from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
@@ -68,6 +70,8 @@ class Run:
         self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
         self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
         self._loop, self._resume, self._num_saves = loop, resume, 0
+        folder, deletes = checkpoints.manager.config.output_dir, checkpoints.manager.is_committer
+        self._uncommitted = Uncommitted(folder, deletes=deletes and hooks.is_overridden("_save_checkpoint"))
         # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
@@ -290,14 +294,15 @@ class Run:
             self._hooks.save(self._ready.wrapped, self._parts.trial)
         if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
             self._begin_save()
-            self.checkpoints.tried_step = self._parts.state.global_step
-            if self.checkpoints.uncommitted is not None:
-                self.checkpoints.uncommitted.note(self._parts.state.global_step)
-            self._parts.events.fire("on_save")
+            self._uncommitted.note(self._parts.state.global_step)
+            self._end_save()
 
     def save(self) -> None:
         """Commit a checkpoint; collective."""
         self._begin_save()
+        if self._parts.strategy.all_true(not self._parts.args.should_save):
+            self._end_save()  # a subclass of the arguments turns saving off
+            return
         with self._saving():
             self._count()
             with evaluation_weights(self._ready.optimizer):
@@ -308,6 +313,24 @@ class Run:
         self._interrupts.note_save()
         # If a signal saves before an evaluation, the requested save comes after it.
         self._parts.control.should_save &= self._parts.control.should_evaluate
+
+    def _end_save(self) -> None:
+        """End a save that committed nothing."""
+        self.checkpoints.tried_step = self._parts.state.global_step
+        self._parts.events.fire("on_save")
+
+    def rotate(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        best = self.checkpoints.best()
+        self.checkpoints.manager.rotate(best=best)
+        self._uncommitted.note(self._parts.state.global_step)  # called by an override that writes it
+        self._uncommitted.rotate(self._parts.args.save_total_limit, best=best)
+
+    def write_numbers(self, folder: Path) -> None:
+        """Write this process's state for an override of `_save_checkpoint`, whose folder has no manifest."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = self.checkpoints.past_state or self.checkpoints.own_state()
+        self.checkpoints.rank_writer({**state, UNCOMMITTED: True})(folder)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -356,8 +379,7 @@ class Run:
         with_newest = keep_best is not None and not args.load_best_model_at_end
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)
-            if self.checkpoints.uncommitted is not None:
-                self.checkpoints.uncommitted.rotate(1, best=best, keeps_newest=False)
+            self._uncommitted.rotate(1, best=best, keeps_newest=False)
         parts.events.fire("on_train_end")
         show_summary(parts, self.checkpoints, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.fitting import check_state, restoring
-from hftrain.checkpoint.foreign import UNCOMMITTED, check_foreign_optimizer, is_foreign
+from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import (
     MANIFEST,
     OPTIMIZER,
@@ -26,7 +26,6 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
 from hftrain.checkpoint.parts import load_scheduler, save_rng, save_trainer_state
-from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.states import (
     as_it_is,
     check_engine,
@@ -103,9 +102,6 @@ class RunCheckpoints:
             added=lambda: ready.outside.find(ready.optimizer, ready.task),
         )
         self.finiteness = Finiteness(parts, hooks, ready, manager, self.own, self._unfreezing)
-        self.uncommitted: Uncommitted | None = None
-        if hooks.is_overridden("_save_checkpoint"):
-            self.uncommitted = Uncommitted(manager.config.output_dir, deletes=manager.is_committer)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -144,10 +140,6 @@ class RunCheckpoints:
         parts, hooks, ready, writes = self._parts, self._hooks, self._ready, self.writes
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
-        if strategy.all_true(not args.should_save):
-            # A subclass of the arguments turns saving off.
-            parts.events.fire("on_save")
-            return
         self.finiteness.check()
         # A callback may have changed the arguments.
         limit, only_model = args.save_total_limit, bool(args.save_only_model)
@@ -179,7 +171,7 @@ class RunCheckpoints:
             else:
                 # Other processes only take part in gathering.
                 main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
-            each.append(self._rank_writer(self.past_state or self.own_state()))
+            each.append(self.rank_writer(self.past_state or self.own_state()))
         each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
         facts = {name: fact for one in self._facts() for name, fact in one.state_dict().items()}
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
@@ -211,23 +203,11 @@ class RunCheckpoints:
         if not self.writes.is_async:
             parts.output.publish_quietly()
 
-    def rotate(self) -> None:
-        """Delete the oldest checkpoints beyond the limit."""
-        self.manager.rotate(best=self.best())
-        if self.uncommitted is not None:
-            self.uncommitted.note(self._parts.state.global_step)  # called by the override that writes it
-            self.uncommitted.rotate(self._parts.args.save_total_limit, best=self.best())
-
     def write_optimizer(self, folder: Path) -> None:
         """Write optimizer, schedule and scaler, in the main process. Collective."""
         found = writers(self._files(), as_it_is)
         for write in found if self.manager.is_committer else ():
             write(folder)
-
-    def write_numbers(self, folder: Path) -> None:
-        """Write this process's state into a folder of an override, which has no manifest."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._rank_writer({**(self.past_state or self.own_state()), UNCOMMITTED: True})(folder)
 
     def read_optimizer(self, folder: Path) -> None:
         """Load optimizer, schedule and scaler. Collective."""
@@ -332,7 +312,8 @@ class RunCheckpoints:
         """Return the state that differs by process."""
         return {**capture_rng(), **gather(self._own_parts())}
 
-    def _rank_writer(self, state: dict[str, Any]) -> Writer:
+    def rank_writer(self, state: dict[str, Any]) -> Writer:
+        """Return a function that writes this process's state into a checkpoint."""
         strategy, own = self._parts.strategy, map_tensors(self.writes.keep(state), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -391,7 +372,7 @@ class RunCheckpoints:
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
-        if self.uncommitted is None or (best / MANIFEST).exists():
+        if (best / MANIFEST).exists() or not self._hooks.is_overridden("_save_checkpoint"):
             self.manager.open(best)
         with restoring(best):
             self._hooks.load_model(str(best))

@@ -35,7 +35,7 @@ class CopiedNames(SetUpMethods):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this process's random numbers and its position in the data, for an own `_save_checkpoint`."""
-        self._running_session("_save_rng_state").checkpoints.write_numbers(Path(output_dir))
+        self._running_session("_save_rng_state").write_numbers(Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: `_save_optimizer_and_scheduler` writes the loss scale."""

@@ -18,16 +18,35 @@ from hftrain.core.preserve import preserved
 from hftrain.evaluation.running import used_in_evaluation
 from hftrain.loops.contract import check_features
 from hftrain.rules.loops import used_in_training
+from hftrain.rules.saving import check_fits
 from hftrain.rules.training import Given, check_ahead
 from hftrain.run.best import follow_metric
+from hftrain.run.plan import find_resume
 from hftrain.run.saving import load_task
+from hftrain.run.writing import saves_at_all
 from hftrain.trainer.evaluation_methods import EvaluationMethods
+from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.searching import TrialRun, trying
 
 
 class RunMethods(EvaluationMethods):
     """Save, load, log and evaluate between the steps of a run."""
+
+    def _check_training(self, resume: str | bool | None) -> Path | None:
+        """Raise for a training that cannot work, before anything is launched; return the checkpoint to resume from."""
+        self._check_data()
+        if saves_at_all(self.args, self.save_policy):
+            self._output.check_writable()
+        self._check_optimizer()
+        check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
+        self.strategy.check_model(self.model)
+        self._check_ahead()
+        parts = self.args, self.strategy, self._output, self._make_manager
+        folder = find_resume(*parts, resume, writes_itself=self._is_overridden("_save_checkpoint"))
+        self._check_loop(folder)
+        check_fits(self.model, folder, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
+        return folder
 
     def _check_ahead(self) -> None:
         """Raise for a training that would fail late; see `check_ahead`."""
@@ -50,7 +69,7 @@ class RunMethods(EvaluationMethods):
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
-        self._running_session("_rotate_checkpoints").checkpoints.rotate()
+        self._running_session("_rotate_checkpoints").rotate()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and schedule into a checkpoint; collective."""

@@ -38,14 +38,11 @@ from hftrain.precision.registry import precisions
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.parts import check_arguments, check_model, check_packing, check_parts, refusing_unknown
-from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
 from hftrain.run.build import open_run
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
-from hftrain.run.plan import find_resume
-from hftrain.run.writing import saves_at_all
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.computing import Computing
 from hftrain.step.legality import check_legal
@@ -62,7 +59,6 @@ from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, with_smaller_batches
-from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.searching import SPACES, check_search, default_objective, search
 
@@ -373,21 +369,6 @@ class Trainer(CopiedNames):
                     run, self._copies, *parts, num_batches=num_batches, size=size, resume=resume, found=found
                 )
             return run(resume)
-
-    def _check_training(self, resume: str | bool | None) -> Path | None:
-        """Raise for a training that cannot work, before anything is launched; return the checkpoint to resume from."""
-        self._check_data()
-        if saves_at_all(self.args, self.save_policy):
-            self._output.check_writable()
-        self._check_optimizer()
-        check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
-        self.strategy.check_model(self.model)
-        self._check_ahead()
-        parts = self.args, self.strategy, self._output, self._make_manager
-        folder = find_resume(*parts, resume, writes_itself=self._is_overridden("_save_checkpoint"))
-        self._check_loop(folder)
-        check_fits(self.model, folder, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
-        return folder
 
     def _train_once(self, resume: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
         """Build a run, execute it and close it."""
