@@ -132,3 +132,17 @@ def test_accelerates_loggers_work_before_a_launch(
     logger = MultiProcessAdapter(logging.getLogger("client"), {})
     logger.warning("hello", main_process_only=main_only)
     assert ("hello" in caplog.text) is is_shown
+
+
+def test_settings_of_accelerate_can_be_read_before_there_is_an_accelerator() -> None:
+    code = """
+    hftrain.compat.install()
+    import tempfile, torch, transformers
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import set_seed
+    args = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, bf16=True, report_to="none")
+    trainer = transformers.Trainer(torch.nn.Linear(2, 2), args)
+    set_seed(3, device_specific=True)
+    print(AcceleratorState().process_index, trainer.accelerator.mixed_precision)
+    """
+    assert run(code) == "0 bf16"

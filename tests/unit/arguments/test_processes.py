@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hftrain.adapter.strategy import forget_devices
 from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
 
 
@@ -141,3 +142,13 @@ def test_distributed_state_is_accelerates(tmp_path):
     assert isinstance(state, PartialState)
     assert (state.num_processes, state.device.type) == (1, "cpu")
     PartialState._reset_state()
+
+
+def test_number_of_devices_that_a_script_sets_wins(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    args = TrainingArguments(str(tmp_path), report_to="none")
+    assert args.n_gpu == args._n_gpu == 4
+    args._n_gpu = 1
+    forget_devices(args, None)
+    assert (args.n_gpu, args.train_batch_size) == (1, args.per_device_train_batch_size)

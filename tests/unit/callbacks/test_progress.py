@@ -358,6 +358,14 @@ def test_rich_draws_the_same_bars_and_keeps_prints_above_them(width) -> None:
     assert starts == ["printed", "step 20/100", "train 100%"]
 
 
+def test_log_outside_of_training_is_a_line_in_a_file() -> None:
+    file = io.StringIO()
+    Player(file).runner.fire("on_log", logs={"eval_loss": 0.5, "eval_runtime": 2.0, "epoch": 1.0})
+    assert file.getvalue() == "eval_loss 0.5000  2.00 s\n"
+    Player(file, is_world_process_zero=False).runner.fire("on_log", logs={"eval_loss": 0.5})
+    assert file.getvalue().count("\n") == 1
+
+
 def test_rich_is_asked_for_when_it_is_not_there(monkeypatch) -> None:
     monkeypatch.setattr("hftrain.core.optional._cache", lambda requirement: MissingRequirement())
     with pytest.raises(MissingDependencyError, match="pip install 'rich'"):
