@@ -147,3 +147,31 @@ def test_parameters_made_during_a_run_do_not_keep_gradients_of_earlier_steps(tmp
         if step == 4:
             optimizer.add_param_group({"params": list(expected.parameters())})
     torch.testing.assert_close(made.state_dict(), expected.state_dict())
+
+
+def test_gradients_of_an_interrupted_step_are_dropped_by_the_next_run(tmp_path: Path) -> None:
+    outside = nn.Parameter(torch.ones(3))
+
+    class Scaled(TwoParts):
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            logits = self.model.head(self.model.body(batch["x"])) * outside
+            return nn.functional.cross_entropy(logits, batch["labels"])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.model.head.parameters(), outside], lr=0.0)
+
+    class Fail(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("as asked")
+
+    class See(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+            gradients.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+
+    gradients: list[list[torch.Tensor]] = []
+    task, options = Scaled(), {"max_steps": 1, "train_dataset": make_rows(4)}
+    train(tmp_path, task, See(), **options)
+    with pytest.raises(RuntimeError, match="as asked"):
+        train(tmp_path, task, Fail(), **options)
+    train(tmp_path, task, See(), **options)
+    torch.testing.assert_close(*gradients)

@@ -19,6 +19,7 @@ from hftrain.data.sharding import RankLoader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
+from hftrain.data.workers import noticing_copies
 from hftrain.data.wrappers import has_state, tell_epoch
 
 _logger = get_logger(__name__)
@@ -168,6 +169,7 @@ class TrainFeed:
         for _, _batch in zip(range(to_drop), iterator, strict=False):
             pass
         numbers = None if state is None or not is_within else state.get("numbers")
+        iterator = iterator if is_within else noticing_copies(self._reader, iterator)
         return self._one_ahead(iterator, numbers) if self._collates_ahead else iterator
 
     def _one_ahead(self, batches: Iterator[Any], numbers: dict[str, Any] | None) -> Iterator[Any]:

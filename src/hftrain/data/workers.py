@@ -8,14 +8,23 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
+from pickle import dumps
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch.utils.data import IterableDataset
+
 from hftrain.core.errors import StrategyError
+from hftrain.core.log import warn_once
+from hftrain.core.tree import map_tensors
 from hftrain.data.samplers import samplers_of
 from hftrain.data.seeding import SeededBatches, dump_signal
+from hftrain.data.sizes import whole_dataset
 
 _THEIRS = "torch.utils.data._utils.signal_handling"
 _OF_A_WORKER = re.compile(r"DataLoader worker|DataLoader timed out")
@@ -77,6 +86,43 @@ class WorkerDeaths:
             time.sleep(_POKE_S)
             if self._held is not None:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+
+
+def noticing_copies(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """Return the same batches; warn if each worker of a stream's loader reads the whole stream.
+
+    Workers take turns. If all of them give the same batch, and in the next round the same other batch, each of them
+    reads the same data. Batches are compared until two differ.
+    """
+    num_workers, dataset = getattr(loader, "num_workers", 0), getattr(loader, "dataset", None)
+    if num_workers < 2 or not isinstance(dataset, IterableDataset):
+        return batches
+    return chain(_compared(batches, num_workers, dataset), batches)
+
+
+def _compared(batches: Iterator[Any], num_workers: int, dataset: Any) -> Iterator[Any]:
+    rounds: list[bytes] = []
+    for number, batch in enumerate(islice(batches, 2 * num_workers)):
+        try:
+            content = dumps(map_tensors(batch, _content))
+        except Exception:  # a batch whose content cannot be compared
+            content = b""
+        yield batch
+        is_new = number % num_workers == 0
+        if not content or (content in rounds if is_new else content != rounds[-1]):
+            return
+        rounds += [content] if is_new else []
+    if number == 2 * num_workers - 1:
+        warn_once(
+            f"Each of the {num_workers} loader workers reads the whole {type(whole_dataset(dataset)).__name__}, so "
+            f"each sample is trained on {num_workers} times per epoch. Let its __iter__ return the share that "
+            "torch.utils.data.get_worker_info() asks for, or set dataloader_num_workers=1."
+        )
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    # Not pickled: that would include the place in memory.
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def report_worker(error: BaseException) -> None:

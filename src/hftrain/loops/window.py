@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,10 +14,18 @@ import torch
 from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
+from hftrain.core.progress import Progress
 from hftrain.core.tree import map_tensors
+from hftrain.step.computing import Computing
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64
+
+# `KeptGraphs`: steps of a session after which marking starts and ends, and the step after which it checks the marks. A
+# program may keep its first results, or those of a few recent steps.
+_BEGIN, _END, _CHECK = 2, 5, 8
+_MAX_NODES = 200
+_NODE = itemgetter(0)
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,6 +60,7 @@ class LossWindow:
         self._reduce = reduce
         self._is_live = is_live
         self._given: Any = None
+        self._is_told = False
         self.sum: torch.Tensor | None = None
         self.pending: list[torch.Tensor] = []
         self.num_finite: torch.Tensor | int = 0
@@ -123,15 +135,23 @@ class LossWindow:
                 self.run_steps += self.num_steps
         if self.num_hidden:
             logs["nonfinite_losses"] = self.num_hidden
-            warn_once(
-                "The loss was NaN or infinite at least once. logging_nan_inf_filter=True keeps it out of the logged "
-                "mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
-            )
+            self._tell(is_shown=not math.isfinite(logs.get("loss", 0.0)))
         if self._is_live and given is not None:
             given.zero_()  # as code that holds it expects
         self.sum = None
         self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
+
+    def _tell(self, *, is_shown: bool) -> None:
+        """Warn of the run's first non-finite losses, of which the logged mean may consist entirely."""
+        if not self._is_told:
+            self._is_told = True
+            warn_once(
+                "The loss was NaN or infinite in every step since the last log; 'nonfinite_losses' counts such losses."
+                if is_shown
+                else "The loss was NaN or infinite at least once. logging_nan_inf_filter=True keeps it out of the "
+                "logged mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
+            )
 
     def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
         """Replace losses that are not finite by the mean of the others; NaN if none is finite."""
@@ -251,6 +271,70 @@ class LogWindow:
                 total[0] += value
                 total[1] += count
         return {name: value / count for name, (value, count) in merged.items()}
+
+
+class _Mark:
+    """An object that lives as long as the graph of a step."""
+
+
+class KeptGraphs:
+    """Warn once if the graphs of earlier steps stay in memory, as in a list of losses that are not detached.
+
+    Marks are attached to the graphs of a few early steps. Some steps later it checks which are still alive.
+
+    Args:
+        computing: Its `backward` is replaced in these steps.
+        pending: Functions that are called at the end of each step.
+        progress: The position of the run.
+    """
+
+    def __init__(self, computing: Computing, pending: list[Callable[[], None]], progress: Progress) -> None:
+        self._computing, self._pending, self._progress = computing, pending, progress
+        self._num_steps = 0
+        self._mark = _Mark()
+        self._marks: list[weakref.ref[_Mark]] = []
+        self._backward = self._computing.backward
+        pending.append(self._end_step)
+
+    def close(self) -> None:
+        """Stop checking; safe to call twice."""
+        if self._computing.backward == self._mark_and_run:
+            self._computing.backward = self._backward
+        if self._end_step in self._pending:
+            self._pending.remove(self._end_step)
+
+    def _end_step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps == _BEGIN:
+            self._backward, self._computing.backward = self._computing.backward, self._mark_and_run
+        elif self._num_steps == _END:
+            self._computing.backward = self._backward
+        elif self._num_steps == _CHECK:
+            self.close()
+            if self._are_alive() and gc.collect() >= 0 and self._are_alive():
+                step = self._progress.step
+                warn_once(
+                    f"The graphs of steps {step - _CHECK + _BEGIN + 1} to {step - _CHECK + _END} are still in memory "
+                    f"after step {step}: something keeps the losses or outputs of each step. Keep loss.detach() or "
+                    "loss.item() instead; otherwise memory use grows from step to step."
+                )
+        if _BEGIN < self._num_steps <= _END:
+            self._marks.append(weakref.ref(self._mark))
+        self._mark = _Mark()
+
+    def _are_alive(self) -> bool:
+        return bool(self._marks) and all(mark() is not None for mark in self._marks)
+
+    def _mark_and_run(self, loss: torch.Tensor, **options: Any) -> None:
+        self._backward(loss, **options)
+        nodes: list[Any] = [loss.grad_fn]
+        for node in nodes:  # grows
+            # The node of a parameter lives as long as the parameter.
+            if node is None or hasattr(node, "variable"):
+                continue
+            node.metadata[_Mark] = self._mark
+            if len(nodes) < _MAX_NODES:
+                nodes += map(_NODE, node.next_functions)
 
 
 def _number(name: str, value: Any) -> float:

@@ -124,6 +124,11 @@ def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Paramet
         )
     if config.num_warmup_steps and not has_warmup:
         warn_once(f"{owner} has no warm-up: the {config.num_warmup_steps} warm-up steps asked for are ignored.")
+    elif config.num_warmup_steps > config.num_training_steps:
+        warn_once(
+            f"The warm-up takes {config.num_warmup_steps} steps, and the run has {config.num_training_steps}: the "
+            "learning rate never reaches its full value. Set warmup_steps to less."
+        )
 
 
 @contextmanager

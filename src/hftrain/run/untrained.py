@@ -14,6 +14,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
 from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.strategies.base import has_engine
@@ -35,6 +36,8 @@ class Untrained:
 
     def __init__(self, parts: RunParts, hooks: RunHooks, ready: Ready, own: OwnOptimizers) -> None:
         strategy, task, optimizer = parts.strategy, ready.task, ready.optimizer
+        self._parts = parts
+        self._cut_off: CutOff | None = None
         self._task, self._optimizer, self._own = task, optimizer, own
         self._hooks: list[Any] = []
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
@@ -51,6 +54,7 @@ class Untrained:
             return
         self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._check_first()))
+        self._is_first = True
         self._step = (
             f"{hooks.owner}.compute_loss" if isinstance(task, ModelTask) else f"{type(task).__name__}.training_step"
         )
@@ -78,8 +82,16 @@ class Untrained:
 
     def close(self) -> None:
         """Stop checking; safe to call twice."""
+        self._end_first()
+        if self._cut_off is not None:
+            self._cut_off.close()
+
+    def _end_first(self) -> None:
+        # Not within the optimizer's step, which goes through the hooks.
         while self._hooks:
             self._hooks.pop().remove()
+        if self._end_first in self._parts.pending:
+            self._parts.pending.remove(self._end_first)
 
     def _count(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
         """Count a backward pass, before its gradient is added to that of the earlier ones."""
@@ -88,7 +100,10 @@ class Untrained:
         self._passes[parameter] = 1 if parameter.grad is None else before + 1
 
     def _check_first(self) -> None:
-        self.close()
+        if not self._is_first:
+            return
+        self._is_first = False
+        self._parts.pending.append(self._end_first)
         self._check_passes()
         is_separate = not isinstance(self._optimizer, UpdatesInBackward)
         model = self._unwrap(self._task.model)
@@ -109,6 +124,9 @@ class Untrained:
                 "outputs: torch.tensor(loss.item(), requires_grad=True) does not depend on them. An override of "
                 "training_step must run the backward pass, as super().training_step(...) does."
             )
+        if is_separate and not self._parts.args.torch_compile:
+            left = self._parts.state.max_steps - self._parts.progress.step
+            self._cut_off = CutOff(task, self._optimizer, num_updates=left, pending=self._parts.pending)
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
             warn_once(

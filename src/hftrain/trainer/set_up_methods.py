@@ -196,6 +196,8 @@ class SetUpMethods(RunMethods):
         self._check_in_backward(optimizer)
         # An interrupted run or the user may have left gradients.
         model.zero_grad()
+        for parameter in outside.parameters:
+            parameter.grad = None
         self.optimizer = optimizer
         task.model = self.model_wrapped = wrapped
         self._shares, self._training_mode = self._make_shares(), TrainingMode(task, optimizer)

@@ -128,6 +128,13 @@ def test_build_schedule_warns_about_a_warmup_it_ignores(name: str) -> None:
     assert schedule.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("name", ["linear", "constant_with_warmup"])
+def test_build_schedule_warns_about_a_warmup_longer_than_the_run(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"warm-up takes 11 steps, and the run has 10: .* never reaches its full"):
+        make_schedule(name, warmup=11)
+    make_schedule(name, warmup=10)
+
+
 def test_build_schedule_suggests_close_names() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         make_schedule("cosin")
