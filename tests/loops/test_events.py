@@ -116,7 +116,8 @@ def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
         output = trainer.train()
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     set_seed(0)
-    clean = train(tmp_path, train_dataset=rows, **options)
+    with pytest.warns(UserWarning, match="in every step since the last log"):
+        clean = train(tmp_path, train_dataset=rows, **options)
     finite = [entry["loss"] for entry in clean.state.log_history if entry.get("loss", math.nan) == entry.get("loss")]
     assert len(finite) == 2
     assert entry["loss"] == output.training_loss == pytest.approx(sum(finite) / 2)
