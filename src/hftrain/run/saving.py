@@ -40,7 +40,6 @@ from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
-from hftrain.loops.window import KeptGraphs
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.capture import frozen_state, model_writer
@@ -113,7 +112,6 @@ class RunCheckpoints:
         self.past_state: dict[str, Any] | None = None
         check_schedule(parts.args, hooks.schedule(), max_steps=parts.state.max_steps)
         self.untrained = Untrained(parts, hooks, ready, self.own)
-        self._graphs = KeptGraphs(parts.computing, parts.pending, parts.progress)
 
     def begin(self) -> None:
         """Restore what the user declares, and look at what else callbacks hold, once training has begun."""
@@ -134,7 +132,6 @@ class RunCheckpoints:
         self.own.close(is_complete=False)
         self._unfreezing.close()
         self.untrained.close()
-        self._graphs.close()
 
     # -- saving --------------------------------------------------------------------------------------------------
 

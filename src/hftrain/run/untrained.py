@@ -1,4 +1,4 @@
-"""Warn once of parameters in no optimizer, wrong gradients, and a schedule that no evaluation steps."""
+"""Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
+from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
@@ -38,6 +39,7 @@ class Untrained:
         strategy, task, optimizer = parts.strategy, ready.task, ready.optimizer
         self._parts = parts
         self._cut_off: CutOff | None = None
+        self._graphs = KeptGraphs(parts.computing, parts.pending, parts.progress)
         self._task, self._optimizer, self._own = task, optimizer, own
         self._hooks: list[Any] = []
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
@@ -83,6 +85,7 @@ class Untrained:
     def close(self) -> None:
         """Stop checking; safe to call twice."""
         self._end_first()
+        self._graphs.close()
         if self._cut_off is not None:
             self._cut_off.close()
 

@@ -196,8 +196,6 @@ class SetUpMethods(RunMethods):
         self._check_in_backward(optimizer)
         # An interrupted run or the user may have left gradients.
         model.zero_grad()
-        for parameter in outside.parameters:
-            parameter.grad = None
         self.optimizer = optimizer
         task.model = self.model_wrapped = wrapped
         self._shares, self._training_mode = self._make_shares(), TrainingMode(task, optimizer)
@@ -263,6 +261,8 @@ class SetUpMethods(RunMethods):
             # Checked here because a strategy may later put its own parameters into the groups.
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
             outside.find(self.optimizer, task)
+            for parameter in outside.parameters:
+                parameter.grad = None  # an interrupted run may have left it
             held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             unheld[:] = [p for p in task.parameters() if id(p) not in held]
             return precision.attach(self.model, self.optimizer)
