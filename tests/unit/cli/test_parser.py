@@ -134,12 +134,12 @@ def test_boolean_without_default_is_off() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--color bleu", "'bleu' is no Color. Did you mean 'blue'?"),
+        ("--color bleu", "'bleu' is not a Color. Did you mean 'blue'?"),
         ("--mode fasst", "Did you mean 'fast'?"),
         ("--count many", "invalid int value: 'many'"),
         ("--is_on perhaps", "'perhaps' is not a bool. Write true or false."),
-        ("--table [1]", "'[1]' is no dict"),
-        ("--pair 3", "'3' is no tuple"),
+        ("--table [1]", "'[1]' is not a dict"),
+        ("--pair 3", "'3' is not a tuple"),
     ],
 )
 def test_unreadable_value_stops_with_close_matches(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
