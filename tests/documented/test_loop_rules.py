@@ -207,7 +207,7 @@ def test_micro_batch_without_labels_has_no_share_and_spoils_no_gradient(tmp_path
 
 def test_function_that_ignores_the_count_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def ignores(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return cross_entropy(outputs[0], labels)
+        return cross_entropy(outputs[0], labels) + 1  # not the cross-entropy itself, whose kind of mean is proved
 
     def divides(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return cross_entropy(outputs[0], labels, reduction="sum") / num_items_in_batch

@@ -57,25 +57,7 @@ def test_loss_that_is_marked_as_divided_is_not_divided_again(
     kind(split, arguments, train_dataset=rows, **options).train()
     for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert "takes the loss of" not in caplog.text
-
-
-class Trusts(Trainer):
-    """Says that the documented method's loss is divided."""
-
-    loss_is_scaled_for_ga = True
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
-
-
-@pytest.mark.parametrize(("accumulation", "num"), [(1, 0), (2, 1)])
-def test_loss_that_is_said_to_be_divided_and_is_not_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, accumulation: int, num: int
-) -> None:
-    arguments = make_arguments(tmp_path, gradient_accumulation_steps=accumulation, max_steps=3)
-    Trusts(Net(), arguments, train_dataset=make_rows()).train()
-    assert caplog.text.count("takes the loss of Net from super(), which does not divide it") == num
+    assert not caplog.records
 
 
 def test_mark_without_an_own_loss_is_refused(tmp_path: Path) -> None:

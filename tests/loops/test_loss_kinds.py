@@ -11,6 +11,7 @@ import torch
 from support.kinds import (
     NUM_CLASSES,
     NUM_ROWS,
+    Adds,
     Contrasts,
     Divides,
     Marks,
@@ -82,7 +83,7 @@ def test_gradient_is_that_of_the_whole_batch(tmp_path: Path, kind: type[Words], 
     torch.testing.assert_close(gradient(tmp_path, kind, size=size), whole(kind)[1], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [Words, PerSample, Shifts, Divides])
+@pytest.mark.parametrize("kind", [Words, PerSample, Shifts, Divides, Adds])
 def test_eval_loss_is_that_of_the_whole_set(tmp_path: Path, kind: type[Words]) -> None:
     assert eval_losses(tmp_path, kind) == pytest.approx([whole(kind)[0]] * 3, rel=1e-6)
 
@@ -90,7 +91,7 @@ def test_eval_loss_is_that_of_the_whole_set(tmp_path: Path, kind: type[Words]) -
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sum_is_averaged_over_micro_batches_and_reported_per_sample(tmp_path: Path, size: int) -> None:
     loss, expected = whole(Sums)
-    found = gradient(tmp_path, Sums, size=size, **({"count_items": "sum"} if size == 1 else {}))
+    found = gradient(tmp_path, Sums, size=size)
     torch.testing.assert_close(found, expected * size / NUM_ROWS)
     assert eval_losses(tmp_path, Sums) == pytest.approx([loss / NUM_ROWS] * 3)
 
@@ -101,7 +102,7 @@ def test_contrastive_loss_is_weighed_by_samples_and_named(tmp_path: Path, caplog
         found = eval_losses(tmp_path, Contrasts)
     of_3 = [model(**batch_of(rows[start : start + 3]))["loss"].item() for start in (0, 3, 6)]
     assert found[1] == pytest.approx((3 * of_3[0] + 3 * of_3[1] + 2 * of_3[2]) / 8)
-    assert caplog.text.count("The loss of Contrasts is not the mean over samples or labels") == 3
+    assert caplog.text.count("Cannot prove what the loss of Contrasts is a mean over") == 3
 
 
 def test_user_says_what_the_loss_is_a_mean_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +129,7 @@ class Collects(Words):
         return result
 
 
-def test_search_leaves_no_hook(tmp_path: Path) -> None:
+def test_a_model_that_adds_its_own_hook_is_called_as_by_a_plain_loop(tmp_path: Path) -> None:
     model = make_model(Collects)
     options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
     train(tmp_path, model, train_dataset=make_rows(), **options)
@@ -136,7 +137,7 @@ def test_search_leaves_no_hook(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Words, PerSample, Divides])
-def test_search_leaves_no_trace(tmp_path: Path, kind: type[Words]) -> None:
+def test_a_model_is_called_as_often_as_by_a_plain_loop(tmp_path: Path, kind: type[Words]) -> None:
     model = make_model(kind)
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=0.0
@@ -203,12 +204,13 @@ class ByHand(Trainer):
 def test_a_step_written_out_gets_the_loss_that_the_model_has_divided(tmp_path: Path) -> None:
     ours = gradient(tmp_path, NeedsCount, size=2, trainer=ByHand)
     torch.testing.assert_close(ours, whole(NeedsCount)[1], rtol=1e-6, atol=1e-9)
-    # The part that is not divided is added up, as in the documented step.
-    extra = make_model(Divides).layer.weight
+    # The part that is not divided is added up, as in transformers.
+    extra = make_model(Adds).layer.weight
     (3 * extra.square().mean()).backward()
-    expected = whole(Divides)[1]
+    expected = whole(Adds)[1]
     expected[: extra.numel()] += extra.grad.flatten()
-    torch.testing.assert_close(gradient(tmp_path, Divides, size=2, trainer=ByHand), expected, rtol=1e-6, atol=1e-9)
+    for kind in (ByHand, Trainer):
+        torch.testing.assert_close(gradient(tmp_path, Adds, size=2, trainer=kind), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_loss_that_needs_its_count_is_evaluated(tmp_path: Path) -> None:
@@ -249,18 +251,11 @@ def ambiguous_rows(num_rest: int) -> Rows:
     return rows
 
 
-def test_kinds_that_a_batch_cannot_tell_apart_are_not_decided_between(tmp_path: Path) -> None:
+def test_kinds_that_one_batch_cannot_tell_apart_are_told_by_later_ones(tmp_path: Path) -> None:
     rows, expected = ambiguous_rows(4), make_model(PerSample)
     loss = expected(**batch_of(rows))["loss"].item()
-    model = make_model(PerSample)
-    trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows)
+    trainer = Trainer(make_model(PerSample), make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
-    assert trainer.task.mean_over is not None
-    assert trainer.task.mean_over.kind == "samples"
-    # The first batch says only that it is not a mean over labels.
-    trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows[:2])
-    trainer.evaluate()
-    assert trainer.task.mean_over is None
 
 
 class Graphs(Words):
@@ -309,6 +304,9 @@ class Forwards(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+CANNOT = "Cannot prove what the loss of"
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "options", "num"),
     [
@@ -319,7 +317,7 @@ class Forwards(Trainer):
         (Trainer, make_rows, {"compute_loss_func": lambda outputs, labels: outputs["logits"].square().mean()}, 1),
     ],
 )
-def test_weights_of_a_loss_of_the_users_own_are_said_once(
+def test_what_cannot_be_proved_of_the_users_own_loss_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, rows: Any, options: dict[str, Any], num: int
 ) -> None:
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
@@ -328,18 +326,41 @@ def test_weights_of_a_loss_of_the_users_own_are_said_once(
         arguments = make_arguments(tmp_path, max_steps=2, **sizes)
         trainer = kind(make_model(Words), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
         getattr(trainer, method)()
-        assert caplog.text.count('count_items="samples"') == num, method
+        assert caplog.text.count(CANNOT) == num, method
 
 
-def test_batches_of_one_sample_are_compared_with_each_other(tmp_path: Path) -> None:
-    expected = make_model(PerSample)
-    loss = expected(**batch_of(make_rows()))["loss"]
-    loss.backward()
-    found = gradient(tmp_path, PerSample, size=1)
+def test_a_loss_that_cannot_be_proved_is_averaged_over_micro_batches_alike(tmp_path: Path) -> None:
+    expected = make_model(Words)
+    for start in range(0, NUM_ROWS, 2):
+        (expected(**batch_of(make_rows()[start : start + 2]))["logits"].square().mean() / 4).backward()
+    found = gradient(tmp_path, Words, size=2, trainer=PerPosition)
+    # The order of the samples is drawn, and every one has as many logits.
     torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
-    arguments = make_arguments(tmp_path, per_device_eval_batch_size=1)
-    trainer = Trainer(make_model(PerSample), arguments, eval_dataset=make_rows())
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_mean_that_no_batch_tells_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int) -> None:
+    rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in make_rows()]
+    for index, row in enumerate(rows):  # two by two, samples hold equally many labels
+        row["labels"][3 + index // 2 % 3 :] = -100
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    for kind, options in ((Words, {}), (PerSample, {"count_items": "samples"})):
+        expected = make_model(kind)
+        loss = expected(**batch_of(rows))["loss"]
+        loss.backward()
+        caplog.clear()
+        found = gradient(tmp_path, kind, size=size, rows=rows, trainer=Ordered, **options)
+        torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+        assert caplog.text.count('pass count_items="samples"') == (not options)
+        arguments = make_arguments(tmp_path, per_device_eval_batch_size=size)
+        trainer = Trainer(make_model(kind), arguments, eval_dataset=rows, **options)
+        caplog.clear()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert caplog.text.count('pass count_items="samples"') == (not options)
 
 
 class Gathers(Words):
@@ -355,7 +376,7 @@ class Gathers(Words):
         return super().forward(x, labels, **kwargs)
 
 
-def test_search_puts_back_what_containers_hold_at_any_depth(tmp_path: Path) -> None:
+def test_containers_in_a_model_see_its_calls_once(tmp_path: Path) -> None:
     model = make_model(Gathers)
     sizes = model.notes["sizes"]
     Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=4), eval_dataset=make_rows()).evaluate()
@@ -363,80 +384,31 @@ def test_search_puts_back_what_containers_hold_at_any_depth(tmp_path: Path) -> N
     assert model.notes["sizes"] is sizes
 
 
-class Breaks(Words):
-    """Cannot be tried: its loss needs a batch of at least three samples."""
-
-    num_least = 3
-
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if len(logits) < self.num_least:
-            raise ValueError("too few samples")
-        return super().loss(logits, labels)
-
-
 class Draws(Words):
-    """Draws random numbers in evaluation too."""
+    """Draws random numbers."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return super().loss(logits + torch.rand(()), labels) * (1 + torch.rand(()))
 
 
-def apart(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch that holds all positions in one row, which nothing can cut into samples."""
-    return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]} | {
-        "starts": torch.arange(len(rows))
-    }
-
-
-UNCUT = "its batches cannot be cut into samples, or joined"
-SAID = "Cannot determine what the loss of %s is a mean over: %s. It is assumed to be the mean over labels"
-
-
 @pytest.mark.parametrize("method", ["train", "evaluate"])
 @pytest.mark.parametrize(
-    ("kind", "rows", "options", "reason", "level"),
+    ("kind", "rows", "options", "num"),
     [
-        (Breaks, make_rows, {}, "ValueError: too few samples", logging.WARNING),
-        (Draws, make_rows, {}, "ArithmeticError: the same samples gave two different losses", logging.WARNING),
-        (Words, make_rows, {"data_collator": apart}, UNCUT, logging.WARNING),
-        (Words, make_rows, {"data_collator": apart, "count_items": "labels"}, "", None),
-        (Breaks, make_rows, {"count_items": "labels"}, "", None),
-        (Breaks, lambda: full_rows(), {}, "", None),
+        (Draws, make_rows, {}, 1),
+        (Draws, full_rows, {}, 0),
+        (Draws, make_rows, {"count_items": "labels"}, 0),
+        (Words, make_rows, {}, 0),
     ],
-)  # fmt: skip
-def test_what_is_assumed_of_a_model_that_cannot_be_tried_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, rows: Any, options: Any, reason: str, level: Any,
-    method: str,
-) -> None:  # fmt: skip
+)
+def test_a_models_loss_that_cannot_be_proved_is_named_if_that_matters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, rows: Any, options: Any, num: int, method: str
+) -> None:
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 4}
     arguments = make_arguments(tmp_path, num_train_epochs=4, **sizes)
     trainer = Trainer(make_model(kind), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
-    with caplog.at_level(logging.INFO, "hftrain"):
-        getattr(trainer, method)()
-    found = [record for record in caplog.records if "count_items=" in record.getMessage()]
-    assert [record.levelno for record in found] == ([] if level is None else [level])
-    if found:
-        message = found[0].getMessage()
-        assert SAID % (kind.__name__, reason) in message.replace(": the model draws random numbers", "")
-        assert "unequal numbers" in message
-
-
-def test_a_model_that_cannot_be_tried_yet_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Later(PerSample):
-        num_calls_failed = 0
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not self.training and Later.num_calls_failed < 2:
-                Later.num_calls_failed += 1
-                raise ValueError("not yet")
-            return super().forward(*args, **kwargs)
-
-    arguments = make_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    trainer = Trainer(make_model(Later), arguments, train_dataset=make_rows())
-    trainer.train()
-    assert caplog.text.count("not yet") == 1
-    assert trainer.task.mean_over.kind == "samples"
-    assert trainer.task.mean_over.is_final
+    getattr(trainer, method)()
+    assert caplog.text.count(CANNOT) == num
 
 
 def test_evaluation_in_a_run_finds_what_its_training_batches_do_not_tell(tmp_path: Path) -> None:
@@ -451,18 +423,97 @@ def test_evaluation_in_a_run_finds_what_its_training_batches_do_not_tell(tmp_pat
     assert found == pytest.approx([loss], rel=1e-6)
 
 
-def test_batches_of_equal_samples_are_compared_with_each_other(tmp_path: Path) -> None:
-    rows = make_rows()
-    # Two by two, samples hold equally many labels.
-    rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in rows]
-    for index, row in enumerate(rows):
-        row["labels"][3 + index // 2 % 3 :] = -100
-    expected = make_model(PerSample)
-    expected(**batch_of(rows))["loss"].backward()
+class Logs(Trainer):
+    """Reads the count to log it, and returns the model's own mean."""
 
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+    read: Any = staticmethod(int)
 
-    found = gradient(tmp_path, PerSample, size=2, rows=rows, trainer=Ordered)
-    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if num_items_in_batch is not None:
+            type(self).read(num_items_in_batch)
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+READS: dict[str, Any] = {
+    "int": int,
+    "item": lambda count: count.item(),
+    "print": print,
+    "format": lambda count: f"{count}",
+    "compare": lambda count: count > 3,
+    "divide": lambda count: 1 / count,
+    "nothing": lambda count: None,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("kind", [Words, Divides])
+def test_an_override_that_logs_the_count_has_the_gradient_of_the_mean(
+    tmp_path: Path, kind: type[Words], how: str
+) -> None:
+    class Reads(Logs):
+        read = staticmethod(READS[how])
+
+    found = gradient(tmp_path, kind, size=2, trainer=Reads)
+    torch.testing.assert_close(found, whole(kind)[1], rtol=1e-6, atol=1e-9)
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=3)
+    loss = Reads(make_model(kind), arguments, eval_dataset=make_rows()).evaluate()["eval_loss"]
+    assert loss == pytest.approx(whole(kind)[0], rel=1e-6)
+
+
+def averaged(kind: type[Words], size: int) -> torch.Tensor:
+    """Return the gradient of the mean over batches of a size, in the order in which the Trainer draws them."""
+    model, rows = make_model(kind), make_rows()
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(42)).tolist()
+    for start in range(0, NUM_ROWS, size):
+        loss = model(**batch_of([rows[index] for index in order[start : start + size]]))["loss"]
+        (loss * size / NUM_ROWS).backward()
+    return gradient_of(model)
+
+
+class Declines(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class Means(Trainer):
+    loss_is_scaled_for_ga = False
+
+
+class DeclinesInItsClass(Trainer):
+    model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize("kind", [Words, Divides])
+@pytest.mark.parametrize("trainer", [Declines, DeclinesInItsClass, Means])
+def test_a_declared_mean_is_averaged_over_micro_batches_alike(
+    tmp_path: Path, kind: type[Words], trainer: type[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    if trainer is Means and kind is Divides:
+        pytest.skip("The model divides by the count, so the declaration is wrong.")
+    found = gradient(tmp_path, kind, size=2, trainer=trainer)
+    torch.testing.assert_close(found, averaged(kind, 2), rtol=1e-6, atol=1e-9)
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=2)
+    loss = trainer(make_model(kind), arguments, eval_dataset=make_rows()).evaluate()["eval_loss"]
+    parts = [make_model(kind)(**batch_of(make_rows()[start : start + 2]))["loss"].item() for start in range(0, 8, 2)]
+    assert loss == pytest.approx(sum(parts) / 4, rel=1e-6)
+    assert not caplog.records
+
+
+class DividesItself(Trainer):
+    """Divides its mean by the number of micro-batches, as older scripts do for models that take the count."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] / (self.args.gradient_accumulation_steps if model.training else 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_mean_that_is_divided_by_the_micro_batches_already_is_used_as_it_is(tmp_path: Path) -> None:
+    found = gradient(tmp_path, Divides, size=2, trainer=DividesItself)
+    torch.testing.assert_close(found, averaged(Divides, 2), rtol=1e-6, atol=1e-9)

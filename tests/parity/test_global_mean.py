@@ -107,6 +107,12 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Shifts(Trainer):
+    """Says that its model predicts the next label, which transformers reads from its own models."""
+
+    _loss_shifts_labels = True
+
+
 Make = Callable[..., Trainer]
 
 
@@ -127,7 +133,7 @@ SMOOTHING = 0.2
 KINDS: dict[str, Make] = {
     "model with a mean of its own": using(Words),
     "model that divides": using(Divides),
-    "causal model that divides": using(WordsForCausalLM),
+    "causal model that divides": using(WordsForCausalLM, kind=Shifts),
     "model that ignores the count": using(Ignores),
     "model that declines the count": using(Declines),
     "function that divides": using(Words, loss=divides),
@@ -135,7 +141,7 @@ KINDS: dict[str, Make] = {
     "function without the count": using(Words, loss=without_count),
     "smoothing": using(Words, smoothing=SMOOTHING),
     "smoothing of a model that divides": using(Divides, smoothing=SMOOTHING),
-    "smoothing of a causal model": using(WordsForCausalLM, smoothing=SMOOTHING),
+    "smoothing of a causal model": using(WordsForCausalLM, kind=Shifts, smoothing=SMOOTHING),
     "subclass that ignores the count": using(Divides, kind=OwnLoss),
 }
 

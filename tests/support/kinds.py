@@ -52,15 +52,22 @@ class Shifts(Words):
         return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class Divides(Shifts):
-    """The same, divided by the count it is given, with a part that is not divided."""
+class Divides(Words):
+    """The mean over labels, divided by the count it is given."""
 
     accepts_loss_kwargs = True
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         count = kwargs.get("num_items_in_batch")
-        total = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        return total / ((labels[:, 1:] != -100).sum() if count is None else count) + self.layer.weight.square().mean()
+        total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / ((labels != -100).sum() if count is None else count)
+
+
+class Adds(Divides):
+    """The same, and a part that is not divided, as a mixture of experts adds one."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return super().loss(logits, labels, **kwargs) + self.layer.weight.square().mean()
 
 
 class NeedsCount(Words):

@@ -15,7 +15,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.signatures import accepts
 from hftrain.strategies.base import Strategy
-from hftrain.task.loss import IGNORED_LABEL
+from hftrain.task.items import IGNORED_LABEL
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -79,14 +79,25 @@ def run_evaluation(
         loop.detach()
 
 
+class LossMean(Protocol):
+    """Weighs the losses of an evaluation's batches, and tells at its end what they are means over."""
+
+    kinds: tuple[str, ...]
+
+    def weights(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """Return, for each of `kinds`, the weight of a batch's loss and its number of items."""
+
+    def choose(self) -> str:
+        """Return one of `kinds`, the same in every process; collective."""
+
+
 def evaluation_hooks(
     task: TaskModule,
     strategy: Strategy,
     *,
     step: Callable[[nn.Module, Any], StepOutput],
     steps_talk: bool,
-    look_at: Callable[[Any], None],
-    choose_kind: Callable[[], str],
+    mean: LossMean | None,
     read_metrics: Callable[[], Mapping[str, Any]],
     jit: JitModel | None,
     is_prediction: bool,
@@ -97,26 +108,24 @@ def evaluation_hooks(
     Args:
         step: (model, batch) -> the result of the documented `prediction_step`, with the values that the task logs.
         steps_talk: See `may_talk`.
-        look_at: Called with each batch, so that `choose_kind` can determine what a plain model's loss is a mean over.
+        mean: Weighs the losses of a plain model; None weighs by the task's items.
         others: Passed on to `EvaluateHooks`.
     """
-    plain = task if isinstance(task, ModelTask) else None
 
     def evaluate_batch(batch: Any) -> StepOutput:
         if jit is not None:
             task.model = jit.for_batch(batch)
-        look_at(batch)
         return step(task.model, batch)
 
     return EvaluateHooks(
         evaluate_batch=evaluate_batch,
-        count_items=task.count_items if plain is None else plain.weights,
-        kinds=("",) if plain is None else plain.kinds,
-        choose_kind=None if plain is None else choose_kind,
+        count_items=task.count_items if mean is None else mean.weights,
+        kinds=("",) if mean is None else mean.kinds,
+        choose_kind=None if mean is None else mean.choose,
         needs_labels=not is_prediction,
         repeat_batch=(lambda batch: step(task.model, batch)) if steps_talk else None,
         finish=strategy.finish_forwards,
-        read_metrics=None if is_prediction and plain is None else read_metrics,
+        read_metrics=None if is_prediction and mean is None else read_metrics,
         **others,
     )
 

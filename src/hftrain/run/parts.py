@@ -15,6 +15,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
@@ -83,6 +84,7 @@ class Ready:
         training_step: Runs forward and backward on one batch.
         outside: Parameters that the optimizer trains but the model does not contain.
         changes: Changes of the model during training.
+        facts: Further parts of the state that the manifest records.
     """
 
     task: TaskModule
@@ -94,6 +96,7 @@ class Ready:
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
     outside: OutsideWeights
     changes: ModelChanges
+    facts: Sequence[InManifest] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -298,6 +298,7 @@ class RunCheckpoints:
             InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
             InManifest(self.metric.state_dict, self.metric.load_state_dict),
             InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
+            *self._ready.facts,
         ]
 
     def _known(self) -> list[Any]:

@@ -11,10 +11,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.tree import batch_size_of
+from hftrain.task.model_call import ModelCall
 
 # Documented back-ends that torch has dropped since, and their successors.
 _SUCCESSORS = {
@@ -72,14 +74,15 @@ class Compiler:
         """Compile the model's call, once; mutates the model until `close`."""
         if self.config is None or any(model is other for other in self._compiled):
             return
-        model.compile(backend=self.config.backend, mode=self.config.mode)
-        model._compiled_call_impl = _Call(model, model._compiled_call_impl)
+        as_written = model._call_impl
+        compiled = torch.compile(as_written, backend=self.config.backend, mode=self.config.mode)
+        ModelCall.of(model).set(compiled=_Call(model, compiled))
         self._compiled.append(model)
 
     def close(self) -> None:
         """Undo the compilation of every model and restore the environment; safe to call twice."""
         for model in self._compiled:
-            model._compiled_call_impl = None
+            ModelCall.of(model).set(compiled=None)
         self._compiled.clear()
         for name, value in self._environment.items():
             if value is None:

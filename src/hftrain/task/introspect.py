@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from hftrain.task.loss import IGNORED_LABEL
+from hftrain.task.items import loss_shifts_labels
 
 _NO_ACCELERATOR = ("cpu", "disk", "meta")
 
@@ -52,20 +53,12 @@ def can_return_loss(model: nn.Module) -> bool:
 
 
 def accepts_item_count(model: nn.Module) -> bool:
-    """Return whether the model normalises its own loss when it is given `num_items_in_batch`.
+    """Return whether the model is given `num_items_in_batch`, by the documented rule: it takes any keyword argument.
 
-    A model declares it by the attribute `accepts_loss_kwargs` or by naming the argument. ``**kwargs`` counts only for
-    transformers-like models: any other model would ignore the number and return a plain mean.
+    A model declares it by the attribute `accepts_loss_kwargs`, or by naming the argument.
     """
-    base = base_model(model)
-    declared = getattr(base, "accepts_loss_kwargs", None)
-    if declared is not None:
-        return bool(declared)
-    parameters = forward_parameters(model)
-    if "num_items_in_batch" in parameters:
-        return True
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return takes_any and is_transformers_like(base)
+    declared = getattr(base_model(model), "accepts_loss_kwargs", None)
+    return takes_item_count(base_model(model)) if declared is None else bool(declared)
 
 
 def takes_item_count(function: Callable[..., Any]) -> bool:
@@ -77,30 +70,14 @@ def takes_item_count(function: Callable[..., Any]) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether the model compares position t with label t + 1 (by its class name, as the documentation does).
+    """Return whether a smoothed loss compares position t with label t + 1: for transformers' causal language models.
 
-    Models "for conditional generation" do unless they are encoder-decoders, whose decoder inputs are shifted instead.
+    Source: the documented `label_smoothing_factor`.
     """
     base = base_model(model)
-    name = type(base).__name__
-    if name.endswith("ForConditionalGeneration"):
-        config = getattr(base, "config", None)
-        return config is not None and not getattr(config, "is_encoder_decoder", False)
-    return name.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def own_reduction(model: nn.Module) -> str | None:
-    """Return the loss reduction in a CTC model's config, ``"mean"`` (over samples) or ``"sum"``; else None."""
-    base = base_model(model)
-    if not type(base).__name__.endswith("ForCTC"):
-        return None
-    return getattr(getattr(base, "config", None), "ctc_loss_reduction", None)
-
-
-def ignored_labels(model: nn.Module) -> tuple[int, ...]:
-    """Return the labels that a model's loss ignores: -100, and the `semantic_loss_ignore_index` of a segmenter."""
-    other = getattr(getattr(base_model(model), "config", None), "semantic_loss_ignore_index", None)
-    return (IGNORED_LABEL, other) if isinstance(other, int) and other != IGNORED_LABEL else (IGNORED_LABEL,)
+    auto: Any = sys.modules.get("transformers.models.auto.modeling_auto")
+    is_listed = auto is not None and type(base).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return is_listed or loss_shifts_labels(base)
 
 
 def is_recomputing(model: Any) -> bool:

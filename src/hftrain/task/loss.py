@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import TaskError
-
-IGNORED_LABEL = -100
+from hftrain.task.items import IGNORED_LABEL
 
 
 def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torch.Tensor:

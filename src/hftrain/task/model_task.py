@@ -15,16 +15,13 @@ from hftrain.task.introspect import (
     accepts_item_count,
     can_return_loss,
     find_label_names,
-    ignored_labels,
     is_causal,
     keys_to_ignore,
-    own_reduction,
     takes_item_count,
 )
-from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, counted
+from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, count_labels, counts_shifted_labels
 from hftrain.task.loss import read_loss, smoothed_loss
 from hftrain.task.module import TaskModule, checked_count
-from hftrain.task.noted import NotedCount
 
 LossFunction = Callable[..., torch.Tensor]
 CountItems = Callable[[Any], int | torch.Tensor]
@@ -40,12 +37,7 @@ class ModelTask(TaskModule):
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss. If it does
             not take the count, it must return a mean.
         count_items: The items the loss averages over: ``"labels"``, ``"shifted_labels"``, ``"samples"``, ``"sum"``, or
-            a function that counts a batch's items. None detects it, see `mean_over`.
-
-    Attributes:
-        mean_over: The items that the model's loss was detected to average over; None before detection.
-        level_told: The logging level of the message that the detection failed.
-        keeps_count: Whether the model is given the count even if its own mean is known.
+            a function that counts a batch's items. None leaves it to be proved.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
     """
@@ -75,11 +67,7 @@ class ModelTask(TaskModule):
         self.can_return_loss = can_return_loss(model)
         self.accepts_item_count = accepts_item_count(model)
         self.is_causal = is_causal(model)
-        self.ignored_labels = ignored_labels(model)
         self.count_rule = count_items
-        self.mean_over: MeanOver | None = None
-        self.level_told = 0
-        self.keeps_count = False
         self.keys_to_ignore = keys_to_ignore(model)
 
     def use_loss(self, function: LossFunction | None) -> None:
@@ -106,10 +94,7 @@ class ModelTask(TaskModule):
         key = self.label_key(inputs)
         labels: Any = None if key is None else inputs[key]
         if not self.label_smoothing and self.compute_loss_func is None:
-            gives_count = num_items_in_batch is not None and self.gives_count
-            if isinstance(num_items_in_batch, NotedCount):
-                num_items_in_batch = num_items_in_batch.handed_on(divides=gives_count)
-            outputs = call_model(model, inputs, num_items_in_batch if gives_count else None)
+            outputs = call_model(model, inputs, num_items_in_batch if self.gives_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__, has_labels=key is not None), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
@@ -130,10 +115,13 @@ class ModelTask(TaskModule):
             logits = outputs
         else:
             logits = outputs[1 if takes_labels else 0]
-        num_items = num_items_in_batch
-        if isinstance(num_items, NotedCount):
-            num_items = num_items.handed_on(divides=True)
-        loss = smoothed_loss(logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items)
+        loss = smoothed_loss(
+            logits,
+            labels,
+            smoothing=self.label_smoothing,
+            shift=self.is_causal,
+            num_items=num_items_in_batch if self.count_rule is None else None,
+        )
         return loss, outputs
 
     def training_step(self, batch: Any) -> StepOutput:
@@ -217,61 +205,55 @@ class ModelTask(TaskModule):
 
     @property
     def gives_count(self) -> bool:
-        """Whether to pass the item count to the model: it accepts the count, and its own mean is not enough."""
-        if not self.accepts_item_count or self.count_rule is not None:
-            return False
-        found = self.mean_over
-        return found is None or found.needs_count or (self.keeps_count and found.divides)
+        """Whether to pass the item count to the model: it accepts the count, and no other items are declared."""
+        return self.accepts_item_count and self.count_rule is None
 
     @property
-    def kind(self) -> str:
-        """The kind of item the loss averages over: set by the user, detected, or by the documented rule."""
-        if isinstance(self.count_rule, str):
-            return self.count_rule
-        return self.rule if self.mean_over is None or not self.returns_loss else self.mean_over.kind
-
-    @property
-    def rule(self) -> str:
-        """The kind of item assumed before detection: from the config of a CTC model, else the labels."""
-        reduction = own_reduction(self.model) if self.returns_loss else None
-        if reduction is not None:
-            return SUM if reduction == "sum" else SAMPLES
-        return self.label_kind
-
-    @property
-    def label_kind(self) -> str:
-        """The kind of labels that the documented item count counts."""
-        return SHIFTED if self.is_causal else LABELS
+    def divides_by_count(self) -> bool:
+        """Whether `compute_loss` returns a loss divided by the item count that it is given."""
+        if self.compute_loss_func is not None:
+            return self.function_takes_count
+        return self.count_rule is None and bool(self.label_smoothing or self.accepts_item_count)
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
-        """Return the weight of a batch's loss: the number of items it averages over, 1 for a sum.
+        """Return the weight of a batch's loss by `count_items`: the number of items it averages over, 1 for a sum."""
+        if callable(self.count_rule):
+            return checked_count(self.count_rule(batch), self.count_rule)
+        return self.count_as(self.count_rule or LABELS, batch)
+
+    def documented_count(self, batch: Any, *, shifts: bool) -> torch.Tensor | None:
+        """Return `num_items_in_batch` as transformers counts it: the labels that are not -100.
+
+        Args:
+            shifts: Leave the first label of each row out.
+
+        Returns:
+            None for a batch without a tensor of labels.
+        """
+        # A smoothed loss also finds labels under another name.
+        key = self.label_key(batch)
+        labels = batch[key] if key == "labels" or (key is not None and self.label_smoothing) else None
+        if not isinstance(labels, torch.Tensor):
+            return None
+        shifted = batch.get("shift_labels") if counts_shifted_labels() else None
+        if isinstance(shifted, torch.Tensor):
+            labels = shifted
+        elif shifts:
+            labels = labels[..., 1:]
+        return count_labels(labels)
+
+    def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
+        """Return the number of items of a kind in a batch, without synchronising; 1 for ``"sum"``.
 
         Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
         shifted them (`shift_labels`). Without integer labels the samples are counted.
         """
-        return (
-            checked_count(self.count_rule(batch), self.count_rule)
-            if callable(self.count_rule)
-            else self.count_as(self.kind, batch)
-        )
-
-    def count_labels(self, batch: Any) -> int | torch.Tensor:
-        """Return the documented item count, `num_items_in_batch`: the number of predicted labels."""
-        if callable(self.count_rule):
-            return checked_count(self.count_rule(batch), self.count_rule)
-        return self.count_as(self.label_kind, batch)
-
-    def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
-        """Return the number of items of a kind in a batch, without synchronising; 1 for ``"sum"``."""
         if kind == SUM:
             return 1
         labels = self.label_tensor(batch) if kind != SAMPLES else None
-        if labels is None:
+        if labels is None or labels.is_floating_point():
             return self.num_samples(batch)
-        if kind == SHIFTED and batch.get("shift_labels") is None:
-            labels = labels[..., 1:]
-        flags = counted(labels, self.ignored_labels)
-        return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
+        return count_labels(labels[..., 1:] if kind == SHIFTED and batch.get("shift_labels") is None else labels)
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch, read from its labels, the main input or else any tensor."""
@@ -283,40 +265,11 @@ class ModelTask(TaskModule):
         return batch_size_of(batch) or 1
 
     def label_tensor(self, batch: Any) -> torch.Tensor | None:
-        """Return the batch's integer labels (`shift_labels` if the collator added them), or None."""
+        """Return the batch's labels (`shift_labels` if the collator added them), or None."""
         key = self.label_key(batch)
         shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         labels = shifted if shifted is not None else None if key is None else batch[key]
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            return None
-        # In a masked image, the masked patches are predicted.
-        return torch.where(labels.bool(), 0, self.ignored_labels[0]) if key == "bool_masked_pos" else labels
-
-    def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
-        """Return, for each of `kinds`, the weight of a batch's loss in the total loss, and its number of items."""
-        if callable(self.count_rule):
-            count = checked_count(self.count_rule(batch), self.count_rule)
-            return {"": (count, count)}
-        found = {}
-        for kind in self.kinds:
-            count = self.count_as(kind, batch)
-            found[kind] = (count, count if kind != SUM else self.count_as(SAMPLES, batch))
-        return found
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of item the loss may average over, the likeliest first; a single kind once it is known."""
-        if callable(self.count_rule):
-            return ("",)
-        if not self.is_searched:
-            return (self.kind,)
-        return (self.rule, *(kind for kind in KINDS if kind != self.rule))
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether the kind of item the loss averages over is not detected yet."""
-        is_found = self.mean_over is not None and self.mean_over.is_final
-        return self.returns_loss and self.count_rule is None and not is_found
+        return labels if isinstance(labels, torch.Tensor) else None
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the model is an encoder-decoder that derives missing decoder inputs from the labels."""

@@ -1,4 +1,4 @@
-"""An item count that records how it is used: whether a user's function computes with it."""
+"""An item count that records whether anything read it: what was never read cannot have divided the loss."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from typing import Any
 
 import torch
 
-# Operations that say nothing about the loss, and operations whose result is the count itself.
+# Operations that reveal nothing of the value, and operations that return the count itself in another form.
 _IDLE = frozenset(
-    {"__get__", "__repr__", "__str__", "__format__", "__bool__", "__hash__", "__len__", "dim", "size", "numel"}
-    | {"__eq__", "__ne__", "__gt__", "__ge__", "__lt__", "__le__", "eq", "ne", "gt", "ge", "lt", "le", "get_device"}
+    {"__get__", "__hash__", "__len__", "dim", "ndimension", "size", "numel", "get_device", "element_size"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "stride", "requires_grad_"}
 )
 _PASSING = frozenset(
-    {"to", "cpu", "cuda", "clone", "detach", "float", "double", "half", "bfloat16", "int", "long", "type", "clamp"}
-    | {"clamp_min", "clip", "contiguous", "view", "reshape", "squeeze", "unsqueeze", "expand", "__deepcopy__"}
+    {"__get__", "to", "cpu", "cuda", "clone", "detach", "float", "double", "half", "bfloat16", "int", "long", "type"}
+    | {"contiguous", "view", "reshape", "squeeze", "unsqueeze", "expand", "requires_grad_", "__deepcopy__"}
 )
 
 
 @dataclass(slots=True)
 class Note:
-    """How a count was used.
-
-    Args:
-        is_read: Whether code computed with it or read its value.
-        divides: Whether the task's loss divides by it; None until it is passed to the task.
-    """
+    """Whether code computed with a count, compared it, printed it, or read its value in any other way."""
 
     is_read: bool = False
-    divides: bool | None = None
 
 
 class NotedCount(torch.Tensor):
-    """A 0-d count that behaves like any other tensor and records whether it is used in a computation."""
+    """A 0-d count that behaves like any other tensor and records whether it is read."""
 
     note: Note
 
@@ -43,12 +37,6 @@ class NotedCount(torch.Tensor):
         noted = torch.as_tensor(count).detach().as_subclass(cls)
         noted.note = note
         return noted
-
-    def handed_on(self, *, divides: bool) -> torch.Tensor:
-        """Return the count as a plain tensor; record in its note whether the task's loss divides by it."""
-        self.note.divides = divides
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -31,9 +31,10 @@ from hftrain.run.announce import announce_evaluation
 from hftrain.run.setup import place_task
 from hftrain.run.whereabouts import report_late_ranks, whereabouts
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
+from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
-from hftrain.trainer.casting import to_float32
+from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.reports import to_plain, with_prefix
 from hftrain.trainer.step_methods import StepMethods
 
@@ -199,6 +200,9 @@ class EvaluationMethods(StepMethods):
         return output._replace(metrics=metrics)
 
     def _evaluation_hooks(self, loss_only: bool, ignore_keys: list[str] | None, jit: JitModel | None) -> EvaluateHooks:
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._eval_mean = None if plain is None else EvaluationMean(plain, self.strategy, self._shares)
+
         def step(model: nn.Module, batch: Any) -> StepOutput:
             loss, outputs, labels = self.prediction_step(model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
@@ -217,8 +221,7 @@ class EvaluationMethods(StepMethods):
             self.strategy,
             step=step,
             steps_talk=steps_talk,
-            look_at=self._shares.search.look_at,
-            choose_kind=self._shares.search.agree,
+            mean=self._eval_mean,
             read_metrics=self._read_metrics,
             jit=jit,
             is_prediction=self._stage == "predict",
@@ -273,12 +276,13 @@ class EvaluationMethods(StepMethods):
         """
         inputs = self._prepare_inputs(inputs)
         task = self.task
-        count = self._shares.count_for_evaluation(inputs)
+        count, mean = self._shares.count_for_evaluation(inputs), self._eval_mean
+        given = count if mean is None else mean.open(inputs, count)
         with torch.no_grad(), self.compute_loss_context_manager():
             if isinstance(task, ModelTask):
                 ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
                 output = task.predict_batch(
-                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count),
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=given),
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,
@@ -288,6 +292,8 @@ class EvaluationMethods(StepMethods):
                 output = StepOutput(outputs=task.prediction_step(inputs))
             else:
                 output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
+        if mean is not None:
+            output.loss = mean.see(output.loss, count)
         self._eval_logs = output.logs
         if prediction_loss_only:
             return output.loss, None, None
@@ -339,10 +345,18 @@ class EvaluationMethods(StepMethods):
             self._depth -= 1
             self._stage = previous
             if self._depth == 0:
-                self._casting.undo()
+                self._stop_observing()
                 self.compiler.close()
                 self.precision.close()
                 self._memory.stop()
+
+    def _stop_observing(self) -> None:
+        """Give the model its own call back, without autocast and observers."""
+        if self._shares.found.watch is not None:
+            self._shares.found.watch.close()
+        if self._cast is not None:
+            self._cast.set(autocast=None)
+        self._cast = self._eval_mean = None
 
     def _whereabouts(self) -> str:
         return whereabouts(

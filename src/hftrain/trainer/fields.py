@@ -35,13 +35,15 @@ from hftrain.search.config import HPSearchBackend
 from hftrain.step.computing import Computing
 from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
-from hftrain.task.introspect import is_spread, tensor_parallel_size
+from hftrain.task.introspect import base_model, is_spread, tensor_parallel_size
+from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
 from hftrain.task.loss import LabelSmoother
+from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
-from hftrain.trainer.casting import ModelCasting
+from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model
@@ -80,7 +82,6 @@ class TrainerFields:
     control: TrainerControl
     label_names: list[str]
     can_return_loss: bool
-    model_accepts_loss_kwargs: bool
     is_model_parallel: bool
     is_in_train: bool
     neftune_noise_alpha: float | None
@@ -97,13 +98,20 @@ class TrainerFields:
     _hub: TrainerHub
     _memory: MemoryTracker
     _computing: Computing
-    _casting: ModelCasting
+    # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
+    _cast: ModelCall | None
     _shares: LossShares
+    # Set during an evaluation of a plain model.
+    _eval_mean: EvaluationMean | None
     _loaders: LoaderCache
     _eval_sets: dict[str, EvalSet]
     # Evaluation loaders whose workers persist, by the name of their set.
     _eval_dataloaders: dict[str, Any]
     _eval_logs: Mapping[str, Any]
+    _loss_shifts_labels: bool
+    # The documented `model_accepts_loss_kwargs`: as found, and as set by user code.
+    _accepts_found: bool
+    _accepts_declared: bool | None = None
     _signature_columns: list[str] | None
     _found: dict[str, Any]
     _neftune_hook: Any
@@ -137,12 +145,9 @@ class TrainerFields:
     _slot_training_step: Callable[..., Any]
     _slot_get_batch_samples: Callable[..., Any]
     _slot_log: Callable[..., Any]
-    _loss_takes_count: bool
     _walks_inputs: bool
     _counts_items_itself: bool
     _makes_contexts: bool
-    _steps_itself: bool
-    _is_weighing: bool
 
     if TYPE_CHECKING:
 
@@ -179,13 +184,16 @@ class TrainerFields:
         plain = self.task if isinstance(self.task, ModelTask) else None
         self._find("label_names", list(plain.label_names) if plain else ["labels"])
         self._find("can_return_loss", plain.can_return_loss if plain else False)
-        self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
+        self._accepts_found = plain is not None and plain.accepts_item_count
+        self._find("_loss_shifts_labels", counts_shifted_labels() and loss_shifts_labels(base_model(self.model)))
         self._find("_signature_columns", None)
         if self.optimizer is not None and self.model_init is None:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _find(self, name: str, value: Any) -> None:
-        """Set a detected property of the model, unless a subclass has set another value since."""
+        """Set a detected property of the model, unless a subclass declares it or has set another value since."""
+        if hasattr(type(self), name):
+            return
         if name not in vars(self) or vars(self)[name] == self._found.get(name):
             setattr(self, name, value)
             self._found[name] = value

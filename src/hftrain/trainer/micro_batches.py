@@ -100,7 +100,7 @@ class MicroBatches:
 
         def rehearse() -> torch.Tensor:
             _reserve = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad for _ in range(2)]
-            with preserved_rng(), strategy.no_sync(model):
+            with preserved_rng(), strategy.no_sync(model), self.shares.paused():
                 return self._run(model, batch, num_items)
 
         while True:
@@ -132,6 +132,7 @@ class MicroBatches:
         assert self.size is not None
         step, parts = self.training_step, split_batch(batch, self.size)
         self.shares.has_weighed = len(parts) == 1
+        self.shares.split(batch if len(parts) > 1 else None)
         losses = []
         for part in parts[:-1]:
             with self.strategy.no_sync(model):

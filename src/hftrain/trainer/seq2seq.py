@@ -161,13 +161,19 @@ class Seq2SeqTrainer(Trainer):
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may pop the labels from the batch.
+            mean = self._eval_mean if has_loss else None
+            if mean is not None:
+                mean.open(inputs, None)
             loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
+            loss = loss if mean is None else mean.see(loss, None)
         length = longest_output(options, getattr(bare, "generation_config", None))
         if length is not None:
             tokens = self._pad_tensors_to_max_len(tokens, length)
             if isinstance(labels, torch.Tensor) and labels.dim() > 1:
                 labels = self._pad_tensors_to_max_len(labels, length)
         return loss, tokens, detach(labels)
+
+    _own_hooks = (prediction_step,)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad generated tokens or labels up to a length; may be overridden to pad differently."""

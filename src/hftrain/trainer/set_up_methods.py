@@ -211,6 +211,7 @@ class SetUpMethods(RunMethods):
         )
         self._computing.use(stepper, optimizer)
         take, step = self._steps(resume)
+        found = self._shares.found
         return Ready(
             task=task,
             model=model,
@@ -221,6 +222,7 @@ class SetUpMethods(RunMethods):
             training_step=step,
             outside=outside,
             changes=changes,
+            facts=(found.fact,),
         )
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,18 +15,19 @@ from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.notes import keep_facts
 from hftrain.core.tree import map_tensors
+from hftrain.core.types import Owns
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.ready import cast_inputs
 from hftrain.evaluation.recurrence import read_memory, with_memory
 from hftrain.run.setup import place_task
+from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import is_on
 from hftrain.task.module import as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
-from hftrain.trainer.casting import is_cast_inside
-from hftrain.trainer.means import MeanSearch
+from hftrain.trainer.loss_finding import LossHooks
 from hftrain.trainer.optimizer_methods import OptimizerMethods
-from hftrain.trainer.weighing import LossHooks, LossShares
+from hftrain.trainer.weighing import LossShares
 
 logger = get_logger(__name__)
 
@@ -78,16 +79,14 @@ class StepMethods(OptimizerMethods):
             mode.train_weights()
         shares = self._shares if self._shares.is_on else None
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
-        share = 1 if shares is None else shares.share_of(inputs, num_items_in_batch)
-        num_items = num_items_in_batch if shares is None else shares.noted(num_items_in_batch)
+        share = None if shares is None else shares.share_of(inputs)
+        num_items = num_items_in_batch if shares is None else shares.open(inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            self._is_weighing = True
             loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
-            self._is_weighing = False
         computing = self._computing
         try:
-            weighed = loss if shares is None else shares.weigh(loss, share, num_items_in_batch)
+            weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
                 computing.backward(weighed)
             else:
@@ -112,8 +111,8 @@ class StepMethods(OptimizerMethods):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
                 self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
-            if self._steps_itself and not self._is_weighing and self._stage == "train":
-                loss = self._shares.over_ranks(loss, num_items_in_batch)
+            if num_items_in_batch is not None and self._shares.num_ranks > 1 and self.task.divides_by_count:
+                loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -156,7 +155,7 @@ class StepMethods(OptimizerMethods):
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
         if not self._makes_contexts:
-            return nullcontext() if self._casting.is_on else self._computing.autocast()
+            return nullcontext() if self._cast is not None else self._computing.autocast()
         stack = ExitStack()
         stack.enter_context(self.torchdynamo_smart_context_manager())
         stack.enter_context(self.autocast_smart_context_manager())
@@ -278,26 +277,32 @@ class StepMethods(OptimizerMethods):
 
     def _make_shares(self) -> LossShares:
         """Return a `LossShares` for the current hooks."""
-        plain = self.task if isinstance(self.task, ModelTask) else None
-        search = MeanSearch(
-            plain,
-            self.strategy,
-            self.precision.policy,
-            self._computing,
-            is_split=self.strategy.shards_model or self.is_deepspeed_enabled or self.is_tp_enabled,
-            makes_inputs=any(map(self._is_overridden, ("_prepare_inputs", "_prepare_input"))),
-        )
+        is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
+        if isinstance(self.task, ModelTask):
+            self.task.is_causal |= self._loss_shifts_labels
         hooks = LossHooks(
-            compute_loss=self.compute_loss,
+            owner=type(self).__name__,
             compute_loss_func=self.compute_loss_func,
             is_overridden=self._is_overridden,
-            takes_count=self._loss_takes_count,
             accepts_count=bool(self.model_accepts_loss_kwargs),
-            says_divided=getattr(self, "loss_is_scaled_for_ga", None),
-            is_compiled=self.compiler.config is not None,
+            is_declared=is_attribute or self._accepts_declared is not None,
+            is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
+            shifts_labels=self._loss_shifts_labels,
             get_batch_samples=self._slot_get_batch_samples,
         )
-        return LossShares(self.args, self.strategy, self.task, hooks, search)
+        return LossShares(self.args, self.strategy, self.task, hooks)
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it.
+
+        Source: the documented `Trainer.model_accepts_loss_kwargs`.
+        """
+        return self._accepts_found if self._accepts_declared is None else self._accepts_declared
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._accepts_declared = bool(value)
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
@@ -308,10 +313,22 @@ class StepMethods(OptimizerMethods):
     def current_gradient_accumulation_steps(self, number: int) -> None:
         self._shares.num_micro_batches = number
 
+    # Overrides of hooks in classes of hftrain's own.
+    _own_hooks: ClassVar[tuple[Any, ...]] = ()
+
     def _cast_model(self) -> None:
-        """Make the model cast itself if user code computes with its outputs."""
-        names = ("compute_loss", "training_step", "prediction_step")
-        functions = [getattr(self, name) for name in filter(self._is_overridden, names)]
-        functions += [self.compute_loss_func] if callable(self.compute_loss_func) else []
-        if not self._makes_contexts and is_cast_inside(self.precision.policy, self.strategy, self.task, functions):
-            self._casting.apply(self.model)
+        """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
+
+        Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
+        the whole step is cast, which copies no outputs.
+        """
+        names = filter(self._is_overridden, ("compute_loss", "training_step", "prediction_step"))
+        is_users = any(getattr(type(self), name) not in self._own_hooks or name in vars(self) for name in names)
+        casts = self.precision.policy.autocast and Owns.CASTING not in self.strategy.owns
+        # Copies on several devices call the original's forward pass.
+        is_copied = getattr(self.strategy, "num_devices", 1) > 1
+        if not casts or is_copied or self._makes_contexts or not isinstance(self.task, ModelTask):
+            return
+        if is_users or callable(self.compute_loss_func):
+            self._cast = ModelCall.of(self.model)
+            self._cast.set(autocast=lambda: self._computing.autocast())

@@ -25,7 +25,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, set_seed
-from hftrain.core.signatures import accepts, in_context, taking
+from hftrain.core.signatures import in_context, taking
 from hftrain.core.types import TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.eval_sets import split_eval_sets
@@ -52,7 +52,6 @@ from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import CountItems
 from hftrain.task.module import TaskModule
-from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.copied_names import CopiedNames
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
@@ -212,7 +211,6 @@ class Trainer(CopiedNames):
         self._memory.start("init")
         self.compiler = Compiler(compile_config(self.args))
         self._computing = Computing(self.precision.backward, self.precision.autocast)
-        self._casting = ModelCasting(self._computing)
 
     def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
         """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
@@ -231,7 +229,6 @@ class Trainer(CopiedNames):
         """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
         # Stored under names that no subclass would choose for its own methods.
         self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
-        self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
         self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
         if self._is_overridden("_prepare_context_parallel_inputs"):
             self._slot_training_step = in_context(self._prepare_context_parallel_inputs, self._slot_training_step)
@@ -243,8 +240,6 @@ class Trainer(CopiedNames):
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
         self._shares = self._make_shares()
-        # A user's own step may call compute_loss itself.
-        self._steps_itself, self._is_weighing = self._is_overridden("training_step"), False
         check_hooks(type(self), Trainer, given=given, attributes=vars(self))
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
@@ -298,6 +293,7 @@ class Trainer(CopiedNames):
         self._found, self._eval_logs = {}, {}
         self.neftune_noise_alpha, self._neftune_hook = self.args.neftune_noise_alpha, None
         self._trial_run = self._training_mode = self._loss_window = self._counted = None
+        self._cast = self._eval_mean = None
         self._session = self._run_parts = self._strategy_wrap = self._used_rate = None
         self._loaders = LoaderCache(limit=1)
         self._depth, self._stage, self._num_estimated, self._is_prepared = 0, "train", 0, False

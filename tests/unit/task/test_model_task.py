@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 from hftrain import TaskError
 from hftrain.core.types import StepOutput
-from hftrain.task.items import LABELS, SAMPLES, MeanOver
 from hftrain.task.model_task import ModelTask
 
 
@@ -140,7 +139,9 @@ def test_label_smoothing_leaves_labels_to_encoder_decoders(form: str) -> None:
 def test_label_smoothing_shifts_for_causal_models_and_divides_by_the_count() -> None:
     model = AnswerForCausalLM()
     batch = {"x": torch.randn(2, 5, 4), "labels": torch.randint(0, 3, (2, 5))}
-    loss, _ = ModelTask(model, label_smoothing=0.1).compute_loss(model, batch, 16)
+    task = ModelTask(model, label_smoothing=0.1)
+    task.is_causal = True
+    loss, _ = task.compute_loss(model, batch, 16)
     logits, labels = model.linear(batch["x"])[:, :-1], batch["labels"][:, 1:]
     expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="sum") / 16
     torch.testing.assert_close(loss, expected)
@@ -262,23 +263,42 @@ shifted = torch.tensor([[6, -100, -100], [7, 8, 9]])
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "count"),
+    ("kind", "batch", "count"),
     [
-        (Answer(), {"labels": tokens}, 4),
-        (AnswerForCausalLM(), {"labels": tokens}, 3),
-        (AnswerForCausalLM(), {"labels": tokens, "shift_labels": shifted}, 4),
-        (Answer(), {"labels": tokens, "shift_labels": shifted}, 4),
-        (AnswerForCausalLM(), UserDict(labels=tokens), 3),
-        (Answer(), {"labels": torch.full((2, 3), -100)}, 0),
-        (Answer(), {"x": torch.zeros(3, 4), "labels": torch.zeros(3)}, 3),
-        (Answer(), {"x": torch.zeros(3, 4), "labels": (torch.zeros(3), torch.zeros(3))}, 3),
-        (Answer(), {"x": torch.zeros(3, 4)}, 3),
-        (Answer(), (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)), 5),
-        (Answer(), torch.zeros(2, 4), 2),
+        ("labels", {"labels": tokens}, 4),
+        ("shifted_labels", {"labels": tokens}, 3),
+        ("shifted_labels", {"labels": tokens, "shift_labels": shifted}, 4),
+        ("labels", {"labels": tokens, "shift_labels": shifted}, 4),
+        ("shifted_labels", UserDict(labels=tokens), 3),
+        ("labels", {"labels": torch.full((2, 3), -100)}, 0),
+        ("labels", {"x": torch.zeros(3, 4), "labels": torch.zeros(3)}, 3),
+        ("labels", {"x": torch.zeros(3, 4), "labels": (torch.zeros(3), torch.zeros(3))}, 3),
+        ("labels", {"x": torch.zeros(3, 4)}, 3),
+        ("labels", (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)), 5),
+        ("labels", torch.zeros(2, 4), 2),
+        ("samples", {"labels": tokens}, 2),
+        ("sum", {"labels": tokens}, 1),
     ],
 )
-def test_items_are_the_labels_the_loss_is_a_mean_over(model: nn.Module, batch: Any, count: int) -> None:
-    assert int(ModelTask(model).count_items(batch)) == count
+def test_items_are_counted_as_declared(kind: str, batch: Any, count: int) -> None:
+    assert int(ModelTask(Answer(), count_items=kind).count_items(batch)) == count
+
+
+@pytest.mark.parametrize(
+    ("batch", "shifts", "count"),
+    [
+        ({"labels": tokens}, False, 4),
+        ({"labels": tokens}, True, 3),
+        ({"labels": tokens, "shift_labels": shifted}, True, 4),
+        ({"labels": torch.zeros(3)}, False, 3),  # a number for each sample
+        ({"labels": (torch.zeros(3), torch.zeros(3))}, False, None),
+        ({"target_labels": tokens}, False, None),
+        (torch.zeros(2, 4), False, None),
+    ],
+)
+def test_documented_count_is_that_of_transformers(batch: Any, shifts: bool, count: int | None) -> None:
+    found = ModelTask(Answer()).documented_count(batch, shifts=shifts)
+    assert (None if found is None else int(found)) == count
 
 
 # -- labels under another name ---------------------------------------------------------------------------------------
@@ -336,18 +356,3 @@ def test_samples_are_counted_by_labels_then_main_input_then_what_most_agree_on()
     assert task.count_as("samples", {**others, "target": torch.zeros(4)}) == 4
     assert task_of_images.count_as("samples", {**others, "pixels": torch.zeros(5, 3)}) == 5
     assert task.count_as("samples", others) == 7
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_masked_patches_are_counted_whatever_the_masks_type(dtype: torch.dtype) -> None:
-    task = ModelTask(nn.Linear(2, 2), label_names=["bool_masked_pos"])
-    batch = {"pixel_values": torch.zeros(2, 4), "bool_masked_pos": torch.tensor([[1, 0, 0], [1, 1, 0]]).to(dtype)}
-    assert int(task.count_items(batch)) == 3
-
-
-def test_function_in_place_of_the_models_loss_is_not_weighed_by_what_the_models_was() -> None:
-    task = ModelTask(Answer())
-    task.mean_over = MeanOver(SAMPLES)
-    assert task.kind == SAMPLES
-    task.use_loss(lambda outputs, labels: cross_entropy(outputs["logits"], labels))
-    assert task.kind == LABELS

@@ -12,8 +12,7 @@ from support.tiny import Net, make_arguments
 from support.tiny import make_rows as make_single
 
 from hftrain import Trainer
-from hftrain.task.items import MeanOver, _compare
-from hftrain.trainer.means import MeanSearch
+from hftrain.trainer import loss_finding, proofs
 from hftrain.trainer.weighing import _scaled
 
 
@@ -60,29 +59,16 @@ def test_mean_over_no_item_counts_nothing(place: str, total: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "num"), [(PerSample, make_rows, 1), (Net, lambda: make_single(8), 1), (Words, full_rows, 4)]
+    ("kind", "rows", "num"), [(PerSample, make_rows, 1), (Net, lambda: make_single(8), 1), (Words, full_rows, 3)]
 )
-def test_search_costs_nothing_once_there_is_nothing_left_to_find(
+def test_proof_costs_nothing_once_there_is_nothing_left_to_prove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, rows: Any, num: int
 ) -> None:
     looks: list[Any] = []
-    look = MeanSearch.look
-    monkeypatch.setattr(MeanSearch, "look", lambda self, batches: looks.append(look(self, batches)))
+    find = proofs.findings
+    monkeypatch.setattr(loss_finding, "findings", lambda *args, **named: looks.append(0) or find(*args, **named))
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2
     )
     Trainer(make_model(kind), arguments, train_dataset=rows()).train()
     assert len(looks) == num
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ((1.0, 3.0, 2.0, 1.5), MeanOver("samples", is_exact=False)),  # one sample twice has another loss
-        ((1.0, 1.00001, 1.000005, 1.000001), None),  # the two losses are too near to each other
-        ((1.0, 3.0, 2.0, 1.0), MeanOver("samples")),
-        ((1.0, 3.0, 2.2, 1.0), MeanOver("labels")),
-    ],
-)
-def test_losses_are_compared_where_they_differ_enough(losses: Any, expected: Any) -> None:
-    assert _compare(*losses, ratios={"labels": 0.4, "samples": 0.5}, epsilon=1e-6) == expected

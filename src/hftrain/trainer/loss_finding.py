@@ -1,0 +1,292 @@
+"""What the loss of a run is: declared, proved by a micro-batch, or else treated as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.participants import InManifest
+from hftrain.core.log import get_logger
+from hftrain.strategies.base import Strategy
+from hftrain.task.items import LABELS, SAMPLES, SHIFTED, SUM
+from hftrain.task.model_task import ModelTask
+from hftrain.trainer.proofs import COUNTED, PLAIN, WHATS, Finding, Watch, findings
+
+logger = get_logger(__name__)
+
+MEANS = (LABELS, SHIFTED, SAMPLES)
+# A mean over the items that `count_items` counts, and transformers' treatments of a loss of which nothing is declared:
+# use it as it is, or average it over micro-batches.
+ITEMS, AS_IS, ALIKE = Finding("items"), Finding("as is"), Finding("alike")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossHooks:
+    """The parts of a Trainer that affect the loss of a step.
+
+    Args:
+        owner: The name of the Trainer's class.
+        compute_loss_func: The Trainer's argument: None, a function, or another library's marker.
+        is_overridden: Returns whether the user's class overrides a hook.
+        accepts_count: The documented `model_accepts_loss_kwargs`.
+        is_declared: Whether the user's class has set that attribute.
+        is_scaled: The documented `loss_is_scaled_for_ga`, None if it is not set.
+        shifts_labels: The attribute `_loss_shifts_labels` of transformers' Trainer.
+    """
+
+    owner: str
+    compute_loss_func: Any
+    is_overridden: Callable[[str], bool]
+    accepts_count: bool
+    is_declared: bool
+    is_scaled: bool | None
+    shifts_labels: bool
+    get_batch_samples: Callable[..., Any]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's loss is used: no user code computes one."""
+        return self.compute_loss_func is None and not self.is_overridden("compute_loss")
+
+    @property
+    def takes_count(self) -> bool:
+        """Whether transformers counts items: for a model that accepts the count, or for a loss function."""
+        return self.accepts_count or self.compute_loss_func is not None
+
+    def followed(self, *, has_count: bool) -> Finding:
+        """Return how transformers treats the loss."""
+        if self.is_scaled is not None:
+            return AS_IS if self.is_scaled else ALIKE
+        return AS_IS if (self.accepts_count and has_count) or self.compute_loss_func is not None else ALIKE
+
+
+def declared(hooks: LossHooks, task: ModelTask | None) -> Finding | None:
+    """Return what is declared of a loss, None if nothing is."""
+    if task is None or task.count_rule is not None:
+        return ITEMS
+    # Other libraries set a marker in place of a function, and divide the loss themselves.
+    is_marked = hooks.compute_loss_func is not None and not callable(hooks.compute_loss_func)
+    if hooks.is_scaled is not None or is_marked:
+        return hooks.followed(has_count=True)
+    if hooks.is_declared and not hooks.takes_count:
+        return ALIKE
+    return Finding(COUNTED, is_scaled=True) if hooks.is_plain and task.label_smoothing else None
+
+
+def _is_alike(findings: list[Finding]) -> bool:
+    """Return whether a loss is a plain mean in any case, only over unknown items."""
+    return all(each.what in (*MEANS, SUM, PLAIN) and each.is_scaled == findings[0].is_scaled for each in findings)
+
+
+class LossFinding:
+    """Find out what a plain model's loss is, on all processes alike.
+
+    Args:
+        watch: Observes the model; None for a loss that is declared.
+
+    Attributes:
+        finding: What the loss is; None until it is proved, or if it cannot be.
+        is_open: Whether a proof is still sought.
+    """
+
+    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: Watch | None) -> None:
+        self._hooks, self._strategy, self.watch = hooks, strategy, watch
+        self._task = task
+        self.finding = declared(hooks, task)
+        self.is_declared = self.finding is not None
+        self.is_open = not self.is_declared
+        if self.is_open and hooks.is_plain and hooks.accepts_count:
+            # Declared by the model, unless it turns out not to read the count.
+            self.finding = Finding(COUNTED, is_scaled=True)
+        self._num_looks = 0
+        # What it can still be after all looks; None before the first.
+        self._left: list[Finding] | None = None
+        self._is_restored = self._has_warned = False
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next step's first micro-batch is to be observed."""
+        return self.is_open or self._is_restored
+
+    def look(
+        self,
+        loss: torch.Tensor,
+        total: Any,
+        weight: Callable[[Finding], float],
+        *,
+        num_ranks: int,
+        num_micro_batches: int,
+        is_uneven: bool,
+    ) -> bool:
+        """Try to prove what a micro-batch's loss is; collective. Ever more rarely, because it reads from the device.
+
+        Args:
+            total: The item count of the step, or None.
+            weight: Returns the weight that the micro-batch has if its loss is a finding.
+            is_uneven: Whether samples or micro-batches hold unequal numbers of items.
+
+        Returns:
+            Whether the loss could tell anything, on any process.
+        """
+        assert self.watch is not None
+        self.watch.close()
+        self._num_looks += 1
+        is_urgent = self._left is None or not _is_alike(self._left)
+        is_due = self.is_open and (is_urgent or not self._num_looks & (self._num_looks - 1))
+        if not is_due and not self._is_restored:
+            return True
+        found = self._found(loss, total, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+        agreed, is_uneven = self._agreed(found, (False, True) if num_ranks > 1 else (False,), is_uneven=is_uneven)
+        if agreed is None:
+            return False
+        is_confirmed = self._is_restored and self.finding in agreed
+        if self._is_restored and not is_confirmed:
+            self._left = None  # another loss than that of the checkpoint
+        self._is_restored = False
+        if is_due or not is_confirmed:
+            self._settle(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
+        return True
+
+    def _found(self, loss: torch.Tensor, total: Any, *, num_ranks: int, num_micro_batches: int) -> set[Finding] | None:
+        watch, hooks = self.watch, self._hooks
+        assert watch is not None
+        is_given = hooks.is_plain and hooks.accepts_count and total is not None
+        if is_given and watch.is_read:
+            return {Finding(COUNTED, is_scaled=num_ranks > 1)}
+        found = findings(
+            loss,
+            watch,
+            total=None if total is None else float(total),
+            num_ranks=num_ranks,
+            num_micro_batches=num_micro_batches,
+        )
+        if found or found is None:
+            return None if found is None else {finding for finding, _ in found}
+        if watch.is_read is False:
+            # The documented compute_loss has multiplied by the number of ranks, whether the count was read or not.
+            self._warn_of_unread()
+            return {Finding(PLAIN, is_scaled=num_ranks > 1 and not hooks.is_overridden("compute_loss"))}
+        return {Finding(COUNTED, is_scaled=num_ranks > 1)} if is_given else set()
+
+    def _agreed(
+        self, found: set[Finding] | None, scales: tuple[bool, ...], *, is_uneven: bool
+    ) -> tuple[list[Finding] | None, bool]:
+        """Return what the loss can be on every process, the likeliest first, or None if none can tell. Collective."""
+        every = [Finding(what, is_scaled) for what in WHATS for is_scaled in scales]
+        missing = [int(found is not None and each not in found) for each in every]
+        flags: list[int] = [*missing, int(found is not None), int(is_uneven)]
+        if self._strategy.world_size > 1:
+            flags = self._strategy.reduce(torch.tensor(flags, device=self._strategy.device), op="max").tolist()
+        *missing, is_told, differs = flags
+        left = [each for each, is_gone in zip(every, missing, strict=True) if not is_gone]
+        return left if is_told else None, bool(differs)
+
+    def _settle(
+        self, found: list[Finding], weight: Callable[[Finding], float], *, has_count: bool, is_uneven: bool
+    ) -> None:
+        """Decide, if the batch tells, and go on looking if it does not; collective."""
+        self._left = [each for each in found if self._left is None or each in self._left]
+        # The model's own plain mean is also found under the name of its items.
+        left = [each for each in self._left if each.what != PLAIN] or self._left
+        if not left or left[0].what == PLAIN:
+            self.finding = left[0] if left else None
+            is_used = not left and self._hooks.followed(has_count=has_count) is AS_IS
+            # Open as long as nothing depends on it, to warn once something does.
+            self.is_open = not is_used and not is_uneven
+            if not self.is_open:
+                self._warn_of_following(is_used=is_used)
+            return
+        self.is_open = len(left) > 1
+        if self.is_open:
+            weights = [weight(each) for each in left]
+            if not self._strategy.all_true(max(weights) - min(weights) <= 1e-9 * max(weights)):
+                if not _is_alike(left):
+                    self.finding = None
+                    return
+                self._warn_of_ambiguity(left[0])
+        self.finding = left[0]
+
+    # -- warnings --------------------------------------------------------------------------------------------------
+
+    @property
+    def _maker(self) -> str:
+        if self._hooks.is_overridden("compute_loss"):
+            return f"{self._hooks.owner}.compute_loss"
+        if self._hooks.compute_loss_func is not None:
+            return "compute_loss_func"
+        return "" if self._task is None else type(self._task.model).__name__
+
+    def warn(self, message: str, *values: Any) -> None:
+        """Log a warning about the loss, one in all."""
+        if not self._has_warned and self._strategy.is_main:
+            logger.warning(message, *values)
+        self._has_warned = True
+
+    def _warn_of_unread(self) -> None:
+        if self._hooks.compute_loss_func is not None and self._task is not None and self._task.function_takes_count:
+            self.warn(
+                "compute_loss_func takes num_items_in_batch and does not use it: its loss is treated as the mean "
+                "over a micro-batch. A sum must be divided by num_items_in_batch."
+            )
+
+    def _warn_of_ambiguity(self, first: Finding) -> None:
+        self.warn(
+            "The loss of %s is the mean over %s, and in the batches seen so far the mean over samples is the same "
+            "number. It is weighted by their number, which differs between batches. If it is the mean over samples, "
+            'pass count_items="samples" to the Trainer; count_items="%s" keeps this without a warning.',
+            self._maker,
+            first.what.replace("_", " "),
+            first.what,
+        )
+
+    def _warn_of_following(self, *, is_used: bool) -> None:
+        self.warn(
+            "Cannot prove what the loss of %s is a mean over. As in transformers it is %s, and averaged over "
+            "processes. If it is already divided for the whole step, set loss_is_scaled_for_ga = True in the "
+            "Trainer's class, or "
+            'False if it is the mean over a micro-batch; or pass count_items= to the Trainer ("labels", "samples", or '
+            "a function of the batch) to weight it by these items.",
+            self._maker,
+            "used as it is" if is_used else "divided by the number of micro-batches",
+        )
+
+    def warn_of_evaluation(self, kinds: list[str], *, is_counted: bool) -> None:
+        """Warn if the means of an evaluation whose samples hold unequal numbers of labels are not proved."""
+        if len(kinds) > 1:
+            self._warn_of_ambiguity(Finding(kinds[0]))
+        elif not kinds and not is_counted:
+            self.warn(
+                "Cannot prove what the loss of %s is a mean over. As in transformers, eval_loss weights batches by "
+                "their samples, so it depends on the batch size. Pass count_items= to the Trainer to choose the "
+                "weights; "
+                'count_items="samples" keeps these without a warning.',
+                self._maker,
+            )
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    @property
+    def fact(self) -> InManifest:
+        """What a checkpoint's manifest records, so that a resumed run weights batches as the uninterrupted one."""
+        name = "loss_finding"
+        return InManifest(lambda: {name: self.state_dict()}, lambda facts: self.load_state_dict(facts.get(name)))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what was proved, in plain values; None if the loss is declared."""
+        if self.is_declared:
+            return None
+        left = None if self._left is None else [list(each) for each in self._left]
+        finding = None if self.finding is None else list(self.finding)
+        return {"finding": finding, "left": left, "is_open": self.is_open, "num_looks": self._num_looks}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with what was proved; the first step checks it, because the loss may have been changed since."""
+        if state is None or self.is_declared:
+            return
+        self.finding = None if state["finding"] is None else Finding(*state["finding"])
+        self._left = None if state["left"] is None else [Finding(*each) for each in state["left"]]
+        self.is_open, self._num_looks = bool(state["is_open"]), int(state["num_looks"])
+        self._is_restored = self.finding is not None
