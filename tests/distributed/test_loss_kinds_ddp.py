@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -132,46 +132,105 @@ def test_losses_are_those_of_all_samples_in_one_batch(tmp_path: Path, run_distri
         assert len(found) == 2 + case.startswith("shifts")
 
 
-class Breaks(Plain):
-    """Raises in its second layer for a marked sample alone, which the search tries and training does not."""
+class Copied(Ordered):
+    """A copy of the documented method under a decorator, which leaves none of its names in the code that is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
+    @functools.wraps(Trainer.compute_loss)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return documented(self, *args, **kwargs)
+
+
+def documented(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    outputs = model(**inputs)
+    labels = inputs["labels"].flatten()
+    loss = cross_entropy(outputs["logits"].flatten(0, 1), labels, reduction="sum") / num_items_in_batch
+    if self.args.average_tokens_across_devices:
+        loss = loss * self.accelerator.num_processes
+    return (loss, outputs) if return_outputs else loss
+
+
+class CopiedFromModel(Ordered):
+    """A copy of the documented method that changes the model's loss in place."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs["loss"]
+        loss *= self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class Logs(Ordered):
+    """Reads the number of processes and the count, and uses neither."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        assert self.accelerator.num_processes == 2
+        assert num_items_in_batch is None or int(num_items_in_batch) > 0
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class Hands(Ordered):
+    """Hands the count on to the model, and logs the number of processes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        assert self.accelerator.num_processes == 2
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class Divides(Plain):
+    """The mean over labels, and a part that only divides by the count, so that its value alone tells nothing."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        x = self.first(x) + 0 * x
-        if len(x) == 1 and not self.training and (labels == 6).any():
-            raise ValueError("a marked sample")
-        return super().forward(x, labels)
+        logits = self.layer(x)
+        total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + logits.square().sum()
+        return {"loss": total / kwargs.get("num_items_in_batch", (labels != -100).sum()), "logits": logits}
 
 
-def broken(folder: str, *, strategy: str) -> dict[str, Any]:
-    """Train where one process's samples cannot be tried, and return what was said, and whether it was trained."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("hftrain").addHandler(Ear(logging.WARNING))
-    rows = make_rows()
-    for row in rows:
-        row["labels"][row["labels"] == 6] = 5
-    rows[0]["labels"][0] = rows[1]["labels"][0] = 6
-    set_seed(0)
-    arguments = make_arguments(Path(folder), per_device_train_batch_size=2, max_steps=2, per_device_eval_batch_size=2)
-    trainer = Ordered(Breaks(), arguments, train_dataset=rows, eval_dataset=rows, strategy=strategy)
-    trainer.evaluate()
-    steps = trainer.train().global_step
-    return {"steps": steps, "said": [text for text in said if "Cannot determine" in text]}
+OVERRIDES: dict[str, tuple[type[Trainer], type[nn.Module]]] = {
+    "copied": (Copied, Plain),
+    "copied from the model": (CopiedFromModel, Divides),
+    "logs": (Logs, Plain),
+    "logs, without the count": (Logs, PerSample),
+    "hands on": (Hands, Divides),
+}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_error_of_one_process_in_the_search_stops_nobody(
-    tmp_path: Path, run_distributed: Any, strategy: str
-) -> None:
-    first, second = run_distributed(broken, folder=str(tmp_path), strategy=strategy, timeout_s=60)
-    assert (first["steps"], second) == (2, {"steps": 2, "said": []})
-    assert len(first["said"]) == 1
-    assert "of Breaks is a mean over: ValueError: a marked sample. It is assumed" in first["said"][0]
+def gradients(folder: str) -> dict[str, list[float]]:
+    """Return the gradient of a step over all samples, by override."""
+    found = {}
+    for name, (kind, model) in OVERRIDES.items():
+        arguments = make_arguments(
+            Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1,
+            learning_rate=0.0, max_grad_norm=0.0,
+        )  # fmt: skip
+        kept: list[float] = []
+
+        class Keep(TrainerCallback):
+            def on_pre_optimizer_step(self, *args: Any, model: Any = None, kept: Any = kept, **kwargs: Any) -> None:
+                kept += [number for p in model.parameters() for number in p.grad.flatten().tolist()]
+
+        set_seed(0)
+        trainer = kind(model(), arguments, train_dataset=make_rows(), callbacks=[Keep])
+        trainer.train()
+        found[name] = kept
+        trainer.strategy.close()
+    return found
+
+
+def test_overrides_have_the_gradient_of_one_process(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(gradients, folder=str(tmp_path), timeout_s=200)
+    assert first == second
+    batch = {name: torch.stack([row[name] for row in make_rows()]) for name in ("x", "labels")}
+    for name, (_, kind) in OVERRIDES.items():
+        set_seed(0)
+        model = kind()
+        model(**batch)["loss"].backward()
+        expected = [number for p in model.parameters() for number in p.grad.flatten().tolist()]
+        assert first[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name

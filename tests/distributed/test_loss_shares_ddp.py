@@ -47,12 +47,7 @@ class Trusts(Ordered):
 
 
 class Scaled(Divides):
-    """Divided by the count as a whole."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        count = kwargs.get("num_items_in_batch", (labels[:, 1:] != -100).sum())
-        mean, logits = Shifts.forward(self, x, labels).values()
-        return {"loss": mean * (labels[:, 1:] != -100).sum() / count, "logits": logits}
+    """For a loss that is said to be divided."""
 
 
 class Steps(Ordered):
@@ -109,9 +104,8 @@ CASES: dict[str, tuple[Any, Rows, int, int]] = {
     "divided": (Divides, make_rows(), 2, 1),
     "needs the count": (NeedsCount, make_rows(), 2, 2),
     "needs the count, even everywhere": (NeedsCount, cut(6, 6, 6, 6, 6, 6, 6, 6), 2, 1),
-    "one sample each, joined in time": (PerSample, cut(6, 2, 6, 2, 5, 4, 3, 2), 1, 2),
-    "one sample each, joined over processes": (PerSample, cut(6, 2, 5, 3), 1, 1),
-    "even in each process": (PerSample, cut(6, 6, 2, 2, 5, 5, 3, 3), 2, 1),
+    "one sample each": (Words, cut(6, 2, 6, 2, 5, 4, 3, 2), 1, 2),
+    "even in each process": (Words, cut(6, 6, 2, 2, 5, 5, 3, 3), 2, 1),
     "even in the second process": (PerSample, cut(6, 2, 4, 4, 5, 2, 3, 3), 2, 1),
     "even in the first process": (PerSample, cut(4, 4, 6, 2, 3, 3, 5, 2), 2, 1),
     "undecided in one process": (PerSample, cut(6, -6, 3, 3, 6, -6, 2, 2), 2, 1),
@@ -170,7 +164,7 @@ SETS: dict[str, tuple[Any, Rows]] = {
     "divided": (Divides, make_rows()),
     "needs the count": (NeedsCount, make_rows()),
     "ragged in one process": (PerSample, cut(6, 2, 5, 4, 3, 3, 3, 3)),
-    "even in each process": (PerSample, cut(6, 6, 6, 6, 2, 2, 2, 2)),
+    "even in each process": (Words, cut(6, 6, 6, 6, 2, 2, 2, 2)),
     "undecided in one process": (PerSample, cut(6, -6, 6, -6, 3, 3, 3, 3)),
     "undecided differently": (PerSample, cut(6, -6, 6, -6, 5, 5, -2, -3)),
     "contrasts": (Contrasts, make_rows()),

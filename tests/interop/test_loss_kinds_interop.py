@@ -176,9 +176,9 @@ KINDS: dict[str, Kind] = {
     "next sentence": Kind(make("BertForNextSentencePrediction", "BertConfig", **TEXT),
                           lambda: words(labels=classes(2))),
     "CTC, mean": Kind(make("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="mean"), transcripts),
-    # Averaged over micro-batches, as transformers does, and reported per sample.
+    # As in transformers: averaged over micro-batches, and over batches.
     "CTC, sum": Kind(make("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="sum"), transcripts,
-                     gradient=1 / 3, loss=1 / NUM_ROWS),
+                     gradient=1 / 3, loss=None),
     "speech to text": Kind(
         make("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=VOCABULARY, d_model=8, encoder_layers=1,
              decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
@@ -190,10 +190,10 @@ KINDS: dict[str, Kind] = {
                               lambda: sounds(classes())),
     "classes of images": Kind(make("ViTForImageClassification", "ViTConfig", **IMAGE, num_labels=3),
                               lambda: images(labels=classes())),
-    "segmentation": Kind(segmenter, lambda: images(labels=ragged(random(NUM_ROWS, 8, 8, high=5), 255))),
-    # The model divides by a little more than the number of masked patches.
+    # The loss is that of enlarged logits, or of pixels, which the outputs do not give: as in transformers.
+    "segmentation": Kind(segmenter, lambda: images(labels=ragged(random(NUM_ROWS, 8, 8, high=5), 255)), None, None),
     "masked images": Kind(make("ViTForMaskedImageModeling", "ViTConfig", **IMAGE),
-                          lambda: images(bool_masked_pos=masks()), label_names=["bool_masked_pos"], rel=1e-5),
+                          lambda: images(bool_masked_pos=masks()), None, None, label_names=["bool_masked_pos"]),
     # Divided by the boxes of a batch, and by weights of classes.
     "boxes": Kind(
         make("YolosForObjectDetection", "YolosConfig", **{**IMAGE, "image_size": [8, 8]}, num_detection_tokens=3,

@@ -60,24 +60,23 @@ class EvaluationMean:
     def _look(self, loss: torch.Tensor | None, count: Any) -> None:
         watch, num_ranks = self._shares.found.watch, self._shares.num_ranks
         assert watch is not None
+        scales = self._shares.found.scales(num_ranks, has_count=count is not None)
         watch.close()
         total = None if count is None else float(count)
-        found = None if loss is None else findings(loss, watch, total=total, num_ranks=num_ranks)
+        found = None if loss is None else findings(loss, watch, total=total, scales=scales)
         if found is None:
             return
         if watch.is_read is False:
             self._is_counted = False
-        means = {finding for finding, _ in found if finding.what in KINDS}
+        plain = {finding for finding, _ in found if finding.what in (*KINDS, PLAIN)}
         counted = {finding.is_scaled: kind for finding, kind in found if finding.what == COUNTED}
-        left = {finding.what for finding in means}
-        if means:
+        left = {finding.what for finding in plain} - {PLAIN}
+        if plain:
             self._is_counted = False
-            self._scale = 1 / num_ranks if all(finding.is_scaled for finding in means) else 1.0
+            self._scale = 1 / num_ranks if all(finding.is_scaled for finding in plain) else 1.0
         elif counted:
             self._is_counted, left = True, {kind for kind in counted.values() if kind}
             self._scale = 1.0 if True in counted or num_ranks == 1 else float(num_ranks)
-        elif any(finding.what == PLAIN for finding, _ in found):
-            self._is_counted = False
         self._left = left if self._left is None else self._left & left
 
     def weights(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:

@@ -160,16 +160,27 @@ class LossFinding:
             loss,
             watch,
             total=None if total is None else float(total),
-            num_ranks=num_ranks,
+            scales=self.scales(num_ranks, has_count=total is not None),
             num_micro_batches=num_micro_batches,
         )
         if found or found is None:
             return None if found is None else {finding for finding, _ in found}
         if watch.is_read is False:
-            # The documented compute_loss has multiplied by the number of ranks, whether the count was read or not.
             self._warn_of_unread()
-            return {Finding(PLAIN, is_scaled=num_ranks > 1 and not hooks.is_overridden("compute_loss"))}
+            return {Finding(PLAIN, next(iter(self.scales(num_ranks, has_count=total is not None))))}
         return {Finding(COUNTED, is_scaled=num_ranks > 1)} if is_given else set()
+
+    def scales(self, num_ranks: int, *, has_count: bool) -> dict[bool, int]:
+        """Return what the loss may have been multiplied by to undo the mean over ranks, by `Finding.is_scaled`.
+
+        The documented compute_loss does so with a loss that is given a count; an override may do as it likes.
+        """
+        if num_ranks == 1:
+            return {False: 1}
+        if self._hooks.is_overridden("compute_loss"):
+            return {False: 1, True: num_ranks}
+        is_scaled = has_count and self._task is not None and self._task.divides_by_count
+        return {is_scaled: num_ranks if is_scaled else 1}
 
     def _agreed(
         self, found: set[Finding] | None, scales: tuple[bool, ...], *, is_uneven: bool
@@ -205,6 +216,7 @@ class LossFinding:
             if not self._strategy.all_true(max(weights) - min(weights) <= 1e-9 * max(weights)):
                 if not _is_alike(left):
                     self.finding = None
+                    self._warn_of_following(is_used=self._hooks.followed(has_count=has_count) is AS_IS)
                     return
                 self._warn_of_ambiguity(left[0])
         self.finding = left[0]
@@ -217,7 +229,7 @@ class LossFinding:
             return f"{self._hooks.owner}.compute_loss"
         if self._hooks.compute_loss_func is not None:
             return "compute_loss_func"
-        return "" if self._task is None else type(self._task.model).__name__
+        return "" if self._task is None else type(self._strategy.unwrap(self._task.model)).__name__
 
     def warn(self, message: str, *values: Any) -> None:
         """Log a warning about the loss, one in all."""

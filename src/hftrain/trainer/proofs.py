@@ -116,12 +116,18 @@ def _named(outputs: Any) -> dict[str, Any]:
 
 
 def findings(
-    loss: torch.Tensor, watch: Watch, *, total: float | None, num_ranks: int = 1, num_micro_batches: int = 1
+    loss: torch.Tensor,
+    watch: Watch,
+    *,
+    total: float | None,
+    scales: Mapping[bool, int],
+    num_micro_batches: int = 1,
 ) -> set[tuple[Finding, str]] | None:
     """Return everything that the loss of a micro-batch can be by its value.
 
     Args:
         total: The item count that the loss may have been divided by.
+        scales: What the loss may have been multiplied by to undo the mean over ranks, by `Finding.is_scaled`.
 
     Returns:
         Findings, each with the kind of items, or an empty string. None if the value cannot tell anything.
@@ -133,8 +139,8 @@ def findings(
     return {
         (Finding(what, is_scaled), kind)
         for expected, what, kind in _hypotheses(watch, total=total, num_micro_batches=num_micro_batches)
-        for is_scaled in ((False, True) if num_ranks > 1 else (False,))
-        if math.isclose(value, expected * (num_ranks if is_scaled else 1), rel_tol=tolerance)
+        for is_scaled, scale in scales.items()
+        if math.isclose(value, expected * scale, rel_tol=tolerance)
     }
 
 
@@ -179,7 +185,6 @@ def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, fl
             yield SUM, float(sums.sum()), 0
             if labels.dim() > 1:  # otherwise a sample has one label, and its mean is that label's
                 yield SAMPLES, float((sums / counts.clamp(min=1)).mean()), 0
-                yield SAMPLES, float(sums.mean()), 0
 
 
 def _layouts(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
