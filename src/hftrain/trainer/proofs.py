@@ -140,7 +140,7 @@ def findings(
         (Finding(what, is_scaled), kind)
         for expected, what, kind in _hypotheses(watch, total=total, num_micro_batches=num_micro_batches)
         for is_scaled, scale in scales.items()
-        if math.isclose(value, expected * scale, rel_tol=tolerance)
+        if not (is_scaled and what == DIVIDED) and math.isclose(value, expected * scale, rel_tol=tolerance)
     }
 
 
