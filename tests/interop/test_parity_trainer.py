@@ -66,7 +66,7 @@ def assert_parity(trainers: list[Any]) -> None:
 
 
 def in_one_batch(
-    name: str, rows: Rows, *, accumulation: int, num_epochs: int, max_norm: float, weights: Any = None, **options: Any
+    name: str, rows: Rows, *, accumulation: int, num_epochs: int, max_norm: float, **options: Any
 ) -> list[dict[str, float]]:
     """Train with each step's samples in one batch, by hand."""
     model = make_model(name)
@@ -76,7 +76,7 @@ def in_one_batch(
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
         for start in range(0, len(rows), 4 * accumulation):
             batch = collate([rows[index] for index in order[start : start + 4 * accumulation]])
-            loss = model(**batch).loss if weights is None else weighted_loss(model, batch, weights)
+            loss = model(**batch).loss
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
@@ -179,12 +179,6 @@ def test_models_that_ignore_the_item_count_get_the_gradient_of_one_big_batch(tmp
     assert steps_of(theirs)[0]["loss"] == pytest.approx(accumulation * expected[0]["loss"], rel=0.05)
 
 
-def weighted_loss(model: nn.Module, inputs: Any, weights: torch.Tensor) -> torch.Tensor:
-    labels = inputs["labels"]
-    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
-    return (nn.functional.cross_entropy(logits, labels, reduction="none") * weights[labels]).mean()
-
-
 def weighted(trainer: Any) -> Any:
     """Return the older guide's Trainer with a weighted loss, whose `compute_loss` knows no item count."""
 
@@ -217,16 +211,17 @@ WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", [weighted, weighted_with_count])
 def test_a_subclass_with_a_weighted_loss(tmp_path, kind, accumulation):
-    rows = make_rows("bert")  # 22: the last batch of a pass is ragged
+    # 22 rows: the last batch of a pass is ragged. Nothing is declared or proved, so it counts as much as the others.
+    # transformers 5 passes the count, which the old form refuses.
+    rows = make_rows("bert")
     options = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "gradient_accumulation_steps": accumulation}
-    ours = make_trainer(hftrain, tmp_path, make_model("bert"), rows, kind=kind, **options)
+    ours, theirs = (
+        make_trainer(library, tmp_path, make_model("bert"), rows, kind=own, **options)
+        for library, own in zip(LIBRARIES, (kind, weighted_with_count), strict=True)
+    )
     ours.train()
-    expected = in_one_batch(
-        "bert", rows, accumulation=accumulation, num_epochs=2, max_norm=1.0, weights=WEIGHTS, learning_rate=1e-3
-    )
-    assert_steps_equal(
-        [{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6
-    )
+    theirs.train()
+    assert_steps_equal(steps_of(ours), steps_of(theirs), rel=2e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -141,8 +141,7 @@ class RunCheckpoints:
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
         self.finiteness.check()
-        # A callback may have changed the arguments.
-        limit, only_model = args.save_total_limit, bool(args.save_only_model)
+        limit, only_model = args.save_total_limit, bool(args.save_only_model)  # a callback may have changed them
         self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
         num_bytes = writes.checkpoint_bytes()
         self.tried_step = state.global_step
@@ -152,8 +151,8 @@ class RunCheckpoints:
         self.metric.link()
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
-            state.best_model_checkpoint = parts.output.text_of(best)
+            name = checkpoint_name(state.global_step)
+            state.best_model_checkpoint = parts.output.text_of(self.manager.config.output_dir / name)
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
         each: list[Writer] = [
