@@ -211,7 +211,6 @@ class SetUpMethods(RunMethods):
         )
         self._computing.use(stepper, optimizer)
         take, step = self._steps(resume)
-        found = self._shares.found
         return Ready(
             task=task,
             model=model,
@@ -222,7 +221,7 @@ class SetUpMethods(RunMethods):
             training_step=step,
             outside=outside,
             changes=changes,
-            facts=(found.fact,),
+            facts=(self._shares.found.fact,),
         )
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
