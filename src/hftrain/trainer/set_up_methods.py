@@ -189,10 +189,7 @@ class SetUpMethods(RunMethods):
         wrapped, optimizer, unheld = self._wrap_to_train(max_steps, outside)
         self.compiler.compile(model)
         self._cast_model()
-        if "scheduler" in strategy.makes:
-            self.lr_scheduler = strategy.schedule
-        elif "optimizer" in strategy.makes:
-            self.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
+        self._adopt_schedule(max_steps, optimizer)
         self._check_in_backward(optimizer)
         # An interrupted run or the user may have left gradients.
         model.zero_grad()
@@ -223,6 +220,13 @@ class SetUpMethods(RunMethods):
             changes=changes,
             facts=(self._shares.found.fact,),
         )
+
+    def _adopt_schedule(self, max_steps: int, optimizer: torch.optim.Optimizer) -> None:
+        """Use the schedule that an engine made, or create one for the optimizer that it made."""
+        if "scheduler" in self.strategy.makes:
+            self.lr_scheduler = self.strategy.schedule
+        elif "optimizer" in self.strategy.makes:
+            self.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
