@@ -302,9 +302,8 @@ def _exports(holder: Any) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return None
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    identity = tensor_identity(tensor)
+    return None if identity is None else identity[:2]
 
 
 def _mark(value: Any) -> Any:
