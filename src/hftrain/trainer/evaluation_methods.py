@@ -292,6 +292,7 @@ class EvaluationMethods(StepMethods):
                 output = StepOutput(outputs=task.prediction_step(inputs))
             else:
                 output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
+                self._items_check.see(output, inputs)
         if mean is not None:
             output.loss = mean.see(output.loss, count)
         self._eval_logs = output.logs

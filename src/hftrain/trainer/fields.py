@@ -45,6 +45,7 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
 from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.hub import TrainerHub
+from hftrain.trainer.items_check import ItemsCheck
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model
 from hftrain.trainer.searching import TrialRun
@@ -101,6 +102,7 @@ class TrainerFields:
     # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
     _cast: ModelCall | None
     _shares: LossShares
+    _items_check: ItemsCheck
     # Set during an evaluation of a plain model.
     _eval_mean: EvaluationMean | None
     _loaders: LoaderCache
@@ -182,6 +184,7 @@ class TrainerFields:
         self.strategy.place_model = bool(self.place_model_on_device)
         prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
         plain = self.task if isinstance(self.task, ModelTask) else None
+        self._items_check = ItemsCheck(self.task)
         self._find("label_names", list(plain.label_names) if plain else ["labels"])
         self._find("can_return_loss", plain.can_return_loss if plain else False)
         self._accepts_found = plain is not None and plain.accepts_item_count

@@ -26,7 +26,7 @@ COUNTED, PLAIN, DIVIDED = "counted", "plain", "divided"
 WHATS = (LABELS, SHIFTED, SAMPLES, SUM, COUNTED, PLAIN, DIVIDED)
 
 # How far equal losses may be apart, by the loss's dtype: sums are taken in another order.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _MOST_ELEMENTS = 1 << 24  # of the logits that are cast at once
 
 
@@ -135,7 +135,7 @@ def findings(
     value = float(loss.detach())
     if not math.isfinite(value) or not value:
         return None
-    tolerance = _TOLERANCES.get(loss.dtype, 1e-2)
+    tolerance = TOLERANCES.get(loss.dtype, 1e-2)
     return {
         (Finding(what, is_scaled), kind)
         for expected, what, kind in _hypotheses(watch, total=total, num_micro_batches=num_micro_batches)

@@ -124,6 +124,8 @@ class StepMethods(OptimizerMethods):
                     "its StepOutput holds no loss.",
                     "Return StepOutput(loss=...).",
                 )
+            if self._shares.is_on:
+                self._items_check.see(output, inputs)
             if output.logs and self._session is not None:
                 self._session.add_logs(output.logs)
             loss, outputs = output.loss, output.outputs
