@@ -81,6 +81,15 @@ def _is_alike(findings: list[Finding]) -> bool:
     return all(each.what in (*MEANS, SUM, PLAIN) and each.is_scaled == findings[0].is_scaled for each in findings)
 
 
+def _specific(findings: list[Finding] | None) -> list[Finding]:
+    """Return what a loss can be, without the model's plain mean if that is known under the name of its items too."""
+    return [each for each in findings or () if each.what != PLAIN] or findings or []
+
+
+def _is_equal(weights: list[float]) -> bool:
+    return not weights or max(weights) - min(weights) <= 1e-9 * max(weights)
+
+
 class LossFinding:
     """Find out what a plain model's loss is, on all processes alike.
 
@@ -134,21 +143,29 @@ class LossFinding:
         assert self.watch is not None
         self.watch.close()
         self._num_looks += 1
-        is_urgent = self._left is None or not _is_alike(self._left)
-        is_due = self.is_open and (is_urgent or not self._num_looks & (self._num_looks - 1))
+        is_due = self.is_open and (not self._num_looks & (self._num_looks - 1) or self._tells(weight))
         if not is_due and not self._is_restored:
             return True
         found = self._found(loss, total, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
         agreed, is_uneven = self._agreed(found, (False, True) if num_ranks > 1 else (False,), is_uneven=is_uneven)
         if agreed is None:
             return False
-        is_confirmed = self._is_restored and self.finding in agreed
+        is_confirmed = self._is_restored and any(each in _specific(self._left) for each in agreed)
         if self._is_restored and not is_confirmed:
             self._left = None  # another loss than that of the checkpoint
         self._is_restored = False
         if is_due or not is_confirmed:
             self._settle(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
         return True
+
+    def _tells(self, weight: Callable[[Finding], float]) -> bool:
+        """Return whether the micro-batch has different weights by what its loss can still be; collective."""
+        left = self._left
+        if left is None or not _is_alike(left):
+            return True
+        if self._strategy.world_size > 1 and self._strategy.device.type != "cpu":
+            return False  # to agree in each step would wait for the device
+        return not self._strategy.all_true(_is_equal([weight(each) for each in _specific(left)]))
 
     def _found(self, loss: torch.Tensor, total: Any, *, num_ranks: int, num_micro_batches: int) -> set[Finding] | None:
         watch, hooks = self.watch, self._hooks
@@ -200,8 +217,7 @@ class LossFinding:
     ) -> None:
         """Decide, if the batch tells, and go on looking if it does not; collective."""
         self._left = [each for each in found if self._left is None or each in self._left]
-        # The model's own plain mean is also found under the name of its items.
-        left = [each for each in self._left if each.what != PLAIN] or self._left
+        left = _specific(self._left)
         if not left or left[0].what == PLAIN:
             self.finding = left[0] if left else None
             is_used = not left and self._hooks.followed(has_count=has_count) is AS_IS
@@ -211,14 +227,12 @@ class LossFinding:
                 self._warn_of_following(is_used=is_used)
             return
         self.is_open = len(left) > 1
-        if self.is_open:
-            weights = [weight(each) for each in left]
-            if not self._strategy.all_true(max(weights) - min(weights) <= 1e-9 * max(weights)):
-                if not _is_alike(left):
-                    self.finding = None
-                    self._warn_of_following(is_used=self._hooks.followed(has_count=has_count) is AS_IS)
-                    return
-                self._warn_of_ambiguity(left[0])
+        if self.is_open and not self._strategy.all_true(_is_equal([weight(each) for each in left])):
+            if not _is_alike(left):
+                self.finding = None
+                self._warn_of_following(is_used=self._hooks.followed(has_count=has_count) is AS_IS)
+                return
+            self._warn_of_ambiguity(left[0])
         self.finding = left[0]
 
     # -- warnings --------------------------------------------------------------------------------------------------

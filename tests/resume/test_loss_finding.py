@@ -1,0 +1,54 @@
+"""What was proved of a loss is part of a checkpoint, and is checked again by the run that continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kinds import PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
+from support.resuming import StopAt, assert_same, outcome
+from support.tiny import Rows, make_arguments
+
+from hftrain import Trainer
+
+
+class Ordered(Trainer):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def late() -> Rows:
+    """Return samples that tell what a loss is a mean over in the third step of four alone."""
+    rows = full_rows() + full_rows()
+    rows[8:12] = make_rows()[:4]
+    return rows
+
+
+def train(folder: Path, kind: type[Words], rows: Rows, *, stop: int | None = None, resume: bool = False) -> Trainer:
+    arguments = make_arguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8, save_strategy="steps",
+        save_steps=100, learning_rate=0.1,
+    )  # fmt: skip
+    trainer = Ordered(make_model(kind), arguments, train_dataset=rows, callbacks=[StopAt(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", [Words, PerSample, Shifts])
+@pytest.mark.parametrize("rows", [make_rows, late])
+def test_resumed_run_weights_batches_as_the_uninterrupted_one(tmp_path: Path, kind: Any, rows: Any) -> None:
+    whole = outcome(train(tmp_path / "whole", kind, rows()))
+    for stop in (1, 2, 3, 5):
+        folder = tmp_path / str(stop)
+        train(folder, kind, rows(), stop=stop)
+        assert_same(outcome(train(folder, kind, rows(), resume=True)), whole)
+
+
+@pytest.mark.parametrize("changed", [PerSample, Sums])
+def test_a_loss_that_has_changed_is_proved_again(tmp_path: Path, changed: type[Words]) -> None:
+    train(tmp_path, Words, make_rows(), stop=2)
+    found = train(tmp_path, changed, make_rows(), resume=True)._shares.found.finding
+    assert found is not None
+    assert found.what == {PerSample: "samples", Sums: "sum"}[changed]
