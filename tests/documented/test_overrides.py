@@ -96,3 +96,23 @@ def test_prediction_step_override_decides_the_predictions(tmp_path: Path) -> Non
             return None, torch.ones(len(inputs["x"]), 2), None
 
     assert Ones(Net(), make_arguments(tmp_path)).predict(make_rows(3)).predictions.tolist() == [[1, 1]] * 3
+
+
+def test_files_written_into_the_folder_of_a_checkpoint_before_it_is_saved_stay(tmp_path: Path) -> None:
+    class WritesFirst(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            (folder / "more").mkdir(parents=True, exist_ok=True)
+            (folder / "tokens_state.json").write_text(str(self.state.global_step))
+            (folder / "more" / "note.txt").write_text("kept")
+            super()._save_checkpoint(model, trial)
+
+    arguments = make_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer = WritesFirst(Net(), arguments, train_dataset=make_rows())
+    trainer.train()
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert (folder / "tokens_state.json").read_text() == str(step)
+        assert (folder / "more" / "note.txt").read_text() == "kept"
+        assert (folder / "model.safetensors").exists()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -353,7 +353,7 @@ class CheckpointManager:
             self._parcels.send(files.find_staging(target), step=step)
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
-        staged = files.find_staging(target)
+        staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
         own["commit_number"] = self._number = self._last_number() + 1
         if self._parcels is not None:

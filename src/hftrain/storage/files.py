@@ -156,6 +156,20 @@ def staged_bytes(folder: Path) -> int:
     return sizes
 
 
+def take_over(target: Path, staged: Path, *, unless: tuple[str, ...]) -> Path:
+    """Copy what user code has written into a folder that is to be replaced; return the staging folder.
+
+    Args:
+        unless: Names of files that show that the folder is an older one, of which nothing is kept.
+    """
+    if target.is_dir() and not target.is_symlink() and not any((target / name).exists() for name in unless):
+        for path in target.iterdir():
+            own = staged / path.name
+            if not own.exists():
+                shutil.copytree(path, own) if path.is_dir() else shutil.copy2(path, own)
+    return staged
+
+
 def commit(staged: Path, target: Path) -> None:
     """Flush a staging folder and rename it to `target`, replacing an existing one; durable on return."""
     fsync_tree(staged)
