@@ -16,6 +16,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import hftrain
 from hftrain import (
@@ -33,6 +34,7 @@ from hftrain.step.legality import LegalityRow, legality_table
 
 DOCS = Path(__file__).resolve().parent
 SURFACE = DOCS.parent / "tests/documented/documented_surface.json"
+CLIENTS = DOCS.parent / "tests/clients/results"
 PLACE = re.compile(r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL)
 
 # Older settings with a value that differs from their default.
@@ -433,7 +435,37 @@ def readers_table() -> str:
     return table(("argument", "read by"), ((f"`{name}`", code(used.get(name, ())) or "-") for name in sorted(names)))
 
 
+def client_results() -> list[dict[str, Any]]:
+    """Return what the last `nox -s tests-clients` found, by library."""
+    found = [each for path in CLIENTS.glob("*.json") for each in json.loads(path.read_text("utf-8")).values()]
+    return sorted(found, key=lambda each: (each["library"].lower(), each["trainer"], each["what"]))
+
+
+def clients_table() -> str:
+    """List the trainers of libraries that train as with transformers' Trainer, with the largest difference."""
+    rows = []
+    for each in client_results():
+        versions = (each["versions"][name].partition("+")[0] for name in (each["library"], "transformers"))
+        gaps = (each["gaps"].get(number) for number in ("1", "2"))
+        found = ("not offered" if gap is None else "0" if gap == 0 else f"{gap:.0e}" for gap in gaps)
+        rows.append((each["library"], *versions, f"`{each['trainer']}`", each["what"], *found, each["exception"]))
+    columns = ("Library", "Version", "transformers", "Trainer", "Trained", "No accumulation", "2 steps", "Exception")
+    return table(columns, rows)
+
+
+def client_hooks_table() -> str:
+    """List the Trainer's methods that those trainers override."""
+    overriding: dict[str, set[str]] = {}
+    for each in client_results():
+        for name in each["overridden"]:
+            overriding.setdefault(name, set()).add(each["library"])
+    rows = ((f"`{name}`", ", ".join(sorted(overriding[name], key=str.lower))) for name in sorted(overriding))
+    return table(("Method", "Overridden by"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "clients": clients_table,
+    "client-hooks": client_hooks_table,
     "arguments": arguments_table,
     "argument-readers": readers_table,
     "loop": loop_table,

@@ -47,6 +47,7 @@ OPTIMIZER_PACKAGES = (
     "torchao",
     "transformers",
 )
+CLIENTS = ("trl", "adapters", "pylate")
 DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
@@ -58,7 +59,7 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: all(map(is_available, OPTIMIZER_PACKAGES)),
         f"not all of {', '.join(OPTIMIZER_PACKAGES)} are installed",
     ),
-    "clients": (lambda: is_available("trl") or is_available("adapters"), "neither trl nor adapters is installed"),
+    "clients": (lambda: any(map(is_available, CLIENTS)), f"none of {', '.join(CLIENTS)} is installed"),
     "interop": (
         lambda: is_available("transformers") and is_available("datasets"),
         "transformers or datasets is not installed",

@@ -1,4 +1,4 @@
-"""Run a client's script with each Trainer, in a process of its own, and compare what came of it."""
+"""Run clients' scripts with each Trainer, in a process of its own, and compare what came of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clients.cases import NO_GRADIENT
 from support.distributed import run_command
 
 RUN = Path(__file__).with_name("run.py")
+# Logged numbers; the trained weights are compared more closely.
 TOLERANCE = 1e-4
+WEIGHTS_TOLERANCE = 1e-6
+TIME_LIMIT_S = 1500
 
 # How fast it went is no result; neither is what transformers alone estimates or hftrain alone reports.
 TIMES = ("runtime", "_per_second", "_model_preparation_time", "total_flos", "step_time", "/time", "num_tokens")
@@ -31,6 +35,8 @@ class Outcome:
     history: list[dict[str, Any]]
     more: dict[str, Any]
     files: dict[str, list[str]]
+    trainer: str
+    overridden: list[str]
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -39,28 +45,41 @@ class Outcome:
         return found
 
 
-def run_client(
-    client: str, library: str, folder: Path, *, processes: int = 1, name: str = "", options: tuple[str, ...] = ()
-) -> Outcome:
-    """Run a client's script in a process of its own, or in several, with `transformers` or `hftrain`.
+def run_clients(
+    clients: tuple[str, ...],
+    library: str,
+    folder: Path,
+    *,
+    accumulation: tuple[int, ...],
+    processes: int = 1,
+    options: tuple[str, ...] = (),
+) -> None:
+    """Run clients' scripts in a process, or in several, with `transformers` or `hftrain`.
 
     Args:
-        client: The script's name.
-        library: Whose Trainer it derives from.
-        folder: Where the folder of this run is made.
-        processes: How many ranks torchrun starts; their weights are to be the same, to the bit.
-        name: The name of this run's folder, the library's by default.
+        clients: The scripts' modules and functions.
+        library: Whose Trainer they derive from.
+        folder: Where each has a folder.
+        accumulation: The numbers of micro-batches in a step; each client trains once for each.
+        processes: How many ranks torchrun starts.
         options: More options of `run.py`.
     """
-    place = folder / (name or library)
+    folder.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, "-W", "ignore", *(launcher if processes > 1 else []), str(RUN), client, library]
-    returncode, output = run_command([*command, str(place), *options], folder, {}, timeout_s=280)
-    assert returncode == 0, f"{client} with {library}:\n{output[-6000:]}"
+    command = [sys.executable, "-W", "ignore", *(launcher if processes > 1 else []), str(RUN), library, str(folder)]
+    numbers = ("--accumulation", *map(str, accumulation))
+    returncode, output = run_command([*command, *clients, *numbers, *options], folder, {}, timeout_s=TIME_LIMIT_S)
+    assert returncode == 0, f"{library}:\n{output[-6000:]}"
+
+
+def read_outcome(place: Path, accumulation: int, processes: int = 1) -> Outcome:
+    """Read what a run left; the weights of all ranks are to be the same, to the bit."""
     ranks = [place / f"rank-{rank}" for rank in range(processes)] if processes > 1 else [place]
+    for error in place.rglob("error.txt"):
+        raise AssertionError(f"{place}:\n{error.read_text(encoding='utf-8')}")
     found = [json.loads((rank / "result.json").read_text(encoding="utf-8")) for rank in ranks]
-    assert {each["processes"] for each in found} == {processes}
-    outcome = Outcome(ranks[0], place / "out", found[0]["history"], found[0]["more"], found[0]["files"])
+    assert {(each.pop("processes"), each.pop("accumulation")) for each in found} == {(processes, accumulation)}
+    outcome = Outcome(ranks[0], place / "out", **found[0])
     for rank in ranks[1:]:
         assert_same_bits(outcome.weights, torch.load(rank / "final.pt", weights_only=True))
     return outcome
@@ -87,7 +106,7 @@ def differences(theirs: Any, ours: Any, *, where: str = "", ignored: tuple[str, 
         ignored: Patterns of names that are not compared.
     """
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        names = {name for name in (*theirs, *ours) if not any(fnmatch(name, pattern) for pattern in ignored)}
+        names = {name for name in (*theirs, *ours) if not matches(name, ignored)}
         missing = [
             f"{where}: {name} in one of the two only" for name in sorted(names) if (name in theirs) != (name in ours)
         ]
@@ -118,28 +137,29 @@ def compare_logs(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...], mo
     )
 
 
-def compare_weights(theirs: Outcome, ours: Outcome) -> list[str]:
-    """Compare the trained weights, and those in the checkpoints."""
-    found = same_tensors(theirs.weights, ours.weights, where="weights")
+def compare_checkpoints(theirs: Outcome, ours: Outcome) -> list[str]:
+    """Compare the weights in the checkpoints."""
+    found = []
     for checkpoint, files in theirs.files.items():
         for name in files:
-            if name.endswith(".safetensors"):
-                paths = [outcome.out / checkpoint / name for outcome in (theirs, ours)]
-                if paths[1].exists():
-                    found += same_tensors(*map(load, paths), where=f"{checkpoint}/{name}")
+            paths = [outcome.out / checkpoint / name for outcome in (theirs, ours)]
+            if name.endswith(".safetensors") and paths[1].exists():
+                gap = largest_gap(*map(load, paths))
+                found += [f"{checkpoint}/{name}: {gap} apart"] if not gap <= TOLERANCE else []
     return found
 
 
-def same_tensors(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], *, where: str) -> list[str]:
-    """Name the tensors that differ by more than the tolerance."""
+def largest_gap(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two numbers at the same place; NaN if one run has other tensors."""
     if theirs.keys() != ours.keys():
-        return [f"{where}: {sorted(theirs.keys() ^ ours.keys())} in one of the two only"]
-    gaps = {
-        name: float((theirs[name].double() - ours[name].double()).abs().max())
-        for name in theirs
-        if theirs[name].numel()
-    }
-    return [f"{where}.{name}: {gap} apart" for name, gap in gaps.items() if not gap <= TOLERANCE]
+        return float("nan")
+    names = [name for name in theirs if theirs[name].numel() and not matches(name, NO_GRADIENT)]
+    return float(torch.stack([(theirs[name].double() - ours[name].double()).abs().max() for name in names]).max())
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Tell whether a name matches one of the patterns."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
@@ -166,9 +186,16 @@ def compare_files(theirs: Outcome, ours: Outcome) -> list[str]:
 def compare(
     theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = (), returned_only: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return all that differs, but for names that a rule leaves out: everywhere, or in what the script returned."""
+    """Return all that differs but the trained weights.
+
+    Args:
+        theirs: What transformers' Trainer left.
+        ours: What hftrain's left.
+        ignored: Patterns of logged names that a rule leaves out.
+        returned_only: Such names in what the script returned.
+    """
     return [
         *compare_logs(theirs, ours, ignored=ignored, more=returned_only),
         *compare_files(theirs, ours),
-        *compare_weights(theirs, ours),
+        *compare_checkpoints(theirs, ours),
     ]

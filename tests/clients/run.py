@@ -1,19 +1,23 @@
-"""Run one client's script in this process: ``python run.py CLIENT {transformers,hftrain} FOLDER``.
+"""Run clients' scripts in this process: ``python run.py {transformers,hftrain} FOLDER MODULE.FUNCTION...``.
 
-Writes FOLDER/result.json (the log history, the numbers that the script returns and the names of the checkpoints' files)
-and FOLDER/final.pt, the trained weights. Under torchrun, each rank works in FOLDER/rank-N, and the output folder is
-shared. ``--whole``, ``--stop-after STEPS`` and ``--resume`` train without the seed that the scripts set at each step,
-which would hide what a resumed run does not restore: to the end, up to a step, and on from the last checkpoint.
+Each trains once for each number after ``--accumulation``, in FOLDER/MODULE.FUNCTION/NUMBER: result.json holds the log
+history, the numbers that the function returns, the names of the checkpoints' files and the trainer's class, and
+final.pt holds the trained weights; error.txt holds the traceback instead if it fails, and the others still run. Under
+torchrun, each rank works in .../NUMBER/rank-N, and the output folder is shared. ``--whole``, ``--stop-after STEPS``
+and ``--resume`` train without the seed that the scripts set at each step, which would hide what a resumed run does not
+restore: to the end, up to a step, and on from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,29 +29,41 @@ os.environ.update(TRL_EXPERIMENTAL_SILENCE="1")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train one client with one library's Trainer, and leave what came of it in the folder."""
+    """Train clients with one library's Trainer, and leave what came of it in the folder."""
+    place: Path = options.folder.absolute()
+    os.environ["HF_HOME"] = str(place / f"cache-{os.environ.get('RANK', 0)}")
     if options.library == "hftrain":
         import hftrain.compat
 
         hftrain.compat.install()
-    import torch
-    from transformers import Trainer, set_seed
+    from transformers import Trainer
 
     assert Trainer.__module__.split(".")[0] == options.library
     logging.getLogger("httpx").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
-    shared: Path = options.folder.absolute()
-    folder = shared / f"rank-{os.environ['RANK']}" if "RANK" in os.environ else shared
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["HF_HOME"] = str(folder / "cache")
-    os.chdir(folder)
+    trainers = watch_training(Trainer, options)
+    for client, accumulation in itertools.product(options.clients, options.accumulation):
+        module, function = client.split(".")
+        train = getattr(importlib.import_module(f"scripts.{module}"), function)
+        shared = place / client / str(accumulation)
+        folder = shared / f"rank-{os.environ['RANK']}" if "RANK" in os.environ else shared
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+        try:
+            run(train, shared / "out", accumulation, trainers)
+        except Exception:
+            Path("error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+
+
+def run(train: Any, out: Path, accumulation: int, trainers: list[Any]) -> None:
+    """Train once, and write what came of it into the current folder."""
+    import torch
+    from transformers import Trainer, set_seed
+
     set_seed(7)
-    if options.whole or options.stop_after or options.resume:
-        change_training(Trainer, options)
-    script = importlib.import_module(f"scripts.{options.client}")
-    out = shared / "out"
-    trainer, more = script.train(str(out))
-    assert any(kind is Trainer for kind in type(trainer).__mro__)
+    more = train(str(out), gradient_accumulation_steps=accumulation)
+    trainer = trainers[-1]
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] not in ("transformers", "hftrain")]
     weights = {name: value.detach().clone() for name, value in trained(trainer).state_dict().items()}
     torch.save(weights, "final.pt")
     result = {
@@ -55,23 +71,33 @@ def main(options: argparse.Namespace) -> None:
         "more": more,
         "files": {f.name: sorted(files_of(f)) for f in sorted(out.glob("checkpoint-*"))},
         "processes": trainer.args.world_size,
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "trainer": type(trainer).__name__,
+        "overridden": sorted({name for kind in kinds for name in vars(kind) if is_hook(name, Trainer)}),
     }
     Path("result.json").write_text(json.dumps(result, default=float, indent=1), encoding="utf-8")
 
 
-def change_training(trainer: Any, options: argparse.Namespace) -> None:
-    """Let the scripts' `train()` stop after a number of steps or resume, and their steps keep the run's seed."""
+def is_hook(name: str, base: Any) -> bool:
+    """Tell whether a name is a method of the Trainer that a library may override."""
+    return not name.startswith("__") and callable(getattr(base, name, None))
+
+
+def watch_training(trainer: Any, options: argparse.Namespace) -> list[Any]:
+    """Return a list that gets each trainer that trains; let it stop after a number of steps or resume if asked to."""
     from scripts.parts import SeedEachStep, StopAfter
 
-    SeedEachStep.seeds = False
-    train = trainer.train
+    SeedEachStep.seeds = not (options.whole or options.stop_after or options.resume)
+    train, seen = trainer.train, []
 
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
         if options.stop_after:
             self.add_callback(StopAfter(options.stop_after))
         return train(self, *args, **{**kwargs, **({"resume_from_checkpoint": True} if options.resume else {})})
 
-    trainer.train = changed
+    trainer.train = watched
+    return seen
 
 
 def trained(trainer: Any) -> Any:
@@ -87,9 +113,10 @@ def files_of(folder: Path) -> list[str]:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser()
-    parser.add_argument("client")
     parser.add_argument("library", choices=["transformers", "hftrain"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("clients", nargs="+")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--stop-after", type=int)
     parser.add_argument("--resume", action="store_true")

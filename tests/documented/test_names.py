@@ -103,6 +103,8 @@ def test_trainer_has_the_private_names_that_clients_read(tmp_path: Path) -> None
     assert trainer._train_batch_size == 4
     assert trainer.deepspeed is None
     assert trainer.hp_search_backend is None
+    # axolotl rewrites the methods' source code unless they are there.
+    assert (Trainer._original_evaluation_loop, Trainer._original_maybe_log_save_evaluate) == ("", "")
     trainer.deepspeed = None
     with pytest.raises(ConfigError, match="strategy=DeepSpeedStrategy"):
         trainer.deepspeed = object()

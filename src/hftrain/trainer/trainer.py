@@ -109,6 +109,10 @@ class Trainer(CopiedNames):
     Source: the documented `Trainer`.
     """
 
+    # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
+    # lines of transformers', and run the rest in a module where hftrain's names are undefined.
+    _original_evaluation_loop = _original_maybe_log_save_evaluate = ""
+
     @measuring_init
     @refusing_unknown
     def __init__(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, sentences, tokenizer
+from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, fit, sentences, tokenizer
 
 
 def rows(count: int, seed: int) -> Dataset:
@@ -16,7 +16,7 @@ def rows(count: int, seed: int) -> Dataset:
     return Dataset.from_list([{**each, "labels": len(each["input_ids"]) % 2} for each in map(dict, made)])
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train one adapter; load the best checkpoint at the end."""
     from adapters import AdapterTrainer, AutoAdapterModel, BertAdapterModel  # noqa: F401
     from transformers import TrainingArguments
@@ -28,13 +28,10 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     model.train_adapter("task")
     trainer = AdapterTrainer(
         model=model,
-        args=TrainingArguments(
-            folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True, max_grad_norm=0.5
-        ),
+        args=TrainingArguments(folder, **{**ARGUMENTS, **settings}, load_best_model_at_end=True, max_grad_norm=0.5),
         train_dataset=rows(26, 1),
         eval_dataset=rows(10, 2),
         processing_class=tokenizer(),
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

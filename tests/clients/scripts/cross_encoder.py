@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
-from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, sentences, tokenizer
+from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, fit, sentences, tokenizer
 
 
 def pairs(count: int, seed: int) -> Dataset:
@@ -14,7 +14,7 @@ def pairs(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"query": left, "passage": right, "label": [len(text) % 5 / 5 for text in left]})
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train on pairs with scores; load the best checkpoint at the end."""
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
@@ -24,9 +24,7 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     tokenizer().save_pretrained("bert")
     args = CrossEncoderTrainingArguments(
         folder,
-        **ARGUMENTS,
-        eval_strategy="steps",
-        eval_steps=3,
+        **{**ARGUMENTS, **settings},
         load_best_model_at_end=True,
         lr_scheduler_type="cosine",
     )
@@ -37,5 +35,4 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
         eval_dataset=pairs(10, 3),
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, sentences, tokenizer
+from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, fit, sentences, tokenizer
 
 NAMES = {"cat", "dog", "bird", "fish"}
 
@@ -19,7 +19,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train on words with spans."""
     from gliner import GLiNER, GLiNERConfig
     from gliner.data_processing.collator import SpanDataCollator
@@ -33,12 +33,11 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     model = GLiNER.from_config(config)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, others_lr=5e-3),
+        args=TrainingArguments(folder, **{**ARGUMENTS, **settings}, others_lr=5e-3),
         train_dataset=rows(24, 1),
         eval_dataset=rows(8, 2),
         data_collator=SpanDataCollator(model.config, data_processor=model.data_processor, prepare_labels=True),
         processing_class=model.data_processor.transformer_tokenizer,
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer(*, max_length: int = 32, is_causal: bool = False) -> PreTrainedTokenizerFast:
+def tokenizer(*, max_length: int = 32, is_causal: bool = False, **tokens: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of whole words, with the special tokens of BERT, or an end of text for a language model."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, "user", "assistant", *WORDS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -30,7 +30,7 @@ def tokenizer(*, max_length: int = 32, is_causal: bool = False) -> PreTrainedTok
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
         names["mask_token"] = "[MASK]"
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **names)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **{**names, **tokens})
     made.chat_template = TEMPLATE
     return made
 
@@ -62,11 +62,19 @@ def bert_config(**more: Any) -> Any:
     )
 
 
-def llama() -> Any:
+def lora(**more: Any) -> dict[str, Any]:
+    """Return the argument of TRL's trainers that has them train adapters."""
+    from peft import LoraConfig
+
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **more}
+    return {"peft_config": LoraConfig(**settings)}
+
+
+def llama(*, seed: int = 0) -> Any:
     """Return a tiny Llama, loaded from a folder: some trainers load it again, as their reference."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(LlamaConfig)).save_pretrained("llama")
     tokenizer(is_causal=True).save_pretrained("llama")
     return LlamaForCausalLM.from_pretrained("llama", dtype=torch.float32)
@@ -116,6 +124,12 @@ class StopAfter(TrainerCallback):
             control.should_training_stop = True
 
 
+def fit(trainer: Any) -> Any:
+    """Train, and return what an evaluation reports."""
+    trainer.train()
+    return trainer.evaluate()
+
+
 # What every client's arguments have in common: a few steps, logged one by one, with evaluations and checkpoints.
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 6,
@@ -123,6 +137,8 @@ ARGUMENTS: dict[str, Any] = {
     "per_device_eval_batch_size": 4,
     "learning_rate": 1e-2,
     "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
     "save_strategy": "steps",
     "save_steps": 3,
     "report_to": "none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
-from scripts.parts import ARGUMENTS, SeedEachStep, num_to_evaluate, sentences
+from scripts.parts import ARGUMENTS, SeedEachStep, fit, num_to_evaluate, sentences
 from scripts.sentence_transformer import backbone
 
 
@@ -15,7 +15,7 @@ def pairs(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"sentence1": left, "sentence2": right, "score": [len(text) % 5 / 5 for text in left]})
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train on pairs with similarities, with accumulation and evaluations."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
@@ -23,13 +23,10 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     model = backbone()
     trainer = SentenceTransformerTrainer(
         model=model,
-        args=SentenceTransformerTrainingArguments(
-            folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2
-        ),
+        args=SentenceTransformerTrainingArguments(folder, **{**ARGUMENTS, **settings}),
         train_dataset=pairs(32, 1),
         eval_dataset=pairs(num_to_evaluate(10), 3),
         loss=CosineSimilarityLoss(model),
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

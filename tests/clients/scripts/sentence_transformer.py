@@ -28,7 +28,7 @@ def pairs(count: int, seed: int) -> Dataset:
     )
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train on pairs with labels; evaluate with the loss and with an evaluator."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
@@ -36,9 +36,7 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
 
     model = backbone()
     loss = SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
-    args = SentenceTransformerTrainingArguments(
-        folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2, max_grad_norm=0.5
-    )
+    args = SentenceTransformerTrainingArguments(folder, **{**ARGUMENTS, **settings}, max_grad_norm=0.5)
     evaluator = EmbeddingSimilarityEvaluator(
         sentences(12, seed=5), sentences(12, seed=6), [i / 12 for i in range(12)], name="made-up"
     )
@@ -54,4 +52,4 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     trainer.train()
     trainer.trained_module = loss
     trainer.save_model(f"{folder}/final")
-    return trainer, trainer.evaluate()
+    return trainer.evaluate()

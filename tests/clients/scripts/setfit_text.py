@@ -15,7 +15,7 @@ def texts(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"text": made, "label": [number % 2 for number in range(count)]})
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, gradient_accumulation_steps: int) -> dict[str, Any]:
     """Train the sentence encoder on pairs of texts, then the classifier on its vectors."""
     from setfit import SetFitModel, Trainer, TrainingArguments
 
@@ -43,9 +43,8 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
         callbacks=[SeedEachStep()],
     )
     trainer.train()
-    inner = trainer.st_trainer
-    inner.trained_module = model.model_body
-    return inner, {"accuracy": trainer.evaluate()["accuracy"], "coefficients": model.model_head.coef_.ravel().tolist()}
+    trainer.st_trainer.trained_module = model.model_body
+    return {"accuracy": trainer.evaluate()["accuracy"], "coefficients": model.model_head.coef_.ravel().tolist()}
 
 
 def accuracy(predicted: Any, labels: Any) -> dict[str, float]:

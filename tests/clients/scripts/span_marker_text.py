@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, sentences, tokenizer
+from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, fit, sentences, tokenizer
 
 NAMES = {"cat", "dog", "bird", "fish"}
 
@@ -37,7 +37,7 @@ class Scores:
         return {f"overall_{name}": float(score(self.references, self.predictions)) for name, score in kinds.items()}
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train on words with classes."""
     from span_marker import SpanMarkerModel, Trainer, evaluation
     from transformers import BertModel, TrainingArguments
@@ -50,13 +50,12 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
         "bert", labels=["O", "ANIMAL"], model_max_length=32, marker_max_length=16, entity_max_length=2
     )
     # The whole evaluation in one batch: the means of ragged batches are weighed by labels here, there by samples.
-    whole = {"per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 3}
+    whole = {"per_device_eval_batch_size": 8}
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(folder, **{**ARGUMENTS, **whole}),
+        args=TrainingArguments(folder, **{**ARGUMENTS, **whole, **settings}),
         train_dataset=rows(24, 1),
         eval_dataset=rows(8, 2),
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
-from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, sentences, tokenizer
+from scripts.parts import ARGUMENTS, SeedEachStep, bert_config, fit, sentences, tokenizer
 
 
 def pairs(count: int, seed: int) -> Dataset:
@@ -13,7 +13,7 @@ def pairs(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"query": sentences(count, seed=seed), "passage": sentences(count, seed=seed + 1)})
 
 
-def train(folder: str) -> tuple[Any, dict[str, Any]]:
+def train(folder: str, **settings: Any) -> dict[str, Any]:
     """Train SPLADE on pairs."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
@@ -24,7 +24,7 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     BertForMaskedLM(bert_config()).save_pretrained("bert")
     tokenizer().save_pretrained("bert")
     model = SparseEncoder(modules=[MLMTransformer("bert", max_seq_length=16), SpladePooling()], device="cpu")
-    args = SparseEncoderTrainingArguments(folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3)
+    args = SparseEncoderTrainingArguments(folder, **{**ARGUMENTS, **settings})
     loss = SpladeLoss(
         model,
         SparseMultipleNegativesRankingLoss(model),
@@ -39,5 +39,4 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
         loss=loss,
         callbacks=[SeedEachStep()],
     )
-    trainer.train()
-    return trainer, trainer.evaluate()
+    return fit(trainer)

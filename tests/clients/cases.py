@@ -1,0 +1,135 @@
+"""The clients: which library, in which environment, what of it is compared, and what is known to differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENVIRONMENTS = ("current", "previous", "pylate", "llamafactory", "axolotl")
+
+# Weights whose gradient is only rounding: softmax does not change if all keys move together. Adam makes steps of it.
+NO_GRADIENT = ("*.attention.self.key.bias",)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A trainer of a library, as one of the `scripts` trains it.
+
+    Args:
+        environment: Where it is installed, as requirements-ENVIRONMENT.txt says.
+        library: The distribution's name.
+        script: The module and the function.
+        what: What the function trains, for the table.
+        ignored: Patterns of logged names that are not compared.
+        returned_only: Such names in what an evaluation returns.
+        exception: What they are, for the table.
+        accumulation: The numbers of micro-batches in a step.
+        apart: Those with which the weights differ, for the reason that `exception` gives.
+    """
+
+    environment: str
+    library: str
+    script: str
+    what: str = ""
+    ignored: tuple[str, ...] = ()
+    returned_only: tuple[str, ...] = ()
+    exception: str = ""
+    accumulation: tuple[int, ...] = (1, 2)
+    apart: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The name of its test."""
+        return f"{self.environment}-{self.script}"
+
+
+def trl(script: str, what: str = "", *, environment: str = "current", truncated: bool = False) -> Client:
+    """Return a trainer of TRL that reads its answers."""
+    ignored, exception = (("rewards/*",), REWARDS) if truncated else ((), "")
+    return Client(environment, "trl", f"trl_texts.{script}", what, ignored, (), exception)
+
+
+def generating(script: str, what: str = "") -> Client:
+    """Return a trainer of TRL that generates its answers."""
+    return Client("current", "trl", f"trl_online.{script}", what, ignored=("eval_*",), exception=ANSWERS)
+
+
+def sentences(script: str, what: str = "") -> Client:
+    """Return a trainer of sentence-transformers."""
+    return Client("current", "sentence-transformers", script, what, returned_only=("epoch",), exception=EPOCH)
+
+
+def factory(stage: str, what: str = "") -> Client:
+    """Return a stage of LLaMA-Factory."""
+    script = f"llamafactory_stages.{stage}"
+    return Client("llamafactory", "llamafactory", script, what or f"stage `{stage}`", ("eval_loss",), (), SAMPLES)
+
+
+def axolotl(script: str, what: str = "") -> Client:
+    """Return a configuration of axolotl."""
+    return Client("axolotl", "axolotl", f"axolotl_configs.{script}", what, ("eval_*", "tokens/*"), (), FIRST)
+
+
+FIRST = "evaluation results; it measures speed with its own clock"
+SAMPLES = "`eval_loss` is weighted by items"
+REWARDS = "logged rewards of a step with a short batch"
+UNEVEN = "`eval_loss` is a mean over series"
+SUMMED = "transformers sums the losses of a step"
+HALVED = "`grad_norm` with accumulation"
+ANSWERS = "answers generated in evaluations differ"
+EPOCH = "`evaluate()` also returns the epoch"
+
+CLIENTS = (
+    trl("sft"),
+    trl("sft_answers", "loss of the answers only"),
+    trl("sft_packing", "packed texts"),
+    trl("sft_lora", "LoRA"),
+    trl("dpo"),
+    trl("dpo_lora", "LoRA"),
+    trl("kto"),
+    trl("kto_lora", "LoRA"),
+    trl("orpo", truncated=True),
+    trl("cpo", truncated=True),
+    trl("gkd"),
+    trl("reward"),
+    trl("reward_lora", "LoRA"),
+    generating("grpo"),
+    generating("grpo_lora", "LoRA"),
+    generating("rloo"),
+    generating("rloo_lora", "LoRA"),
+    sentences("sentence_transformer.train", "loss with weights of its own"),
+    sentences("sentence_pairs.train"),
+    sentences("cross_encoder.train"),
+    sentences("sparse_encoder.train"),
+    Client("current", "setfit", "setfit_text.train", accumulation=(1,)),
+    Client("current", "FlagEmbedding", "flag_embedding.embedder"),
+    Client("current", "FlagEmbedding", "flag_embedding.m3"),
+    Client("current", "FlagEmbedding", "flag_embedding.reranker"),
+    Client("current", "chronos-forecasting", "chronos_series.train", "`fit`", ("eval_loss",), (), UNEVEN),
+    Client(
+        "current",
+        "chronos-forecasting",
+        "chronos_series.lora",
+        "`fit`, LoRA",
+        ("eval_loss",),
+        (),
+        UNEVEN,
+    ),
+    Client("current", "mlflow", "mlflow_runs.train", "`mlflow.transformers.autolog()`", exception=SUMMED, apart=(2,)),
+    Client("previous", "adapters", "adapters_text.train", exception=SUMMED, apart=(2,)),
+    Client("previous", "span-marker", "span_marker_text.train", "evaluated in one batch", exception=SUMMED, apart=(2,)),
+    Client("previous", "gliner", "gliner_text.train"),
+    Client("previous", "granite-tsfm", "granite_series.train", "TinyTimeMixer"),
+    Client("pylate", "pylate", "pylate_pairs.train", "ColBERT", ("grad_norm",), ("epoch",), f"{HALVED}; {EPOCH}"),
+    factory("sft"),
+    factory("sft_lora", "stage `sft`, LoRA"),
+    factory("pt"),
+    factory("dpo"),
+    factory("kto"),
+    factory("rm"),
+    axolotl("completion"),
+    axolotl("packing", "packed texts"),
+    axolotl("lora", "LoRA"),
+    axolotl("dpo", "`rl: dpo`"),
+    trl("prm", environment="axolotl"),
+    trl("bco", environment="axolotl"),
+)
