@@ -24,7 +24,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         }
         return items if type(tree) is dict else _rebuild_mapping(tree, items)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, function) for value in tree))
+        # Not the constructor: PackedSequence's checks and converts what it gets.
+        return type(tree)._make(map_tensors(value, function) for value in tree)  # type: ignore[attr-defined]
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(value, function) for value in tree)
     return tree

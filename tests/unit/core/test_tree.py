@@ -115,3 +115,11 @@ def test_detach_cuts_the_graph_and_shares_memory() -> None:
     cut = detach({"a": (weight * 1, weight), "b": 1})
     assert not any(tensor.requires_grad for tensor in cut["a"])
     assert cut["a"][1].data_ptr() == weight.data_ptr()
+
+
+def test_map_visits_a_packed_sequence_as_it_is() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    seen: list[torch.Tensor] = []
+    visited = map_tensors(packed, seen.append)
+    assert type(visited) is type(packed)
+    assert [tensor.tolist() for tensor in seen] == [packed.data.tolist(), packed.batch_sizes.tolist()]
