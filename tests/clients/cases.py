@@ -19,7 +19,7 @@ class Client:
         library: The distribution's name.
         script: The module and the function.
         what: What the function trains, for the table.
-        ignored: Patterns of logged names that are not compared.
+        ignored: Patterns of logged names, and names of files, that are not compared.
         returned_only: Such names in what an evaluation returns.
         exception: What they are, for the table.
         accumulation: The numbers of micro-batches in a step.
@@ -44,7 +44,7 @@ class Client:
 
 def trl(script: str, what: str = "", *, environment: str = "current", truncated: bool = False) -> Client:
     """Return a trainer of TRL that reads its answers."""
-    ignored, exception = (("rewards/*",), REWARDS) if truncated else ((), "")
+    ignored, exception = (("rewards/*", "logps/*"), REWARDS) if truncated else ((), "")
     return Client(environment, "trl", f"trl_texts.{script}", what, ignored, (), exception)
 
 
@@ -58,20 +58,23 @@ def sentences(script: str, what: str = "") -> Client:
     return Client("current", "sentence-transformers", script, what, returned_only=("epoch",), exception=EPOCH)
 
 
-def factory(stage: str, what: str = "") -> Client:
+def factory(stage: str, what: str = "", *, per_token: bool = False) -> Client:
     """Return a stage of LLaMA-Factory."""
+    ignored, exception = (("eval_loss",), TOKENS) if per_token else ((), "")
     script = f"llamafactory_stages.{stage}"
-    return Client("llamafactory", "llamafactory", script, what or f"stage `{stage}`", ("eval_loss",), (), SAMPLES)
+    return Client("llamafactory", "llamafactory", script, what or f"stage `{stage}`", ignored, (), exception)
 
 
 def axolotl(script: str, what: str = "") -> Client:
     """Return a configuration of axolotl."""
-    return Client("axolotl", "axolotl", f"axolotl_configs.{script}", what, ("eval_*", "tokens/*"), (), FIRST)
+    return Client(
+        "axolotl", "axolotl", f"axolotl_configs.{script}", what, ("eval_*", "tokens/*", "tokens_state.json"), (), FIRST
+    )
 
 
-FIRST = "evaluation results; it measures speed with its own clock"
-SAMPLES = "`eval_loss` is weighted by items"
-REWARDS = "logged rewards of a step with a short batch"
+FIRST = "`eval_loss` is a mean over tokens; `tokens_state.json` is missing in checkpoints"
+TOKENS = "`eval_loss` is a mean over tokens"
+REWARDS = "logged `rewards/` and `logps/` of a step with a short batch"
 UNEVEN = "`eval_loss` is a mean over series"
 SUMMED = "transformers sums the losses of a step"
 HALVED = "`grad_norm` with accumulation"
@@ -120,9 +123,9 @@ CLIENTS = (
     Client("previous", "gliner", "gliner_text.train"),
     Client("previous", "granite-tsfm", "granite_series.train", "TinyTimeMixer"),
     Client("pylate", "pylate", "pylate_pairs.train", "ColBERT", ("grad_norm",), ("epoch",), f"{HALVED}; {EPOCH}"),
-    factory("sft"),
-    factory("sft_lora", "stage `sft`, LoRA"),
-    factory("pt"),
+    factory("sft", per_token=True),
+    factory("sft_lora", "stage `sft`, LoRA", per_token=True),
+    factory("pt", per_token=True),
     factory("dpo"),
     factory("kto"),
     factory("rm"),
@@ -130,6 +133,6 @@ CLIENTS = (
     axolotl("packing", "packed texts"),
     axolotl("lora", "LoRA"),
     axolotl("dpo", "`rl: dpo`"),
-    trl("prm", environment="axolotl"),
+    Client("axolotl", "trl", "trl_texts.prm", exception=SUMMED, apart=(2,)),
     trl("bco", environment="axolotl"),
 )

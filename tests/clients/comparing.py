@@ -169,13 +169,13 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def compare_files(theirs: Outcome, ours: Outcome) -> list[str]:
+def compare_files(theirs: Outcome, ours: Outcome, ignored: tuple[str, ...]) -> list[str]:
     """Compare the names of the checkpoints and of their files; hftrain's hold a manifest more."""
     if list(theirs.files) != list(ours.files):
         return [f"checkpoints: {list(theirs.files)} and {list(ours.files)}"]
     found = []
     for checkpoint, files in theirs.files.items():
-        missing = set(files) - set(ours.files[checkpoint])
+        missing = set(files) - set(ours.files[checkpoint]) - set(ignored)
         extra = set(ours.files[checkpoint]) - set(files) - OURS
         found += [
             f"{checkpoint}: {sorted(names)} {word}" for names, word in ((missing, "missing"), (extra, "extra")) if names
@@ -196,6 +196,6 @@ def compare(
     """
     return [
         *compare_logs(theirs, ours, ignored=ignored, more=returned_only),
-        *compare_files(theirs, ours),
+        *compare_files(theirs, ours, ignored),
         *compare_checkpoints(theirs, ours),
     ]

@@ -25,7 +25,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return items if type(tree) is dict else _rebuild_mapping(tree, items)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         # Not the constructor: PackedSequence's checks and converts what it gets.
-        return type(tree)._make(map_tensors(value, function) for value in tree)  # type: ignore[attr-defined]
+        return tuple.__new__(type(tree), (map_tensors(value, function) for value in tree))
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(value, function) for value in tree)
     return tree
