@@ -29,6 +29,8 @@ _LAYOUTS = frozenset(
 # NumPy numbers that a Python number can replace in any computation, bit for bit.
 _NUMBERS = (numpy.bool_, numpy.float64, numpy.int64)
 
+_COMMON = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
 
 class _NotPlain(Exception):
     """A value cannot be written; `place` is where it is in the structure."""
@@ -257,6 +259,8 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _is_stored(dtype: torch.dtype) -> bool:
+    if dtype in _COMMON:  # saves the import of torch's writer before the first step
+        return True
     try:
         torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
     except KeyError:

@@ -83,6 +83,7 @@ class FileMethods(TrainerFields):
         what does not exist yet. Generators are saved for each process, the rest by the main process.
 
         Example:
+            >>> from hftrain import Trainer
             >>> class TwoOptimizers(Trainer):
             ...     def checkpoint_objects(self):
             ...         return {"critic": self.critic_optimizer}

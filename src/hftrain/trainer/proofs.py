@@ -63,13 +63,14 @@ class Watch:
     Args:
         model: Not wrapped.
         labels_of: Returns the labels among the model's arguments, or None.
-        notes: Whether a count that records its reads can be passed to the model.
+        is_copied: Whether copies of the model on other devices run, whose calls and reads cannot be observed.
     """
 
     def __init__(
-        self, model: nn.Module, labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None], *, notes: bool
+        self, model: nn.Module, labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None], *, is_copied: bool
     ) -> None:
-        self._model, self._labels_of, self._notes = model, labels_of, notes
+        self._model, self._labels_of, self._is_copied = model, labels_of, is_copied
+        self.is_open = False
         self._labels: torch.Tensor | None = None
         self._note: Note | None = None
         self.calls: list[Call] = []
@@ -78,19 +79,26 @@ class Watch:
         """Start to observe; return the count to pass on. Taken now, because a loss may take the labels away."""
         call = ModelCall.of(self._model)
         self._labels = self._labels_of(batch) if isinstance(batch, Mapping) else None
-        self._note = Note() if count is not None and self._notes and not call.is_compiled else None
-        self.calls = []
-        call.set(observe=self._see)
+        self._note = Note() if count is not None and not self._is_copied and not call.is_compiled else None
+        self.calls, self.is_open = [], True
+        if not self._is_copied:
+            call.set(observe=self._see)
         return count if self._note is None else NotedCount.make(count, self._note)
 
     def close(self) -> None:
         """Stop observing; safe to call twice."""
+        self.is_open = False
         ModelCall.of(self._model).set(observe=None)
 
     @property
     def is_read(self) -> bool | None:
         """Whether code read the count; None if that is unknown. A loss cannot be divided by a count that is unread."""
         return None if self._note is None else self._note.is_read
+
+    def note(self, inputs: Any, outputs: Any, *, takes_count: bool) -> None:
+        """Take the documented compute_loss's call of copies of the model, which is not observed itself."""
+        if self._is_copied and isinstance(inputs, Mapping):
+            self._see((), {**inputs, "num_items_in_batch": takes_count or None}, outputs)
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         named = {**dict(zip(forward_parameters(self._model), args, strict=False)), **kwargs}

@@ -41,9 +41,8 @@ class LossShares:
         watch = None
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
-            # Copies on other devices cannot record reads.
             is_copied = getattr(strategy, "num_devices", 1) > 1
-            watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, notes=not is_copied)
+            watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, is_copied=is_copied)
         self.found = LossFinding(hooks, self.plain, strategy, watch)
         self.has_weighed = self._is_paused = self._is_first = False
         self._num_whole = 0
