@@ -307,6 +307,12 @@ class Forwards(Trainer):
 CANNOT = "Cannot prove what the loss of"
 
 
+class Silent(Words):
+    """Gets no count, so that transformers averages over micro-batches."""
+
+    accepts_loss_kwargs = False
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "options", "num"),
     [
@@ -324,7 +330,7 @@ def test_what_cannot_be_proved_of_the_users_own_loss_is_said_once(
     for method in ("train", "evaluate"):
         caplog.clear()
         arguments = make_arguments(tmp_path, max_steps=2, **sizes)
-        trainer = kind(make_model(Words), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
+        trainer = kind(make_model(Silent), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
         getattr(trainer, method)()
         assert caplog.text.count(CANNOT) == num, method
 
@@ -333,7 +339,7 @@ def test_a_loss_that_cannot_be_proved_is_averaged_over_micro_batches_alike(tmp_p
     expected = make_model(Words)
     for start in range(0, NUM_ROWS, 2):
         (expected(**batch_of(make_rows()[start : start + 2]))["logits"].square().mean() / 4).backward()
-    found = gradient(tmp_path, Words, size=2, trainer=PerPosition)
+    found = gradient(tmp_path, Silent, size=2, trainer=PerPosition)
     # The order of the samples is drawn, and every one has as many logits.
     torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
 
@@ -384,7 +390,7 @@ def test_containers_in_a_model_see_its_calls_once(tmp_path: Path) -> None:
     assert model.notes["sizes"] is sizes
 
 
-class Draws(Words):
+class Draws(Silent):
     """Draws random numbers."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -517,3 +523,124 @@ class DividesItself(Trainer):
 def test_a_mean_that_is_divided_by_the_micro_batches_already_is_used_as_it_is(tmp_path: Path) -> None:
     found = gradient(tmp_path, Divides, size=2, trainer=DividesItself)
     torch.testing.assert_close(found, averaged(Divides, 2), rtol=1e-6, atol=1e-9)
+
+
+class Counts(Trainer):
+    """A loss of the user's own for a model that takes the count, which transformers uses as it is."""
+
+    divisor = 1
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(inputs["x"])
+        loss = outputs["logits"].square().mean() / self.divisor
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividesByHand(Counts):
+    divisor = 4
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(Counts, 4), (DividesByHand, 1)])
+def test_a_loss_of_which_nothing_is_known_is_used_as_transformers_does(
+    tmp_path: Path, kind: type[Counts], factor: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = make_model(Words)
+    (factor * expected(**batch_of(full_rows()))["logits"].square().mean()).backward()
+    found = gradient(tmp_path, Words, size=2, trainer=kind, rows=full_rows())
+    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+    assert caplog.text.count("As in transformers it is used as it is") == 1
+
+
+class Weighted(Words):
+    """Weights one class, which some batches lack."""
+
+    accepts_loss_kwargs = False
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        weight = torch.ones(NUM_CLASSES).double()
+        weight[-1] = 9
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+
+def test_a_proof_that_a_later_batch_contradicts_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**row, "labels": row["labels"].clamp(max=NUM_CLASSES - 2)} for row in make_rows() * 2]
+    rows[9]["labels"][0] = NUM_CLASSES - 1
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    arguments = make_arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2, learning_rate=0.0
+    )
+    trainer = Ordered(make_model(Weighted), arguments, train_dataset=rows)
+    trainer.train()
+    assert trainer._shares.found.finding is None or trainer._shares.found.finding.what == "plain"
+    assert caplog.text.count("Cannot prove what the loss of Weighted is a mean over") == 1
+
+
+class Masks(Trainer):
+    """Leaves labels out that the batch counts."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"].clone()
+        labels[:, 0] = -100
+        outputs = model(inputs["x"], labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def test_a_mean_over_other_labels_than_those_of_the_batch_is_not_weighted_by_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(42)).tolist()
+    model, rows = make_model(Silent), make_rows()
+    for start in range(0, NUM_ROWS, 2):
+        batch = batch_of([rows[index] for index in order[start : start + 2]])
+        batch["labels"][:, 0] = -100
+        (model(**batch)["loss"] / 4).backward()
+    found = gradient(tmp_path, Silent, size=2, trainer=Masks)
+    torch.testing.assert_close(found, gradient_of(model), rtol=1e-6, atol=1e-9)
+    assert caplog.text.count(CANNOT) == 1
+
+
+class OtherCount(Trainer):
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return torch.tensor(sum(len(batch["labels"]) for batch in batch_samples))
+
+
+def test_a_count_of_the_users_own_that_nothing_divides_by_changes_nothing(tmp_path: Path) -> None:
+    found = gradient(tmp_path, Silent, size=2, trainer=OtherCount)
+    torch.testing.assert_close(found, whole(Silent)[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its compiler
+def test_a_compiled_loss_that_takes_the_count_is_called(tmp_path: Path) -> None:
+    @torch.compile(backend="eager")
+    def compiled(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+    class Compiled(Divides):
+        def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return compiled(logits, labels, kwargs["num_items_in_batch"])
+
+    def function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return compiled(outputs["logits"], labels, num_items_in_batch)
+
+    for kind, options in ((Compiled, {}), (Words, {"compute_loss_func": function})):
+        found = gradient(tmp_path, kind, size=2, **options)
+        torch.testing.assert_close(found, whole(Words)[1], rtol=1e-6, atol=1e-9)
+
+
+def test_no_output_of_a_model_is_kept(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1)
+    model = make_model(Divides)
+    trainer = Trainer(model, arguments, train_dataset=make_rows(), eval_dataset=make_rows())
+    trainer.train()
+    trainer.evaluate()
+    assert trainer._shares.found.watch is not None
+    assert not trainer._shares.found.watch.calls
+    assert model._compiled_call_impl is None

@@ -246,12 +246,12 @@ class ModelTask(TaskModule):
         """Return the number of items of a kind in a batch, without synchronising; 1 for ``"sum"``.
 
         Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
-        shifted them (`shift_labels`). Without integer labels the samples are counted.
+        shifted them (`shift_labels`). Without labels the samples are counted.
         """
         if kind == SUM:
             return 1
         labels = self.label_tensor(batch) if kind != SAMPLES else None
-        if labels is None or labels.is_floating_point():
+        if labels is None:
             return self.num_samples(batch)
         return count_labels(labels[..., 1:] if kind == SHIFTED and batch.get("shift_labels") is None else labels)
 

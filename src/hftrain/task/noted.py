@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,10 @@ class NotedCount(torch.Tensor):
     @classmethod
     def make(cls, count: int | torch.Tensor, note: Note) -> NotedCount:
         """Return a noted count of the same value."""
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None:
+            # Code that is compiled runs as written where it meets the count.
+            dynamo.config.nontraceable_tensor_subclasses.add(cls)
         noted = torch.as_tensor(count).detach().as_subclass(cls)
         noted.note = note
         return noted

@@ -30,6 +30,8 @@ class EvaluationMean:
     def __init__(self, task: ModelTask, strategy: Strategy, shares: LossShares) -> None:
         self._task, self._strategy, self._shares = task, strategy, shares
         self._num_batches, self._numbers = 0, set[int]()
+        # The numbers of items in the batch that is looked at.
+        self._batch: Mapping[str, Any] | None = None
         self._left: set[str] | None = None
         hooks, said = shares.hooks, declared(shares.hooks, task)
         # Loss, once: divided by the count that was passed to it, and what is to be undone of the factor of ranks.
@@ -40,34 +42,33 @@ class EvaluationMean:
         elif said is ALIKE:
             self.kinds = (SAMPLES,)
 
-    def open(self, batch: Any, count: Any) -> Any:
-        """Start to observe the loss of a batch, if it is looked at; return the count to pass on."""
+    def open(self, batch: Any) -> None:
+        """Start to observe the loss of a batch, if it is looked at."""
         self._num_batches += 1
-        is_known = self.kinds is not _ROWS or (self._left is not None and len(self._left) == 1)
-        self._is_looking = not is_known and not self._num_batches & (self._num_batches - 1)
-        watch = self._shares.found.watch
-        if not self._is_looking or watch is None:
-            return count
+        watch, self._batch = self._shares.found.watch, None
+        if self.kinds is not _ROWS or self._num_batches & (self._num_batches - 1) or watch is None:
+            return
+        self._batch = {kind: self._task.count_as(kind, batch) for kind in KINDS}
         self._numbers |= label_numbers(self._task.label_tensor(batch))
-        return watch.open(batch, count)
+        watch.open(batch)
 
     def see(self, loss: torch.Tensor | None, count: Any) -> torch.Tensor | None:
         """Return the batch's loss without a factor of ranks that its code applied; prove what it is a mean over."""
-        if self._is_looking:
-            self._look(loss, count)
+        if self._batch is not None:
+            self._look(loss, self._batch, count)
         return loss if loss is None or self._scale == 1 else loss * self._scale
 
-    def _look(self, loss: torch.Tensor | None, count: Any) -> None:
+    def _look(self, loss: torch.Tensor | None, counts: Mapping[str, Any], count: Any) -> None:
         watch, num_ranks = self._shares.found.watch, self._shares.num_ranks
         assert watch is not None
-        scales = self._shares.found.scales(num_ranks, has_count=count is not None)
-        watch.close()
+        calls = watch.close()
+        if loss is None:
+            return
         total = None if count is None else float(count)
-        found = None if loss is None else findings(loss, watch, total=total, scales=scales)
+        scales = self._shares.found.scales(num_ranks, has_count=count is not None)
+        found = findings(loss, calls, counts=counts, total=total, scales=scales)
         if found is None:
             return
-        if watch.is_read is False:
-            self._is_counted = False
         plain = {finding for finding, _ in found if finding.what in (*KINDS, PLAIN)}
         counted = {finding.is_scaled: kind for finding, kind in found if finding.what == COUNTED}
         left = {finding.what for finding in plain} - {PLAIN}

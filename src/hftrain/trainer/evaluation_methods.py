@@ -277,12 +277,13 @@ class EvaluationMethods(StepMethods):
         inputs = self._prepare_inputs(inputs)
         task = self.task
         count, mean = self._shares.count_for_evaluation(inputs), self._eval_mean
-        given = count if mean is None else mean.open(inputs, count)
+        if mean is not None:
+            mean.open(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if isinstance(task, ModelTask):
                 ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
                 output = task.predict_batch(
-                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=given),
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count),
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,

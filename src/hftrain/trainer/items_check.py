@@ -43,9 +43,10 @@ class ItemsCheck:
         self._num_left -= 1
         logits = output.outputs.get("logits") if isinstance(output.outputs, Mapping) else output.outputs
         labels = output.labels
-        if not isinstance(logits, torch.Tensor) or len(label_numbers(labels)) < 2:
+        is_exact = output.loss.dtype.itemsize >= 4
+        if not isinstance(logits, torch.Tensor) or not is_exact or len(label_numbers(labels)) < 2:
             return
-        loss, tolerance = float(output.loss.detach()), TOLERANCES.get(output.loss.dtype, 1e-2)
+        loss, tolerance = float(output.loss.detach()), TOLERANCES[output.loss.dtype]
         numbers = {
             kind: num or batch_size_of(labels)
             for kind, mean, num in means_of(logits.detach(), labels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from hftrain.checkpoint.participants import InManifest
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
+from hftrain.task.introspect import takes_item_count
 from hftrain.task.items import LABELS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.proofs import COUNTED, PLAIN, WHATS, Finding, Watch, findings
+from hftrain.trainer.proofs import COUNTED, PLAIN, WHATS, Call, Finding, Watch, findings
 
 logger = get_logger(__name__)
 
@@ -52,6 +53,11 @@ class LossHooks:
         return self.compute_loss_func is None and not self.is_overridden("compute_loss")
 
     @property
+    def function_takes_count(self) -> bool:
+        """Whether the loss function, or another library's marker for one, is given the count."""
+        return not callable(self.compute_loss_func) or takes_item_count(self.compute_loss_func)
+
+    @property
     def takes_count(self) -> bool:
         """Whether transformers counts items: for a model that accepts the count, or for a loss function."""
         return self.accepts_count or self.compute_loss_func is not None
@@ -60,7 +66,8 @@ class LossHooks:
         """Return how transformers treats the loss."""
         if self.is_scaled is not None:
             return AS_IS if self.is_scaled else ALIKE
-        return AS_IS if (self.accepts_count and has_count) or self.compute_loss_func is not None else ALIKE
+        is_given = has_count if self.compute_loss_func is None else self.function_takes_count
+        return AS_IS if is_given and self.takes_count else ALIKE
 
 
 def declared(hooks: LossHooks, task: ModelTask | None) -> Finding | None:
@@ -81,11 +88,6 @@ def _is_alike(findings: list[Finding]) -> bool:
     return all(each.what in (*MEANS, SUM, PLAIN) and each.is_scaled == findings[0].is_scaled for each in findings)
 
 
-def _specific(findings: list[Finding] | None) -> list[Finding]:
-    """Return what a loss can be, without the model's plain mean if that is known under the name of its items too."""
-    return [each for each in findings or () if each.what != PLAIN] or findings or []
-
-
 def _is_equal(weights: list[float]) -> bool:
     return not weights or max(weights) - min(weights) <= 1e-9 * max(weights)
 
@@ -98,17 +100,17 @@ class LossFinding:
 
     Attributes:
         finding: What the loss is; None until it is proved, or if it cannot be.
-        is_open: Whether a proof is still sought.
+        is_open: Whether a proof is sought, or checked: what holds for some batches may not hold for others.
     """
 
     def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: Watch | None) -> None:
-        self._hooks, self._strategy, self.watch = hooks, strategy, watch
-        self._task = task
+        self._hooks, self._task, self._strategy, self.watch = hooks, task, strategy, watch
         self.finding = declared(hooks, task)
         self.is_declared = self.finding is not None
         self.is_open = not self.is_declared
-        if self.is_open and hooks.is_plain and hooks.accepts_count:
-            # Declared by the model, unless it turns out not to read the count.
+        # A model that accepts the count is taken to divide by it, unless it turns out not to read it.
+        self._is_given = self.is_open and hooks.is_plain and hooks.accepts_count
+        if self._is_given:
             self.finding = Finding(COUNTED, is_scaled=True)
         self._num_looks = 0
         # What it can still be after all looks; None before the first.
@@ -116,13 +118,35 @@ class LossFinding:
         self._is_restored = self._has_warned = False
 
     @property
-    def is_looking(self) -> bool:
-        """Whether the next step's first micro-batch is to be observed."""
-        return self.is_open or self._is_restored
+    def candidates(self) -> list[Finding]:
+        """What the loss can still be, without the model's plain mean if that is known under another name too."""
+        left = self._left or []
+        return [each for each in left if each.what != PLAIN] or left
+
+    def is_scheduled(self) -> bool:
+        """Return whether the next step is looked at in any case: ever more rarely, because it reads from the device."""
+        if not self.is_open:
+            return self._is_restored
+        self._num_looks += 1
+        is_new = self._left is None and self._num_looks <= 8
+        return self._is_restored or is_new or not self._num_looks & (self._num_looks - 1)
+
+    def tells(self, weight: Callable[[Finding], float]) -> bool:
+        """Return whether a micro-batch has different weights by what its loss can still be; collective.
+
+        It is then looked at, too.
+        """
+        candidates = self.candidates
+        if not self.is_open or len(candidates) < 2:
+            return False
+        if self._strategy.world_size > 1 and self._strategy.device.type != "cpu":
+            return False  # to agree in each step would wait for the device
+        return not self._strategy.all_true(_is_equal([weight(each) for each in candidates]))
 
     def look(
         self,
         loss: torch.Tensor,
+        counts: Mapping[str, Any],
         total: Any,
         weight: Callable[[Finding], float],
         *,
@@ -130,9 +154,10 @@ class LossFinding:
         num_micro_batches: int,
         is_uneven: bool,
     ) -> bool:
-        """Try to prove what a micro-batch's loss is; collective. Ever more rarely, because it reads from the device.
+        """Try to prove what a micro-batch's loss is; collective.
 
         Args:
+            counts: The numbers of items in the micro-batch.
             total: The item count of the step, or None.
             weight: Returns the weight that the micro-batch has if its loss is a finding.
             is_uneven: Whether samples or micro-batches hold unequal numbers of items.
@@ -141,51 +166,55 @@ class LossFinding:
             Whether the loss could tell anything, on any process.
         """
         assert self.watch is not None
-        self.watch.close()
-        self._num_looks += 1
-        is_due = self.is_open and (not self._num_looks & (self._num_looks - 1) or self._tells(weight))
-        if not is_due and not self._is_restored:
-            return True
-        found = self._found(loss, total, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+        is_own = self.watch.own_loss is loss
+        calls = self.watch.close()
+        found = self._known(total, num_ranks=num_ranks) if is_own else None
+        found = found or self._found(
+            loss, calls, counts, total, num_ranks=num_ranks, num_micro_batches=num_micro_batches
+        )
         agreed, is_uneven = self._agreed(found, (False, True) if num_ranks > 1 else (False,), is_uneven=is_uneven)
         if agreed is None:
             return False
-        is_confirmed = self._is_restored and any(each in _specific(self._left) for each in agreed)
-        if self._is_restored and not is_confirmed:
-            self._left = None  # another loss than that of the checkpoint
+        if self._is_restored and not any(each in self.candidates for each in agreed):
+            self._left, self.is_open = None, True  # another loss than that of the checkpoint
         self._is_restored = False
-        if is_due or not is_confirmed:
+        if self.is_open:
             self._settle(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
         return True
 
-    def _tells(self, weight: Callable[[Finding], float]) -> bool:
-        """Return whether the micro-batch has different weights by what its loss can still be; collective."""
-        left = self._left
-        if left is None or not _is_alike(left):
-            return True
-        if self._strategy.world_size > 1 and self._strategy.device.type != "cpu":
-            return False  # to agree in each step would wait for the device
-        return not self._strategy.all_true(_is_equal([weight(each) for each in _specific(left)]))
+    def _known(self, total: Any, *, num_ranks: int) -> set[Finding] | None:
+        """Return what the documented compute_loss returns if hftrain computes it; None if the model does."""
+        task = self._task
+        if task is None or not task.label_smoothing or task.compute_loss_func is not None:
+            return None
+        kind = SHIFTED if task.is_causal else LABELS
+        return {Finding(kind) if total is None else Finding(COUNTED, is_scaled=num_ranks > 1)}
 
-    def _found(self, loss: torch.Tensor, total: Any, *, num_ranks: int, num_micro_batches: int) -> set[Finding] | None:
-        watch, hooks = self.watch, self._hooks
-        assert watch is not None
-        is_given = hooks.is_plain and hooks.accepts_count and total is not None
-        if is_given and watch.is_read:
-            return {Finding(COUNTED, is_scaled=num_ranks > 1)}
+    def _found(
+        self,
+        loss: torch.Tensor,
+        calls: Sequence[Call],
+        counts: Mapping[str, Any],
+        total: Any,
+        *,
+        num_ranks: int,
+        num_micro_batches: int,
+    ) -> set[Finding] | None:
+        is_given = self._is_given and total is not None
+        given = {Finding(COUNTED, is_scaled=num_ranks > 1)}
+        if is_given and calls and all(call.is_read for call in calls):
+            return given
         found = findings(
             loss,
-            watch,
+            calls,
+            counts=counts,
             total=None if total is None else float(total),
             scales=self.scales(num_ranks, has_count=total is not None),
             num_micro_batches=num_micro_batches,
         )
-        if found or found is None:
-            return None if found is None else {finding for finding, _ in found}
-        if watch.is_read is False:
-            self._warn_of_unread()
-            return {Finding(PLAIN, next(iter(self.scales(num_ranks, has_count=total is not None))))}
-        return {Finding(COUNTED, is_scaled=num_ranks > 1)} if is_given else set()
+        if found is None:
+            return None
+        return {finding for finding, _ in found} or (given if is_given else set())
 
     def scales(self, num_ranks: int, *, has_count: bool) -> dict[bool, int]:
         """Return what the loss may have been multiplied by to undo the mean over ranks, by `Finding.is_scaled`.
@@ -216,24 +245,29 @@ class LossFinding:
         self, found: list[Finding], weight: Callable[[Finding], float], *, has_count: bool, is_uneven: bool
     ) -> None:
         """Decide, if the batch tells, and go on looking if it does not; collective."""
+        was_proved = bool(self._left)
         self._left = [each for each in found if self._left is None or each in self._left]
-        left = _specific(self._left)
+        left = self.candidates
         if not left or left[0].what == PLAIN:
             self.finding = left[0] if left else None
             is_used = not left and self._hooks.followed(has_count=has_count) is AS_IS
-            # Open as long as nothing depends on it, to warn once something does.
-            self.is_open = not is_used and not is_uneven
-            if not self.is_open:
+            # A plain mean of a model that accepts the count has no proof but that nothing was seen to read it.
+            if is_used or is_uneven or (was_proved and not left) or (left and self._is_given):
                 self._warn_of_following(is_used=is_used)
             return
-        self.is_open = len(left) > 1
-        if self.is_open and not self._strategy.all_true(_is_equal([weight(each) for each in left])):
+        if len(left) > 1 and not self._strategy.all_true(_is_equal([weight(each) for each in left])):
             if not _is_alike(left):
                 self.finding = None
                 self._warn_of_following(is_used=self._hooks.followed(has_count=has_count) is AS_IS)
                 return
             self._warn_of_ambiguity(left[0])
         self.finding = left[0]
+        self.is_open = not (self._is_given and left == [Finding(COUNTED, left[0].is_scaled)])
+
+    def follow(self, *, has_count: bool) -> Finding:
+        """Return how transformers treats a loss whose batch is another than the one that was counted; warn."""
+        self._warn_of_following(is_used=self._hooks.followed(has_count=has_count) is AS_IS)
+        return Finding(PLAIN, self.finding.is_scaled) if self.finding is not None else ALIKE
 
     # -- warnings --------------------------------------------------------------------------------------------------
 
@@ -250,13 +284,6 @@ class LossFinding:
         if not self._has_warned and self._strategy.is_main:
             logger.warning(message, *values)
         self._has_warned = True
-
-    def _warn_of_unread(self) -> None:
-        if self._hooks.compute_loss_func is not None and self._task is not None and self._task.function_takes_count:
-            self.warn(
-                "compute_loss_func takes num_items_in_batch and does not use it: its loss is treated as the mean "
-                "over a micro-batch. A sum must be divided by num_items_in_batch."
-            )
 
     def _warn_of_ambiguity(self, first: Finding) -> None:
         self.warn(

@@ -7,8 +7,9 @@ rounding, alone or by a known factor, is that mean. A loss that equals none of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ from hftrain.task.noted import Note, NotedCount
 COUNTED, PLAIN, DIVIDED = "counted", "plain", "divided"
 WHATS = (LABELS, SHIFTED, SAMPLES, SUM, COUNTED, PLAIN, DIVIDED)
 
-# How far equal losses may be apart, by the loss's dtype: sums are taken in another order.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# How far equal losses may be apart, by the loss's dtype: sums are taken in another order, and 16 bits round.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 3e-4, torch.bfloat16: 2e-3}
 _MOST_ELEMENTS = 1 << 24  # of the logits that are cast at once
 
 
@@ -49,16 +50,18 @@ class Call:
     Args:
         loss: The model's own loss when it returned, before user code could change it in place.
         takes_count: Whether the item count was passed to it.
+        is_read: Whether the model read the count; None if that is unknown.
     """
 
     loss: float | None
     logits: torch.Tensor | None
     labels: Any
     takes_count: bool
+    is_read: bool | None
 
 
 class Watch:
-    """Observe the model's calls and the reads of the item count while a loss is computed.
+    """Observe the model's calls, and whether the model reads the item count, while a loss is computed.
 
     Args:
         model: Not wrapped.
@@ -70,35 +73,40 @@ class Watch:
         self, model: nn.Module, labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None], *, is_copied: bool
     ) -> None:
         self._model, self._labels_of, self._is_copied = model, labels_of, is_copied
-        self.is_open = False
         self._labels: torch.Tensor | None = None
         self._note: Note | None = None
         self.calls: list[Call] = []
-
-    def open(self, batch: Any, count: Any) -> Any:
-        """Start to observe; return the count to pass on. Taken now, because a loss may take the labels away."""
-        call = ModelCall.of(self._model)
-        self._labels = self._labels_of(batch) if isinstance(batch, Mapping) else None
-        self._note = Note() if count is not None and not self._is_copied and not call.is_compiled else None
-        self.calls, self.is_open = [], True
-        if not self._is_copied:
-            call.set(observe=self._see)
-        return count if self._note is None else NotedCount.make(count, self._note)
-
-    def close(self) -> None:
-        """Stop observing; safe to call twice."""
         self.is_open = False
-        ModelCall.of(self._model).set(observe=None)
+        # What the documented compute_loss has returned.
+        self.own_loss: torch.Tensor | None = None
 
-    @property
-    def is_read(self) -> bool | None:
-        """Whether code read the count; None if that is unknown. A loss cannot be divided by a count that is unread."""
-        return None if self._note is None else self._note.is_read
+    def open(self, batch: Any) -> None:
+        """Start to observe. Labels are taken now, because a loss may take them away from the batch."""
+        self._labels = self._labels_of(batch) if isinstance(batch, Mapping) else None
+        self.calls, self.is_open, self.own_loss = [], True, None
+        if not self._is_copied:
+            ModelCall.of(self._model).set(prepare=self._hand_on, observe=self._see)
+
+    def close(self) -> list[Call]:
+        """Stop observing, and return what was seen; safe to call twice."""
+        self.is_open = False
+        ModelCall.of(self._model).set(prepare=None, observe=None)
+        calls, self.calls, self._labels, self.own_loss = self.calls, [], None, None
+        return calls
 
     def note(self, inputs: Any, outputs: Any, *, takes_count: bool) -> None:
         """Take the documented compute_loss's call of copies of the model, which is not observed itself."""
         if self._is_copied and isinstance(inputs, Mapping):
             self._see((), {**inputs, "num_items_in_batch": takes_count or None}, outputs)
+
+    def _hand_on(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Give the model a count that records whether it is read."""
+        count = kwargs.get("num_items_in_batch")
+        self._note = None
+        if count is None or ModelCall.of(self._model).is_compiled:
+            return kwargs
+        self._note = Note()
+        return {**kwargs, "num_items_in_batch": NotedCount.make(count, self._note)}
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         named = {**dict(zip(forward_parameters(self._model), args, strict=False)), **kwargs}
@@ -111,6 +119,7 @@ class Watch:
                 logits=logits.detach() if isinstance(logits, torch.Tensor) else None,
                 labels=self._labels if labels is None else labels,
                 takes_count=named.get("num_items_in_batch") is not None,
+                is_read=None if self._note is None else self._note.is_read,
             )
         )
 
@@ -125,8 +134,9 @@ def _named(outputs: Any) -> dict[str, Any]:
 
 def findings(
     loss: torch.Tensor,
-    watch: Watch,
+    calls: Sequence[Call],
     *,
+    counts: Mapping[str, Any],
     total: float | None,
     scales: Mapping[bool, int],
     num_micro_batches: int = 1,
@@ -134,44 +144,55 @@ def findings(
     """Return everything that the loss of a micro-batch can be by its value.
 
     Args:
+        counts: The micro-batch's numbers of items; a mean over other numbers of them is none that can be weighted.
         total: The item count that the loss may have been divided by.
         scales: What the loss may have been multiplied by to undo the mean over ranks, by `Finding.is_scaled`.
 
     Returns:
         Findings, each with the kind of items, or an empty string. None if the value cannot tell anything.
     """
-    value = float(loss.detach())
-    if not math.isfinite(value) or not value:
+    value, tolerance = float(loss.detach()), TOLERANCES.get(loss.dtype, 2e-3)
+    # A small loss is the difference of larger numbers, whose rounding it has.
+    logits = [call.logits for call in calls if call.logits is not None and call.logits.numel()]
+    least = tolerance / 20 * max([1.0, *(float(each.abs().amax()) for each in logits)])
+    if not math.isfinite(value) or abs(value) < 50 * least:
         return None
-    tolerance = TOLERANCES.get(loss.dtype, 1e-2)
+    is_close = partial(math.isclose, rel_tol=tolerance, abs_tol=least)
     return {
         (Finding(what, is_scaled), kind)
-        for expected, what, kind in _hypotheses(watch, total=total, num_micro_batches=num_micro_batches)
+        for call in calls
+        for expected, what, kind in _hypotheses(call, counts, total, num_micro_batches, is_close)
         for is_scaled, scale in scales.items()
-        if not (is_scaled and what == DIVIDED) and math.isclose(value, expected * scale, rel_tol=tolerance)
+        if not (is_scaled and what == DIVIDED) and is_close(value, expected * scale)
     }
 
 
-def _hypotheses(watch: Watch, *, total: float | None, num_micro_batches: int) -> Iterator[tuple[float, str, str]]:
+def _hypotheses(
+    call: Call, counts: Mapping[str, Any], total: float | None, num_micro_batches: int, is_close: Callable[..., bool]
+) -> Iterator[tuple[float, str, str]]:
     """Yield losses that the micro-batch could have, each with what it then is, and the kind of its items."""
-    for call in watch.calls:
-        is_counted = call.takes_count and watch.is_read is not False
-        means = list(means_of(call.logits, call.labels))
-        plain = [(value, what) for what, value, _ in means]
-        if call.loss is not None:
-            if is_counted:
-                yield call.loss, COUNTED, ""
-            else:
-                plain.append((call.loss, PLAIN))
-        yield from ((value, what, "") for value, what in plain)
-        if num_micro_batches > 1:
-            yield from ((value / num_micro_batches, DIVIDED, "") for value, what in plain if what != SUM)
-        if total:
-            yield from ((value * num / total, COUNTED, kind) for kind, value, num in means if num)
+    means = list(means_of(call.logits, call.labels))
+    divided = [(value * num / total, kind) for kind, value, num in means if total and kind in (LABELS, SHIFTED)]
+    plain = [(value, kind) for kind, value, num in means if kind == SUM or num == _number(counts.get(kind))]
+    if call.loss is not None:
+        is_plain = any(is_close(call.loss, value) for _, value, _ in means)
+        is_divided = any(is_close(call.loss, value) for value, _ in divided)
+        if call.takes_count and (is_divided if is_plain != is_divided else call.is_read is not False):
+            yield call.loss, COUNTED, ""
+        else:
+            plain.append((call.loss, PLAIN))
+    yield from ((value, what, "") for value, what in plain)
+    if num_micro_batches > 1:
+        yield from ((value / num_micro_batches, DIVIDED, "") for value, what in plain if what != SUM)
+    yield from ((value, COUNTED, kind) for value, kind in divided)
+
+
+def _number(count: Any) -> int | None:
+    return None if count is None else int(count)
 
 
 def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, float, int]]:
-    """Yield each kind of mean of a model's outputs: the kind, the loss, and the number of labels of a mean over labels.
+    """Yield each kind of mean of a model's outputs: the kind, the loss, and the number of items.
 
     The losses are the cross-entropy for class labels, the squared error and the binary cross-entropy for others.
     """
@@ -181,8 +202,8 @@ def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, fl
         if labels.is_floating_point() or labels.dtype == torch.bool:
             if logits.numel() == labels.numel():
                 targets = labels.reshape(logits.shape).to(logits.dtype)
-                yield SAMPLES, float(mse_loss(logits, targets)), 0
-                yield SAMPLES, float(binary_cross_entropy_with_logits(logits, targets)), 0
+                yield LABELS, float(mse_loss(logits, targets)), labels.numel()
+                yield LABELS, float(binary_cross_entropy_with_logits(logits, targets)), labels.numel()
             return
         for kind, scores, classes in _layouts(logits, labels.to(logits.device)):
             sums, counts = _sums(scores, classes)
@@ -190,9 +211,9 @@ def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, fl
             if not num:
                 continue
             yield kind, float(sums.sum()) / num, num
-            yield SUM, float(sums.sum()), 0
+            yield SUM, float(sums.sum()), num
             if labels.dim() > 1:  # otherwise a sample has one label, and its mean is that label's
-                yield SAMPLES, float((sums / counts.clamp(min=1)).mean()), 0
+                yield SAMPLES, float((sums / counts.clamp(min=1)).mean()), len(labels)
 
 
 def _layouts(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -220,6 +241,6 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def label_numbers(labels: Any) -> set[int]:
     """Return the numbers of labels that the samples of a batch hold; reads from the device."""
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+    if not isinstance(labels, torch.Tensor) or not labels.dim():
         return set()
     return set((labels != IGNORED_LABEL).reshape(len(labels), -1).sum(1).tolist())

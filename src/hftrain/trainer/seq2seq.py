@@ -163,7 +163,7 @@ class Seq2SeqTrainer(Trainer):
             # Last, because an override of compute_loss may pop the labels from the batch.
             mean = self._eval_mean if has_loss else None
             if mean is not None:
-                mean.open(inputs, None)
+                mean.open(inputs)
             loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
             loss = loss if mean is None else mean.see(loss, None)
         length = longest_output(options, getattr(bare, "generation_config", None))

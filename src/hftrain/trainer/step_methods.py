@@ -80,10 +80,11 @@ class StepMethods(OptimizerMethods):
         shares = self._shares if self._shares.is_on else None
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = None if shares is None else shares.share_of(inputs)
-        num_items = num_items_in_batch if shares is None else shares.open(inputs, num_items_in_batch)
+        if shares is not None:
+            shares.open(inputs)
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = self._computing
         try:
             weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
@@ -116,6 +117,8 @@ class StepMethods(OptimizerMethods):
                 self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
             if num_items_in_batch is not None and self._shares.num_ranks > 1 and self.task.divides_by_count:
                 loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks
+            if watch is not None and watch.is_open:
+                watch.own_loss = loss
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):

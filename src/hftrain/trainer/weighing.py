@@ -56,7 +56,7 @@ class LossShares:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches and count their items."""
-        self._totals, self._counted, self._is_first = None, {}, True
+        self._totals, self._counted, self._is_first = None, {}, False
         taken = self.hooks.get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
@@ -66,10 +66,15 @@ class LossShares:
             )
         batches, num_items = taken
         self.num_micro_batches = len(batches)
-        if batches and self.is_on and self._totals is None:
-            # The user's own counting: its count, if any, is the total.
-            self.count(list(batches), device)
-            self._totals = self._totals if num_items is None else {}
+        if batches and self.is_on:
+            if self._totals is None:  # the user's own counting
+                self.count(list(batches), device)
+            if self.plain is None:
+                # The user's count, if any, is the total; a plain model's loss may be divided by it.
+                self._totals = {} if num_items is not None else self._totals
+            elif len(self.found.candidates) > 1 and not self._is_first:
+                share = self.share_of(batches[0])
+                self._is_first = self.found.tells(lambda finding: float(self._weight(finding, share, num_items)))
         return batches, num_items
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
@@ -79,6 +84,7 @@ class LossShares:
         given: Any = self._given(batches)
         if not self.is_on:
             return given  # type: ignore[no-any-return]
+        self._is_first = self.found.is_scheduled()
         kinds = self._kinds()
         counts = [self._count_kinds(batch, kinds) for batch in batches]
         self._counted = dict(zip(map(id, batches), zip(batches, counts, strict=True), strict=True))
@@ -96,17 +102,18 @@ class LossShares:
     def _given(self, batches: list[Any]) -> Any:
         """Return this rank's `num_items_in_batch` for user code and models; None where transformers has none."""
         task = self.plain
-        if task is None or (task.count_rule is not None and self.hooks.is_plain):
-            return None
         hooks = self.hooks
-        if not hooks.takes_count and not hooks.is_scaled and (not task.label_smoothing or hooks.is_declared):
+        if task is None or (task.count_rule is not None and hooks.is_plain):
+            return None
+        is_smoothed = bool(task.label_smoothing) and hooks.is_plain and not hooks.is_declared
+        if not hooks.takes_count and not hooks.is_scaled and not is_smoothed:
             return None
         counts = [task.documented_count(batch, shifts=self.hooks.shifts_labels) for batch in batches]
         return None if any(count is None for count in counts) else sum(counts)
 
     def _kinds(self) -> tuple[str, ...]:
         """Return the kinds of items to count in the current step."""
-        if self.found.is_looking:
+        if self._is_first or len(self.found.candidates) > 1:
             return MEANS
         finding = self.found.finding
         return (finding.what,) if finding is not None and finding.what in (ITEMS.what, *MEANS) else ()
@@ -147,6 +154,8 @@ class LossShares:
         counted = self._counted.get(id(batch))
         if counted is not None and counted[0] is batch:
             return counted[1]
+        if self.plain is not None and not self._num_whole and self.found.finding is not ITEMS:
+            return {}  # another batch than those that were counted
         counts = self._count_kinds(batch, self._kinds())
         return {**counts, "part": self._num_samples(batch) / self._num_whole} if self._num_whole else counts
 
@@ -166,16 +175,14 @@ class LossShares:
     def _num_samples(self, batch: Any) -> int:
         return (batch_size_of(batch) or 1) if self.plain is None else self.plain.num_samples(batch)
 
-    def open(self, batch: Any, num_items: Count | None) -> Count | None:
-        """Start to observe a loss that may have to be proved; return the count to pass on."""
-        watch = self.found.watch
-        if watch is None or not self._is_looking:
-            return num_items
-        return watch.open(batch, num_items)  # type: ignore[no-any-return]
+    def open(self, batch: Any) -> None:
+        """Start to observe a loss that may have to be proved."""
+        if self._is_looking and self.found.watch is not None:
+            self.found.watch.open(batch)
 
     @property
     def _is_looking(self) -> bool:
-        return self._is_first and self.found.is_looking and not self._is_paused
+        return self._is_first and not self._is_paused
 
     def weigh(self, loss: torch.Tensor, share: Counts, num_items: Count | None) -> torch.Tensor:
         """Multiply a loss by its share of the step; the mean over no items (NaN) has share 0.
@@ -190,15 +197,18 @@ class LossShares:
             # A loss that is NaN, because the batch has no labels, tells nothing: the next one may.
             self._is_first = not self.found.look(
                 loss,
+                share,
                 num_items,
                 lambda finding: float(self._weight(finding, share, num_items)),
                 num_ranks=self.num_ranks,
                 num_micro_batches=self.num_micro_batches,
                 is_uneven=self._is_uneven(),
             )
-            if self._is_first and not share.get(LABELS, 1):
+            if self._is_first and not share.get(LABELS, 1) and not bool(torch.isfinite(loss)):
                 return _scaled(loss, 0, 1, 1)
         finding = self.found.finding or self.hooks.followed(has_count=num_items is not None)
+        if finding.what in MEANS and finding.what not in share:
+            finding = self.found.follow(has_count=num_items is not None)
         if finding.what in share:
             return _scaled(loss, share[finding.what], self._num_ranks_of(finding), self._total(finding, num_items))
         factor = self._weight(finding, share, num_items)
