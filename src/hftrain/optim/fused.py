@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from hftrain.core.errors import ConfigError
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
+_VECTORISED = 256  # elements that a kernel does not step one by one
 _GRAD, _IS_CONTIGUOUS = attrgetter("grad"), torch.Tensor.is_contiguous
 
 
@@ -47,16 +48,21 @@ def can_fuse(
         if not all(getattr(p, "_local_tensor", p).is_contiguous() for p in parameters):
             return False
         # torch does not list the supported devices, dtypes and tensor types, so one parameter of each kind is stepped.
-        stand_ins = [parameter.detach().new_zeros(2) for parameter in kinds.values()]
+        stand_ins = [parameter.detach().new_zeros(_VECTORISED) for parameter in kinds.values()]
         for (kind, *_), stand_in in zip(kinds, stand_ins, strict=True):
             if kind not in (torch.Tensor, nn.Parameter, type(stand_in)):
                 return False
-            stand_in.grad = torch.zeros_like(stand_in)
-        cls(stand_ins, fused=True).step()
+        return all(_changes(cls, stand_in) for stand_in in stand_ins)
     except Exception:
         # The errors of a missing kernel differ by class, device and version.
         return False
-    return True
+
+
+def _changes(cls: type[Optimizer], stand_in: torch.Tensor) -> bool:
+    """Return whether the kernel steps every element: torch's SGD leaves those of 16 bits unchanged on a CPU."""
+    stand_in.grad = torch.ones_like(stand_in)
+    cls([stand_in], lr=1.0, fused=True).step()  # type: ignore[call-arg]
+    return bool(getattr(stand_in, "_local_tensor", stand_in).all())
 
 
 def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
@@ -114,13 +120,20 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def check_fusible(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse ``fused=True`` if torch's kernels would silently update elements outside the parameter.
+def check_fusible(cls: type[Optimizer], parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse ``fused=True`` if torch's kernels would silently update other elements than those of the parameter.
 
     Raises:
-        ConfigError: A parameter has gaps in memory: it is a slice of a larger tensor, or expanded.
+        ConfigError: A parameter has gaps in memory: it is a slice of a larger tensor, or expanded. Or the kernel
+            leaves parameters of a dtype as they are.
     """
     for parameter in parameters:
+        if cls is SGD and parameter.is_cpu and not _changes(cls, torch.zeros(_VECTORISED, dtype=parameter.dtype)):
+            raise ConfigError(
+                f"Cannot use fused=True with parameters of {parameter.dtype}.",
+                "torch's fused SGD leaves them unchanged on a CPU.",
+                "Leave fused out.",
+            )
         parameter = getattr(parameter, "_local_tensor", parameter)
         # A tensor without gaps keeps its strides here; the moments get the same strides.
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():

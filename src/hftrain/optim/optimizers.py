@@ -109,7 +109,7 @@ def optimizer_from_class(
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_chosen = settings.get("fused") is True
     if is_chosen:
-        check_fusible(parameters)
+        check_fusible(cls, parameters)
     is_fused = not is_chosen and can_fuse(cls, settings, model, parameters)
     if is_fused:
         groups = [{**group, "fused": True} for group in groups]
