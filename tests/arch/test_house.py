@@ -25,9 +25,9 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
-MAX_LINES = 46_890
-MAX_TEST_LINES = 67_400
-MAX_MEDIAN_FILE = 110
+MAX_LINES = 48_600
+MAX_TEST_LINES = 71_200
+MAX_MEDIAN_FILE = 112
 
 
 def circles() -> list[set[str]]:
