@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class LossShares:
             watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, is_copied=is_copied)
         self.found = LossFinding(hooks, self.plain, strategy, watch)
         self.has_weighed = self._is_paused = self._is_first = False
-        self._num_whole = 0
+        self._num_whole = self._num_shares = 0
         self._counted: dict[int, tuple[Any, Counts]] = {}
         self._totals: Counts | None = None
         self._wait: Callable[[], Any] | None = None
@@ -56,7 +57,7 @@ class LossShares:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches and count their items."""
-        self._totals, self._counted, self._is_first = None, {}, False
+        self._totals, self._counted, self._is_first, self._num_shares = None, {}, False, 0
         taken = self.hooks.get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
@@ -151,12 +152,15 @@ class LossShares:
 
     def share_of(self, batch: Any) -> Counts:
         """Return the counts of a micro-batch, as counted before hooks could change it."""
+        self._num_shares += 1
         counted = self._counted.get(id(batch))
         if counted is not None and counted[0] is batch:
             return counted[1]
-        if self.plain is not None and not self._num_whole and self.found.finding is not ITEMS:
-            return {}  # another batch than those that were counted
         counts = self._count_kinds(batch, self._kinds())
+        if self.plain is not None and not self._num_whole and self.found.finding is not ITEMS:
+            # A hook has changed the batch; with other items than those that were counted, its share is unknown.
+            before = next((each for _, each in islice(self._counted.values(), self._num_shares - 1, None)), None)
+            return counts if counts == before else {}
         return {**counts, "part": self._num_samples(batch) / self._num_whole} if self._num_whole else counts
 
     def split(self, batch: Any) -> None:
