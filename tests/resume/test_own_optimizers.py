@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, Task, make_arguments, make_rows, train
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hftrain import CheckpointError, ConfigError, Trainer, TrainerCallback
 from hftrain.loops.fit import FitLoop
@@ -351,3 +352,20 @@ def test_optimizers_are_restored_before_the_schedules_that_write_into_them(tmp_p
     resumed: Any = make(First, tmp_path, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.rates == [0.125]
+
+
+def test_a_run_that_cannot_be_built_watches_no_optimizer(tmp_path: Path) -> None:
+    class Unsaveable(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tried = True
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.state_dict = lambda: {"state": object()}  # type: ignore[method-assign,assignment,return-value]
+            return optimizer
+
+    before = len(_global_optimizer_post_hooks)
+    with pytest.raises(ConfigError):
+        Trainer(Unsaveable(), make_arguments(tmp_path, save_strategy="epoch"), train_dataset=make_rows()).train()
+    assert len(_global_optimizer_post_hooks) == before

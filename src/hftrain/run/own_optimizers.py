@@ -60,11 +60,12 @@ class OwnOptimizers:
         self._stepped = Stepped()
         # Optimizers that the run does not save, and of which nothing is left to say.
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._hooks: list[Any] = [self._stepped.hook]
+        self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
         self._has_begun = True
+        self._hooks.append(self._stepped.watch())
         missing = sorted(self.find().keys() - self._awaited.keys())
         if missing and self._path.name:
             warn_once(f"The checkpoint has no state for {', '.join(missing)}: they start from scratch.")

@@ -192,7 +192,7 @@ def _check_owns(strategy: Strategy, *, scales: bool) -> None:
 
 
 class Stepped:
-    """Note every optimizer of this process that steps, by identity, until `hook` is removed.
+    """Note every optimizer of this process that steps, by identity, from `watch` until `hook` is removed.
 
     Attributes:
         found: Those that stepped, by their ids; an optimizer that is no longer in use is gone.
@@ -200,7 +200,12 @@ class Stepped:
 
     def __init__(self) -> None:
         self.found: dict[int, weakref.ref[Optimizer]] = {}
+        self.hook: Any = None
+
+    def watch(self) -> Any:
+        """Begin, and return the hook, which torch keeps for the whole process."""
         self.hook = register_optimizer_step_post_hook(self._note)
+        return self.hook
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         self.found[id(optimizer)] = weakref.ref(optimizer)
