@@ -65,7 +65,7 @@ SIGNATURES: dict[str, str] = {
     "_maybe_log_save_evaluate": "defaults more",
     "_save": "a default less: the loop always names the folder",
     "_save_checkpoint": "a default more",
-    "create_optimizer": "the optimizer is the task's, so that there is no other model",
+    "predict": "without data, an error says which to pass",
     "get_batch_samples": "a default more",
     "metrics_format": "a method; there it is a function that happens to be an attribute of the class",
 }

@@ -35,6 +35,7 @@ class LossHooks:
         accepts_count: The documented `model_accepts_loss_kwargs`.
         is_declared: Whether the user's class has set that attribute.
         is_scaled: The documented `loss_is_scaled_for_ga`, None if it is not set.
+        loss_takes_count: Whether `compute_loss` takes the count; in its older form it does not.
         shifts_labels: The attribute `_loss_shifts_labels` of transformers' Trainer.
     """
 
@@ -44,6 +45,7 @@ class LossHooks:
     accepts_count: bool
     is_declared: bool
     is_scaled: bool | None
+    loss_takes_count: bool
     shifts_labels: bool
     get_batch_samples: Callable[..., Any]
 
@@ -67,7 +69,7 @@ class LossHooks:
         if self.is_scaled is not None:
             return AS_IS if self.is_scaled else ALIKE
         is_given = has_count if self.compute_loss_func is None else self.function_takes_count
-        return AS_IS if is_given and self.takes_count else ALIKE
+        return AS_IS if is_given and self.takes_count and self.loss_takes_count else ALIKE
 
 
 def declared(hooks: LossHooks, task: ModelTask | None) -> Finding | None:

@@ -14,6 +14,7 @@ from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.notes import keep_facts
+from hftrain.core.signatures import accepts
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
 from hftrain.evaluation.generating import align_special_tokens
@@ -295,6 +296,7 @@ class StepMethods(OptimizerMethods):
             accepts_count=bool(self.model_accepts_loss_kwargs),
             is_declared=is_attribute or self._accepts_declared is not None,
             is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
+            loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
             shifts_labels=self._loss_shifts_labels,
             get_batch_samples=self._slot_get_batch_samples,
         )
