@@ -78,9 +78,9 @@ class FileMethods(TrainerFields):
         """Return objects of yours to save with each checkpoint and to restore on a resume, by name.
 
         They need `state_dict()` and `load_state_dict()`, as optimizers, schedules, gradient scalers and modules have,
-        or are tensors or `torch.Generator`s. A task and a callback may have this method, too. It is called at each
-        save, when training has begun, and, until a resumed run has found everything, at each optimizer step: leave out
-        what does not exist yet. Generators are saved for each process, the rest by the main process.
+        or are tensors or random generators. A task and a callback may have this method, too. It is called at each save,
+        when training has begun, and, until a resumed run has found everything, at each optimizer step: leave out what
+        does not exist yet. Generators are saved for each process, the rest by the main process.
 
         Example:
             >>> from hftrain import Trainer

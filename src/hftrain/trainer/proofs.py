@@ -154,7 +154,7 @@ def findings(
     value, tolerance = float(loss.detach()), TOLERANCES.get(loss.dtype, 2e-3)
     # A small loss is the difference of larger numbers, whose rounding it has.
     logits = [call.logits for call in calls if call.logits is not None and call.logits.numel()]
-    least = tolerance / 20 * max([1.0, *(float(each.abs().amax()) for each in logits)])
+    least = tolerance / 20 * max([1.0, *(float(each.abs().max()) for each in logits)])
     if not math.isfinite(value) or abs(value) < 50 * least:
         return None
     is_close = partial(math.isclose, rel_tol=tolerance, abs_tol=least)
