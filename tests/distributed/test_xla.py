@@ -412,7 +412,8 @@ def test_cache_is_off_while_activations_are_recomputed(found: dict[str, Any]) ->
 
 @after("switch")
 def test_model_recomputes_in_training_only(found: dict[str, Any]) -> None:
-    assert found["xla evaluated"] == [True]
+    # The cache is off in an evaluation too, where packed documents would otherwise see each other.
+    assert found["xla evaluated"] == [False]
 
 
 @after("switch")
