@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset as HubDataset
-from datasets.distributed import split_dataset_by_node
 from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
@@ -260,6 +258,8 @@ class Parts(Trainer):
     def part(self, data: Any) -> Any:
         rank, world_size = self.args.process_index, self.args.world_size
         if isinstance(data, IterableDataset):
+            from datasets.distributed import split_dataset_by_node
+
             return DataLoader(split_dataset_by_node(data, rank, world_size), batch_size=2)
         generator = torch.Generator().manual_seed(rank)
         mine = Subset(data, range(rank, len(data), world_size))
@@ -287,6 +287,9 @@ class Inherited(Trainer):
 
 def read(folder: str, *, kind: str) -> dict[str, Any]:
     """Train an epoch and predict through overridden hooks; return the rows of this rank, and how many predictions."""
+    from datasets import Dataset as HubDataset
+    from datasets.distributed import split_dataset_by_node
+
     rows = make_rows(9)
     hub = HubDataset.from_list([{name: value.tolist() for name, value in row.items()} for row in rows])
     hub = hub.with_format("torch")
@@ -324,6 +327,7 @@ def read_each(folder: str) -> dict[str, Any]:
 
 
 def test_hooks_return_the_part_of_this_rank_as_it_is(tmp_path: Path, run_distributed: Any) -> None:
+    pytest.importorskip("datasets")
     first, second = run_distributed(read_each, folder=str(tmp_path))
     labels = sorted(int(row["labels"]) for row in make_rows(9))
     # In the order of each rank's own generator.
