@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import batch_size_of
 from hftrain.core.types import StepOutput
 from hftrain.task.items import LABELS, SAMPLES, SHIFTED
 from hftrain.task.module import TaskModule
@@ -48,7 +47,7 @@ class ItemsCheck:
             return
         loss, tolerance = float(output.loss.detach()), TOLERANCES[output.loss.dtype]
         numbers = {
-            kind: num or batch_size_of(labels)
+            kind: num
             for kind, mean, num in means_of(logits.detach(), labels)
             if kind in (LABELS, SHIFTED, SAMPLES) and math.isclose(loss, mean, rel_tol=tolerance)
         }

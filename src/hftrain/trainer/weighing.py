@@ -74,7 +74,7 @@ class LossShares:
                 # The user's count, if any, is the total; a plain model's loss may be divided by it.
                 self._totals = {} if num_items is not None else self._totals
             elif len(self.found.candidates) > 1 and not self._is_first:
-                share = self.share_of(batches[0])
+                _, share = next(iter(self._counted.values()))
                 self._is_first = self.found.tells(lambda finding: float(self._weight(finding, share, num_items)))
         return batches, num_items
 
@@ -102,14 +102,13 @@ class LossShares:
 
     def _given(self, batches: list[Any]) -> Any:
         """Return this rank's `num_items_in_batch` for user code and models; None where transformers has none."""
-        task = self.plain
-        hooks = self.hooks
+        task, hooks = self.plain, self.hooks
         if task is None or (task.count_rule is not None and hooks.is_plain):
             return None
         is_smoothed = bool(task.label_smoothing) and hooks.is_plain and not hooks.is_declared
         if not hooks.takes_count and not hooks.is_scaled and not is_smoothed:
             return None
-        counts = [task.documented_count(batch, shifts=self.hooks.shifts_labels) for batch in batches]
+        counts = [task.documented_count(batch, shifts=hooks.shifts_labels) for batch in batches]
         return None if any(count is None for count in counts) else sum(counts)
 
     def _kinds(self) -> tuple[str, ...]:
