@@ -644,3 +644,31 @@ def test_no_output_of_a_model_is_kept(tmp_path: Path) -> None:
     assert trainer._shares.found.watch is not None
     assert not trainer._shares.found.watch.calls
     assert model._compiled_call_impl is None
+
+
+class Renews(Trainer):
+    """Gives each batch on as another dict."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return super().training_step(model, dict(inputs), num_items_in_batch)
+
+
+def test_a_batch_that_a_hook_has_copied_keeps_its_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The later steps tell labels from samples; before, both are the same and each step is compared.
+    rows = full_rows() + make_rows()
+    weights = []
+    for kind in (Trainer, Renews):
+
+        class Ordered(kind):  # type: ignore[misc,valid-type]
+            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+                return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        arguments = make_arguments(
+            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=0.1
+        )
+        model = make_model(Silent)
+        Ordered(model, arguments, train_dataset=rows).train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(*weights, strict=True):
+        assert torch.equal(ours, theirs)
+    assert CANNOT not in caplog.text

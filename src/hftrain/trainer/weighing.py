@@ -155,11 +155,11 @@ class LossShares:
         counted = self._counted.get(id(batch))
         if counted is not None and counted[0] is batch:
             return counted[1]
-        counts = self._count_kinds(batch, self._kinds())
         if self.plain is not None and not self._num_whole and self.found.finding is not ITEMS:
             # A hook has changed the batch; with other items than those that were counted, its share is unknown.
-            before = next((each for _, each in islice(self._counted.values(), self._num_shares - 1, None)), None)
-            return counts if counts == before else {}
+            before: Counts = next((each for _, each in islice(self._counted.values(), self._num_shares - 1, None)), {})
+            return before if self._count_kinds(batch, tuple(before)) == before else {}
+        counts = self._count_kinds(batch, self._kinds())
         return {**counts, "part": self._num_samples(batch) / self._num_whole} if self._num_whole else counts
 
     def split(self, batch: Any) -> None:
