@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -22,10 +23,82 @@ REFRESH_S = 0.1
 # Without a terminal: the shortest time between two lines, and the largest number of lines.
 PLAIN_INTERVAL_S = 30.0
 PLAIN_LINES = 10
-MIN_BAR, MAX_BAR = 8, 30
 
 
-class ProgressCallback(TrainerCallback):
+class MeterCallback(TrainerCallback):
+    """Count the optimizer steps of a training, and the batches of an evaluation or prediction; on process zero only.
+
+    Subclasses show the counts: they override `_open`.
+    """
+
+    _training: Meter | None = None
+    _prediction: Meter | None = None
+    _loader: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start to count at the current step; closes the bars of a failed run."""
+        self._close_all()
+        if state.is_world_process_zero:
+            self._training = self._open("train", state.max_steps, initial=state.global_step, unit="step")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance the training bar."""
+        if self._training is not None:
+            self._training.advance_to(state.global_step)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Advance the bar of the evaluation or prediction; opens it at the first batch."""
+        if not state.is_world_process_zero:
+            return
+        # A failed evaluation leaves its bar: detect it by another loader, or a batch beyond the total.
+        if self._prediction is None or self._prediction.is_full or self._loader is not eval_dataloader:
+            self._close_prediction()
+            # Only predictions pass their outputs.
+            name = "predict" if "outputs" in kwargs else "evaluate"
+            total = operator.length_hint(eval_dataloader) or None
+            self._prediction = self._open(name, total, unit="batch", leave=self._training is None)
+            self._loader = eval_dataloader
+        self._prediction.advance_to(self._prediction.n + 1)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close the bar of the evaluation or prediction, whose time is not that of a step."""
+        self._close_prediction()
+        self._skip_time(args, state, control)
+
+    on_predict = on_evaluate
+
+    def _skip_time(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.skip_time()
+
+    on_save = _skip_time
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close the bars."""
+        self._close_all()
+
+    def _open(self, name: str, total: int | None, *, initial: int = 0, unit: str, leave: bool = True) -> Meter:
+        raise NotImplementedError
+
+    @property
+    def _meters(self) -> list[Meter]:
+        return [meter for meter in (self._training, self._prediction) if meter is not None]
+
+    def _close_prediction(self) -> None:
+        meter, self._prediction, self._loader = self._prediction, None, None
+        if meter is not None:
+            meter.close()
+
+    def _close_all(self) -> None:
+        self._close_prediction()
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+
+class ProgressCallback(MeterCallback):
     """Show a bar of optimizer steps, a bar per evaluation or prediction, and the logs; on process zero only.
 
     The bar shows the time of a step, without evaluations and saves, and as many of the last logged numbers as fit. Each
@@ -48,53 +121,16 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, max_str_len: int = 100, *, file: TextIO | None = None) -> None:
         self.max_str_len = max_str_len
         self._file = file
-        self._training: Meter | None = None
-        self._prediction: Meter | None = None
-        self._loader: Any = None
         self._lines = LogLines(max_str_len)
         self._logged: dict[str, str] = {}
         self._undo: Callable[[], object] = bool
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Open the training bar at the current step; closes the bars of a failed run."""
-        self._close_all()
-        if state.is_world_process_zero:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self._training is not None:
             self._lines, self._logged = LogLines(self.max_str_len), {}
-            self._training = self._open("train", state.max_steps, initial=state.global_step, unit="step")
             self._undo = clearing_before_messages(self._clear)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the training bar."""
-        if self._training is not None:
-            self._training.advance_to(state.global_step)
-
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Advance the bar of the evaluation or prediction; opens it at the first batch."""
-        if not state.is_world_process_zero:
-            return
-        # A failed evaluation leaves its bar: detect it by another loader, or a batch beyond the total.
-        if self._prediction is None or self._prediction.is_full or self._loader is not eval_dataloader:
-            self._close_prediction()
-            total = operator.length_hint(eval_dataloader) or None
-            name, leave = stage_of(kwargs), self._training is None
-            self._prediction = self._open(name, total, initial=0, unit="batch", leave=leave)
-            self._loader = eval_dataloader
-        self._prediction.advance_to(self._prediction.n + 1)
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the bar of the evaluation or prediction, whose time is not that of a step."""
-        self._close_prediction()
-        self._skip_time(args, state, control)
-
-    on_predict = on_evaluate
-
-    def _skip_time(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._training is not None:
-            self._training.skip_time()
-
-    on_save = _skip_time
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
@@ -112,13 +148,8 @@ class ProgressCallback(TrainerCallback):
         self._training.fields = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
         step, whole = state.global_step, (state.max_steps, state.num_train_epochs)
         self._write(self._lines.format(logs, step=step, of=whole, pace=pace, width=columns_of(file)), file)
-        for meter in (self._training, self._prediction):
-            if meter is not None:
-                meter.note_line()
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the bars."""
-        self._close_all()
+        for meter in self._meters:
+            meter.note_line()
 
     @property
     def shows_summary(self) -> bool:
@@ -130,35 +161,23 @@ class ProgressCallback(TrainerCallback):
         file = self._file or sys.stdout
         self._write(summary_text(title, rows, width=columns_of(file)), file)
 
-    def _open(self, name: str, total: int | None, *, initial: int, unit: str, leave: bool = True) -> Meter:
-        return Meter(name, total, initial=initial, unit=unit, file=self._file, leave=leave)
+    def _open(self, name: str, total: int | None, *, initial: int = 0, unit: str, leave: bool = True) -> Meter:
+        file = self._file or sys.stderr
+        draw = None if columns_of(file) is None else partial(_Bar, leave=leave)
+        return Meter(name, total, initial=initial, unit=unit, file=file, draw=draw)
 
     def _write(self, text: str, file: TextIO) -> None:
         tqdm.write(text, file=file)
         file.flush()
 
     def _clear(self) -> None:
-        for meter in (self._training, self._prediction):
-            if meter is not None:
-                meter.clear()
-
-    def _close_prediction(self) -> None:
-        if self._prediction is not None:
-            self._prediction.close()
-            self._prediction = self._loader = None
+        for meter in self._meters:
+            meter.clear()
 
     def _close_all(self) -> None:
-        self._close_prediction()
-        if self._training is not None:
-            self._training.close()
-            self._training = None
+        super()._close_all()
         self._undo()
         self._undo = bool
-
-
-def stage_of(extra: dict[str, Any]) -> str:
-    """Return the stage of an `on_prediction_step` event: only predictions pass their outputs."""
-    return "predict" if "outputs" in extra else "evaluate"
 
 
 def _rank(name: str) -> int:
@@ -194,14 +213,14 @@ def clearing_before_messages(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 class Meter:
-    """Count towards a total: a bar on a terminal, plain lines anywhere else.
+    """Count towards a total: plain lines, or what `draw` shows.
 
     Args:
         total: The final count; None if unknown.
         unit: "step" or "batch"; counting of batches begins when the first one is done.
-        file: The output; standard error by default.
-        leave: Keep the full bar on the screen.
-        draw: (meter, leave) -> a bar for a terminal, with methods `refresh`, `clear` and `close`.
+        file: The output.
+        draw: (meter) -> a bar with methods `refresh`, `clear` and `close`; None prints lines.
+        refresh_s: The shortest time between two refreshes of the bar.
     """
 
     def __init__(
@@ -211,30 +230,28 @@ class Meter:
         *,
         initial: int = 0,
         unit: str,
-        file: TextIO | None = None,
-        leave: bool = True,
-        draw: Callable[[Meter, bool], Any] | None = None,
+        file: TextIO,
+        draw: Callable[[Meter], Any] | None = None,
+        refresh_s: float | None = None,
     ) -> None:
         self.n = initial
         self.fields: list[str] = []
-        self._name, self._total, self._unit = name, total, unit
-        self.file = file or sys.stderr
+        self.file, self.total, self._name, self._unit = file, total, name, unit
         # The time of the start and of the last step, and the start of the window that measures the time of a step.
         self._started_s = self._step_s = self._window_s = time.monotonic()
         self._initial = self._first = initial + (unit == "batch")
         self._pace = ""
-        is_terminal = columns_of(self.file) is not None
         self._stride = -(-total // PLAIN_LINES) if total else 0
         self._printed = initial - 1
-        self._wait_s = REFRESH_S if is_terminal else PLAIN_INTERVAL_S
-        self._next_s = self._started_s + self._wait_s
+        self._wait_s = PLAIN_INTERVAL_S if draw is None else REFRESH_S if refresh_s is None else refresh_s
+        self._next_s = self._started_s + (self._wait_s if draw is None else 0)
         # Created last, because it is drawn immediately.
-        self._bar: Any = (draw or _Bar)(self, leave) if is_terminal else None
+        self._bar = None if draw is None else draw(self)
 
     @property
     def is_full(self) -> bool:
         """Return whether the total is reached."""
-        return self._total is not None and self.n >= self._total
+        return self.total is not None and self.n >= self.total
 
     def advance_to(self, n: int) -> None:
         """Set the count to `n`, and show it if enough time has passed."""
@@ -290,35 +307,27 @@ class Meter:
         print(self.text(None), file=self.file, flush=True)
 
     def text(self, width: int | None, *, is_ascii: bool = False) -> str:
-        """Return the count, the times and the logged values, as many as fit, in order of importance.
+        """Return the count, the times and as many of the logged values as fit.
 
         Args:
             width: The available characters; None leaves out the bar.
             is_ascii: Draw the bar with characters that every terminal has.
         """
-        done_s, total = time.monotonic() - self._started_s, self._total
-        elapsed, left = tqdm.format_interval(done_s), "?"
-        if total and self.n > self._initial:
-            left = tqdm.format_interval(max(total - self.n, 0) * done_s / (self.n - self._initial))
-        share = min(self.n / total, 1.0) if total else 0.0
-        head = f"{self._name} {share:4.0%}" if total else self._name
-        count, clock = (f"{self.n}/{total}", f"[{elapsed}<{left}]") if total else (str(self.n), f"[{elapsed}]")
-        pace = self._pace_text()
-        if width is None:
-            return "  ".join(filter(None, (head, count, clock, pace)))
-        # Add the parts that fit, in this order, each after two spaces.
-        room, fitting = width - len(head), set()
-        for part in (count, *self.fields[:1], clock, pace, " " * MIN_BAR, *self.fields[1:]):
-            if part and len(part) + 2 <= room:
-                room -= len(part) + 2
-                fitting.add(part)
-        bar = " " * MIN_BAR
-        if total and bar in fitting:
-            length = min(MIN_BAR + room, MAX_BAR)
-            bar = f"{('#' if is_ascii else '█') * round(share * length):<{length}}"
-            fitting.add(bar)
-        shown = [head, *(part for part in (bar, count, clock, pace, *self.fields) if part in fitting)]
-        return "  ".join(part for part in shown if part.strip() or total)[:width]
+        bar = "" if width is None else "{bar}  "
+        shape = "{desc} {percentage:3.0f}%  " + bar + "{n_fmt}/{total_fmt}  [{elapsed}<{remaining}]"
+        meter: Any = partial(
+            tqdm.format_meter,
+            *(self.n, self.total or 0, time.monotonic() - self._started_s),
+            prefix=self._name,
+            ascii=is_ascii,
+            initial=min(self._initial, self.n),
+            bar_format=shape if self.total else "{desc}  {n_fmt}  [{elapsed}]",
+        )
+        tail, room = "", sys.maxsize if width is None else width - len(meter())
+        for part in (self._pace_text(), *self.fields):
+            if part and len(tail) + 2 + len(part) <= room:
+                tail += f"  {part}"
+        return f"{meter(ncols=None if width is None else width - len(tail))}{tail}"
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -326,7 +335,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
 
-    def __init__(self, meter: Meter, leave: bool) -> None:
+    def __init__(self, meter: Meter, *, leave: bool) -> None:
         self._meter = meter
         super().__init__(file=meter.file, leave=leave)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import importlib
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 from hftrain.callbacks.lines import columns_of
@@ -38,56 +40,43 @@ class RichProgressCallback(ProgressCallback):
         super().__init__(max_str_len, file=file)
         self._console: Any = None
         self._live: Any = None
-        self._meters: list[Meter] = []
+        self._shown: list[Meter] = []
 
-    def _open(self, name: str, total: int | None, *, initial: int, unit: str, leave: bool = True) -> Meter:
+    def _open(self, name: str, total: int | None, *, initial: int = 0, unit: str, leave: bool = True) -> Meter:
         file = self._file or sys.stdout
-        if columns_of(file) is None:
-            return super()._open(name, total, initial=initial, unit=unit, leave=leave)
-        return Meter(name, total, initial=initial, unit=unit, file=file, leave=leave, draw=self._draw)
+        draw = None if columns_of(file) is None else partial(self._draw, leave=leave)
+        return Meter(name, total, initial=initial, unit=unit, file=file, draw=draw)
 
-    def _draw(self, meter: Meter, leave: bool) -> _RichBar:
-        if not self._meters:
+    def _draw(self, meter: Meter, *, leave: bool) -> Any:
+        if not self._shown:
             self._console = importlib.import_module("rich.console").Console(file=meter.file)
             live = importlib.import_module("rich.live").Live
             self._live = live(get_renderable=self._render, console=self._console, auto_refresh=False, transient=True)
             self._live.start()
             # A failed run does not close the display, which hides the cursor.
             atexit.register(self._live.stop)
-        self._meters.append(meter)
-        return _RichBar(self, meter, leave)
+        self._shown.append(meter)
+        self._live.refresh()
+        # rich writes messages above the bar, so there is nothing to clear.
+        return SimpleNamespace(refresh=self._live.refresh, clear=bool, close=partial(self._end, meter, leave=leave))
+
+    def _end(self, meter: Meter, *, leave: bool) -> None:
+        self._shown.remove(meter)
+        if leave:
+            self._console.print(meter.text(self._console.width - 1), markup=False)
+        self._live.refresh()
+        if not self._shown:
+            self._live.stop()
+            atexit.unregister(self._live.stop)
 
     def _render(self) -> Any:
         # rich would use the width of standard output, which may be another file.
         self._console.width = columns_of(self._file or sys.stdout) or 80
-        lines = [meter.text(self._console.width - 1) for meter in self._meters]
+        lines = [meter.text(self._console.width - 1) for meter in self._shown]
         return importlib.import_module("rich.text").Text("\n".join(lines), style="bold")
 
     def _write(self, text: str, file: TextIO) -> None:
-        if self._meters:
+        if self._shown:
             self._console.print(text, markup=False, soft_wrap=True)
         else:
             super()._write(text, file)
-
-
-class _RichBar:
-    """One of the lines in a callback's display."""
-
-    def __init__(self, owner: RichProgressCallback, meter: Meter, leave: bool) -> None:
-        self._owner, self._meter, self._leave = owner, meter, leave
-        self.refresh()
-
-    def refresh(self) -> None:
-        self._owner._live.refresh()
-
-    def clear(self) -> None:
-        """Do nothing: rich writes messages above the bar."""
-
-    def close(self) -> None:
-        self._owner._meters.remove(self._meter)
-        if self._leave:
-            self._owner._console.print(self._meter.text(self._owner._console.width - 1), markup=False)
-        self.refresh()
-        if not self._owner._meters:
-            self._owner._live.stop()
-            atexit.unregister(self._owner._live.stop)

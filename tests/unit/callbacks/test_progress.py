@@ -187,6 +187,7 @@ def test_terminal_evaluation_bar_vanishes_within_training_and_stays_outside() ->
     player.evaluate(range(5))
     player.runner.fire("on_train_end")
     assert "evaluate   0%" in file.getvalue()
+    assert re.search(r"0/5  \[00:00<\?\]", file.getvalue())
     assert "5/5" not in file.getvalue().splitlines()[-1]
     outside = Terminal()
     Player(outside).evaluate(range(5), event="on_predict")
