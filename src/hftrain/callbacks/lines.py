@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ _UNITS = {
     "steps_per_second": "steps/s",
 }
 _MIN_VALUE = 6
+# Stands for the spaces in a cell while lines are folded.
+_TIED = "\0"
 
 
 def shorten(value: Any, max_str_len: int) -> Any:
@@ -136,29 +139,15 @@ class LogLines:
 
 
 def fold(cells: Iterable[str], width: int, *, indent: int = 2) -> list[str]:
-    """Join cells with two spaces into lines of at most `width` characters; longer cells are cut.
+    """Join cells with two spaces into lines of at most `width` characters; only longer cells are broken.
 
     Args:
         indent: Spaces before each line but the first.
 
     Example:
-        >>> fold(["step 1/9", "loss 0.5000", "a_name_without_end 0.1"], 22)
-        ['step 1/9  loss 0.5000', '  a_name_withou... 0.1']
+        >>> fold(["step 1/9", "loss 0.5000", "an_accuracy 0.1"], 22)
+        ['step 1/9  loss 0.5000', '  an_accuracy 0.1']
     """
-    lines: list[str] = []
-    for cell in cells:
-        if lines and len(lines[-1]) + 2 + len(cell.rstrip()) <= width:
-            lines[-1] += f"  {cell}"
-        else:
-            start = " " * indent if lines else ""
-            lines.append(start + cut(cell, width - len(start)))
-    return lines
-
-
-def cut(cell: str, width: int) -> str:
-    """Shorten a cell to `width` characters: its name, and if necessary its value."""
-    if len(cell.rstrip()) <= width:
-        return cell
-    name, _, value = cell.rstrip().partition(" ")
-    room = width - len(value) - 4
-    return f"{name[:room]}... {value}" if room > 0 else cell[: max(width, 1)]
+    text = "  ".join(cell.replace(" ", _TIED) if len(cell) <= width - indent else cell for cell in cells)
+    wrapped = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return [line.replace(_TIED, " ").rstrip() for line in wrapped]
