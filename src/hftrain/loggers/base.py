@@ -69,6 +69,8 @@ class Logger:
         packages: The importable packages it needs.
         replaces: Trackers that ``report_to="all"`` omits if it includes this one, because this one covers them.
         off_switch: The environment variable that disables it if true, or ``"VARIABLE=value"``.
+        uploads: The environment variable that requests uploads of checkpoints, and the `artifacts` of its values.
+        end: The method that ends the tracker's run object `_run`; called if `_is_own`, because the logger opened it.
         artifacts: Which checkpoints to upload: ``"no"``, ``"end"`` (the best or last one) or ``"checkpoint"`` (each).
         run_id: Set by `start`: the identifier for continuing the run later; None if it cannot be continued.
 
@@ -86,8 +88,16 @@ class Logger:
     packages: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[tuple[str, ...]] = ()
     off_switch: ClassVar[str] = ""
+    uploads: ClassVar[tuple[str, Mapping[str, str]]] = ("", {})
+    end: ClassVar[str] = "finish"
     artifacts: str = "no"
     run_id: str | None = None
+    _run: Any = None
+    _is_own = False
+
+    def __init__(self) -> None:
+        if self.uploads[0]:
+            self.artifacts = artifacts_asked(*self.uploads)
 
     @classmethod
     def missing_packages(cls) -> list[str]:
@@ -117,22 +127,6 @@ class Logger:
 
     def finish_training(self) -> None:
         """Flush buffered data; the run stays open for a later evaluation."""
-
-    def close(self) -> None:
-        """End the run, unless the user opened it; safe to call again."""
-
-
-class RunLogger(Logger):
-    """Report through the tracker's run object, which `start` opens or joins.
-
-    Attributes:
-        end: The name of the run's method that ends it.
-    """
-
-    end: ClassVar[str] = "finish"
-    _run: Any = None
-    # Whether this logger opened the run, so that `close` ends it.
-    _is_own = False
 
     def close(self) -> None:
         """End the run, unless the user opened it; safe to call again."""
@@ -183,14 +177,13 @@ def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
 
     Args:
         variable: The environment variable; unset means none.
-        names: Accepted values other than true (the end) and false, with the `Logger.artifacts` of each.
+        names: The `Logger.artifacts` of each accepted value other than false; that of ``"true"`` is also that of "1",
+            "yes" and "on".
     """
     value = os.environ.get(variable, "").strip().lower()
-    known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, "end"), **names}
+    known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, names["true"]), **names}
     if value not in known:
-        raise ConfigError(
-            f"{variable}={value!r} is set.", "It has no such value.", suggest(value, {"true", "false", *names})
-        )
+        raise ConfigError(f"{variable}={value!r} is set.", "It has no such value.", suggest(value, {"false", *names}))
     return known[value]
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import RunFacts, RunLogger, is_set
+from hftrain.loggers.base import Logger, RunFacts
 
 
-class ClearMLLogger(RunLogger):
+class ClearMLLogger(Logger):
     """Report to ClearML, in the current task if one exists.
 
     Environment variables: CLEARML_PROJECT (``"HuggingFace Transformers"``), CLEARML_TASK (``"Trainer"``),
@@ -21,10 +21,8 @@ class ClearMLLogger(RunLogger):
 
     name = "clearml"
     packages = ("clearml",)
+    uploads = ("CLEARML_LOG_MODEL", {"true": "checkpoint"})
     end = "close"
-
-    def __init__(self) -> None:
-        self.artifacts = "checkpoint" if is_set("CLEARML_LOG_MODEL") else "no"
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join a task; record the settings as its configuration."""

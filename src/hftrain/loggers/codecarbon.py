@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from hftrain.loggers.base import RunFacts, RunLogger
+from hftrain.loggers.base import Logger, RunFacts
 
 
-class CodeCarbonLogger(RunLogger):
+class CodeCarbonLogger(Logger):
     """Measure the energy use and emissions of training and write ``emissions.csv`` to the output folder.
 
     CodeCarbon itself reads CODECARBON_* and ``.codecarbon.config``. It measures from the start to the end of training.

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import RunFacts, RunLogger, is_set
+from hftrain.loggers.base import Logger, RunFacts
 
 _ONLINE = {"ONLINE": True, "OFFLINE": False}
 
 
-class CometLogger(RunLogger):
+class CometLogger(Logger):
     """Report to Comet, in the running experiment if there is one.
 
     Environment variables: COMET_PROJECT_NAME (``"huggingface"``), COMET_MODE (``"ONLINE"``, ``"OFFLINE"``,
@@ -25,10 +25,8 @@ class CometLogger(RunLogger):
     name = "comet_ml"
     packages = ("comet_ml",)
     off_switch = "COMET_MODE=DISABLED"
+    uploads = ("COMET_LOG_ASSETS", {"true": "end"})
     end = "end"
-
-    def __init__(self) -> None:
-        self.artifacts = "end" if is_set("COMET_LOG_ASSETS") else "no"
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join an experiment; record the settings as parameters."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from hftrain.core.errors import ConfigError
-from hftrain.loggers.base import RunFacts, is_set
+from hftrain.loggers.base import RunFacts
 from hftrain.loggers.mlflow import MLflowLogger
 
 
@@ -25,10 +25,7 @@ class DagsHubLogger(MLflowLogger):
     name = "dagshub"
     packages: ClassVar[tuple[str, ...]] = ("dagshub", "mlflow")
     replaces: ClassVar[tuple[str, ...]] = ("azure_ml", "mlflow")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.artifacts = "end" if is_set("HF_DAGSHUB_LOG_ARTIFACTS") else "no"
+    uploads = ("HF_DAGSHUB_LOG_ARTIFACTS", {"true": "end"})
 
     @classmethod
     def joins_all(cls) -> bool:

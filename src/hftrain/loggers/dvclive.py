@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import RunFacts, RunLogger, artifacts_asked
+from hftrain.loggers.base import Logger, RunFacts
 
 
-class DVCLiveLogger(RunLogger):
+class DVCLiveLogger(Logger):
     """Write metrics, parameters and plots as DVCLive files.
 
     Environment variables: HF_DVCLIVE_LOG_MODEL: true records the last checkpoint in DVC, ``"all"`` each one.
@@ -24,11 +24,12 @@ class DVCLiveLogger(RunLogger):
 
     name = "dvclive"
     packages = ("dvclive",)
+    uploads = ("HF_DVCLIVE_LOG_MODEL", {"true": "end", "all": "checkpoint"})
     end = "end"
 
     def __init__(self, live: Any = None, log_model: str | bool | None = None, **kwargs: Any) -> None:
         if log_model is None:
-            self.artifacts = artifacts_asked("HF_DVCLIVE_LOG_MODEL", {"all": "checkpoint"})
+            super().__init__()
         else:
             self.artifacts = {"all": "checkpoint", True: "end"}.get(log_model, "no")
         self._run = live

@@ -29,10 +29,7 @@ class MLflowLogger(Logger):
     packages: ClassVar[tuple[str, ...]] = ("mlflow",)
     replaces: ClassVar[tuple[str, ...]] = ("azure_ml",)
     off_switch = "DISABLE_MLFLOW_INTEGRATION"
-
-    def __init__(self) -> None:
-        self.artifacts = "checkpoint" if is_set("HF_MLFLOW_LOG_ARTIFACTS") else "no"
-        self._is_own = False
+    uploads: ClassVar[tuple[str, Mapping[str, str]]] = ("HF_MLFLOW_LOG_ARTIFACTS", {"true": "checkpoint"})
 
     def start(self, run: RunFacts) -> None:
         """Start or join a run; record the settings as parameters, in batches that MLflow accepts."""

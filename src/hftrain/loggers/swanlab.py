@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 
 from hftrain.core.log import warn_once
-from hftrain.loggers.base import RunFacts, RunLogger
+from hftrain.loggers.base import Logger, RunFacts
 
 
-class SwanLabLogger(RunLogger):
+class SwanLabLogger(Logger):
     """Report to SwanLab, in the open run if there is one.
 
     Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to continue), SWANLAB_LOG_DIR;

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import RunFacts, RunLogger
+from hftrain.loggers.base import Logger, RunFacts
 
 
-class TensorBoardLogger(RunLogger):
+class TensorBoardLogger(Logger):
     """Write event files to `logging_dir`, by default ``output_dir/runs/DATETIME_HOSTNAME``.
 
     A resumed run continues in its folder; events that the interrupted run wrote after the checkpoint are hidden.

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.loggers.base import RunFacts, RunLogger, artifacts_asked
+from hftrain.loggers.base import Logger, RunFacts
 
 _WATCHED = ("false", "gradients", "parameters", "all")
 
 
-class WandbLogger(RunLogger):
+class WandbLogger(Logger):
     """Report to Weights & Biases, in the open run if there is one.
 
     Environment variables: WANDB_PROJECT (``"huggingface"``), WANDB_LOG_MODEL (``"false"``, ``"end"``,
@@ -26,10 +26,11 @@ class WandbLogger(RunLogger):
     name = "wandb"
     packages = ("wandb",)
     off_switch = "WANDB_DISABLED"
+    uploads = ("WANDB_LOG_MODEL", {"true": "end", "end": "end", "checkpoint": "checkpoint"})
     _model: Any = None
 
     def __init__(self) -> None:
-        self.artifacts = artifacts_asked("WANDB_LOG_MODEL", {"end": "end", "checkpoint": "checkpoint"})
+        super().__init__()
         self._watched = os.environ.get("WANDB_WATCH", "false").lower()
         if self._watched not in _WATCHED:
             raise ConfigError(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED))

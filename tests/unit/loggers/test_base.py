@@ -54,13 +54,13 @@ def test_is_set_refuses_what_is_neither(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("value", "expected"), [("false", "no"), ("true", "end"), ("all", "checkpoint")])
 def test_artifacts_asked_reads_the_variable(monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
     monkeypatch.setenv("SOME_MODEL", value)
-    assert artifacts_asked("SOME_MODEL", {"all": "checkpoint"}) == expected
+    assert artifacts_asked("SOME_MODEL", {"true": "end", "all": "checkpoint"}) == expected
 
 
 def test_artifacts_asked_refuses_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_MODEL", "everything")
     with pytest.raises(ConfigError, match="It has no such value"):
-        artifacts_asked("SOME_MODEL", {"all": "checkpoint"})
+        artifacts_asked("SOME_MODEL", {"true": "end", "all": "checkpoint"})
 
 
 def test_flatten_joins_names() -> None:
