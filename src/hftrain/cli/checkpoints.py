@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hftrain.checkpoint.manifest import Manifest, read_manifest, verify
+from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.storage.mirrors import local_folder
@@ -19,7 +19,7 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
 
     Args:
         run: The run's output folder.
-        should_verify: Compare every file's SHA-256, as a resume does; otherwise only check the manifest and the sizes.
+        should_verify: Compare every file's SHA-256, as a resume does; otherwise everything but the content.
 
     Raises:
         ConfigError: The folder does not exist, or contains no checkpoint.
@@ -34,9 +34,10 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
         raise ConfigError(asked, reason, "Name a run's output_dir.")
     rows, last = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint."
     for path in paths:
-        found = _look(path, should_verify=should_verify)
-        if isinstance(found, str):
-            rows.append((path.name, "", "", "", found))
+        try:
+            found = verify(path, hashes=should_verify)
+        except CheckpointError as error:
+            rows.append((path.name, "", "", "", f"damaged: {error}"))
             continue
         progress, num_batches = found.facts.get("progress", {}), found.facts.get("plan", {}).get("num_batches")
         epochs = progress.get("epoch", 0)
@@ -52,18 +53,3 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, "", last]
-
-
-def _look(path: Path, *, should_verify: bool) -> Manifest | str:
-    """Return a checkpoint's manifest, or a text that says how it is damaged."""
-    try:
-        if should_verify:
-            return verify(path)
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return f"damaged: {error}"
-    for name, record in manifest.files.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != record["size"]:
-            return f"damaged: {name} is {'incomplete' if file.is_file() else 'missing'}"
-    return manifest

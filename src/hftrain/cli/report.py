@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hftrain.callbacks.lines import seconds_text
 from hftrain.cli.columns import is_number
 from hftrain.cli.runs import MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
@@ -322,8 +323,8 @@ def _steps(run: RunRecord) -> str:
 def _duration(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
-        return _readable_s(sum(session[-1][0] - session[0][0] for session in run.sessions))
-    return "" if run.log.total_s is None else _readable_s(run.log.total_s)
+        return seconds_text(sum(session[-1][0] - session[0][0] for session in run.sessions))
+    return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
 
 
 def _median_throughput(run: RunRecord) -> str:
@@ -353,11 +354,3 @@ def _when(at: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     except (OSError, OverflowError, ValueError):
         return "an impossible time"
-
-
-def _readable_s(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return ""
-    minutes, rest = divmod(seconds, 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours}h {minutes}m" if hours else f"{minutes}m {rest:.0f}s" if minutes else f"{rest:.1f}s"

@@ -19,6 +19,7 @@ from unit.cli.test_curves import write_foreign
 
 from hftrain import Trainer, TrainingArguments
 from hftrain.arguments.serialization import changed_settings
+from hftrain.callbacks.lines import seconds_text
 from hftrain.cli.report import show_report
 from hftrain.cli.runs import read_runs
 from hftrain.core.errors import HFTrainError
@@ -181,7 +182,7 @@ def test_time_ends_with_the_training_and_steps_are_those_that_were_done(tmp_path
     entry = {"event": "log", "entry": {"eval_loss": 1.0, "step": 5}, "samples": 0, "trained_s": 0, "memory": {}}
     write_journal(tmp_path / "out", [*lines, {**entry, "at": lines[-1]["at"] + 3600}])
     found = facts(write(tmp_path, tmp_path / "out"))
-    assert (found["Time"], found["Steps"]) == (f"{seconds:.1f}s", "5 of 6")
+    assert (found["Time"], found["Steps"]) == (seconds_text(seconds), "5 of 6")
 
 
 def test_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
