@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +30,19 @@ def preserved(*owners: Any) -> Iterator[None]:
         for owner, attributes in zip(found, kept, strict=True):
             # Bypasses a __setattr__ that checks names.
             object.__setattr__(owner, "__dict__", attributes)
+
+
+@contextmanager
+def preserved_signals() -> Iterator[None]:
+    """Restore the signal handlers that a library replaces; with its own, later training runs would get no signal."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kept = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _is_plain(value: Any) -> bool:

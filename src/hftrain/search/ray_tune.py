@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.core.errors import ConfigError
+from hftrain.core.preserve import preserved_signals
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 
 OBJECTIVE = "objective"
@@ -41,7 +38,7 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if num_gpus else {})})
     mode = config.directions[0][:3]
     trainable = tune.with_parameters(run_trial, attempt=attempt)
-    with _handlers_kept():
+    with preserved_signals():
         analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
     best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
     if best is None:
@@ -76,16 +73,3 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
             values = attempt(config, run_id=run_id, report=report, resume=folder)
     if told[-1:] != [values]:
         tune.report({OBJECTIVE: values})
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers that Ray replaces; with Ray's, later training runs would receive no signal."""
-    is_main = threading.current_thread() is threading.main_thread()
-    kept = {each: signal.getsignal(each) for each in signal.valid_signals()} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
-import threading
 import time
 import traceback
 import uuid
@@ -21,12 +19,11 @@ import torch.distributed as dist
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
+from hftrain.core.preserve import preserved_signals
 from hftrain.strategies.distributed import spare_forked_processes
 from hftrain.strategies.watch import is_broken_exchange
 
 T = TypeVar("T")
-
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def launch(
@@ -78,7 +75,7 @@ def launch(
     spare_forked_processes()
     with tempfile.TemporaryDirectory() as notes:
         try:
-            with _own_signals_and_environment():
+            with preserved_signals(), _preserved_environment():
                 found = elastic_launch(config, _call)(function, notes, args, kwargs)
         except ChildFailedError as error:
             rank, told = _first_failure(notes) or _reported(error)
@@ -162,16 +159,11 @@ def _has_used_gpu() -> bool:
 
 
 @contextmanager
-def _own_signals_and_environment() -> Iterator[None]:
-    """Restore the signal handlers and environment variables that torch's launcher changes in this process."""
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers} if is_main else {}
+def _preserved_environment() -> Iterator[None]:
+    """Remove the environment variables that torch's launcher adds in this process."""
     names = set(os.environ)
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for name in set(os.environ) - names:
             del os.environ[name]
