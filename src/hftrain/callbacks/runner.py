@@ -10,7 +10,7 @@ from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
-from hftrain.core.errors import CheckpointError, TaskError, suggest
+from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_user
 from hftrain.core.progress import TrainerControl
@@ -291,7 +291,6 @@ class CallbackHandler:
 
     def _adopt(self, result: Any, handler: Handler, event: str) -> None:
         flags = result.__dict__ if isinstance(result, TrainerControl) else result
-        known = self.control.__dict__
         owner = type(getattr(handler, "__self__", handler)).__name__
         if not isinstance(flags, Mapping):
             raise TaskError(
@@ -301,15 +300,12 @@ class CallbackHandler:
                 if inspect.iscoroutine(result)
                 else "Return None, the control, or a mapping such as {'should_training_stop': True}.",
             )
-        for name in flags:
-            if name not in known:
-                raise TaskError(
-                    f"Cannot use {name!r}, which {owner}.{event} returned:",
-                    "TrainerControl has no flag of that name.",
-                    suggest(name, known),
-                    returned=dict(flags),
-                )
-        self.control.update(dict(flags))
+        try:
+            self.control.update(dict(flags))
+        except AttributeError as error:
+            raise TaskError(
+                f"Cannot use what {owner}.{event} returned:", str(error), "", returned=dict(flags)
+            ) from None
 
 
 def _answer(event: str, control: TrainerControl) -> None:

@@ -58,10 +58,11 @@ class TrainerControl:
     should_log: bool = False
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Set the named flags; mutates the object. Unknown names raise `AttributeError`."""
-        for name, value in changes.items():
+        """Set the named flags; mutates the object. An unknown name raises `AttributeError`, and no flag is set."""
+        for name in changes:
             if name not in self.__dict__:
                 raise AttributeError(f"TrainerControl has no flag {name!r}; its flags are {sorted(self.__dict__)}.")
+        for name, value in changes.items():
             setattr(self, name, bool(value))
 
     def _new_training(self) -> None:
