@@ -70,14 +70,15 @@ class EvaluationMean:
         if found is None:
             return
         plain = {finding for finding, _ in found if finding.what in (*KINDS, PLAIN)}
-        counted = {finding.is_scaled: kind for finding, kind in found if finding.what == COUNTED}
+        counted = {(finding.is_scaled, kind) for finding, kind in found if finding.what == COUNTED}
         left = {finding.what for finding in plain} - {PLAIN}
         if plain:
             self._is_counted = False
             self._scale = 1 / num_ranks if all(finding.is_scaled for finding in plain) else 1.0
         elif counted:
-            self._is_counted, left = True, {kind for kind in counted.values() if kind}
-            self._scale = 1.0 if True in counted or num_ranks == 1 else float(num_ranks)
+            # The items are known if any of what it can be names them.
+            self._is_counted, left = True, {kind for _, kind in counted if kind}
+            self._scale = 1.0 if num_ranks == 1 or any(is_scaled for is_scaled, _ in counted) else float(num_ranks)
         self._left = left if self._left is None else self._left & left
 
     def weights(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:
