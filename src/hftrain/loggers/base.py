@@ -164,9 +164,9 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def is_set(variable: str, default: str = "") -> bool:
+def is_set(variable: str) -> bool:
     """Return whether an environment variable is true."""
-    value = os.environ.get(variable, default).strip().lower()
+    value = os.environ.get(variable, "").strip().lower()
     if value not in _TRUE | _FALSE:
         raise ConfigError(f"{variable}={value!r} is set.", "It is neither true nor false.", "Set it to true or false.")
     return value in _TRUE
