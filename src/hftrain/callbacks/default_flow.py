@@ -17,8 +17,8 @@ class DefaultFlowCallback(TrainerCallback):
     """Set control flags according to the logging, evaluation and save strategies and `max_steps`.
 
     The intervals are read from the state at each step, so a callback may change them while training. A run that reaches
-    `max_steps` or is stopped within an epoch saves at its end, unless the save strategy is ``"no"`` or ``"best"``. It
-    does not add an evaluation that was not due.
+    `max_steps` or is stopped within an epoch saves at its end, unless the save strategy is ``"no"`` or ``"best"``; one
+    that reaches `max_steps` evaluates there, too, if the evaluation strategy is ``"steps"``.
 
     Source: the documented `DefaultFlowCallback`.
     """
@@ -38,7 +38,7 @@ class DefaultFlowCallback(TrainerCallback):
         save = _cadence(unit=args.save_strategy, every=state.save_steps)
         if log.is_due_at_step(step) or (step == 1 and args.logging_first_step):
             control.should_log = True
-        if evaluate.is_due_at_step(step):
+        if evaluate.is_due_at_step(step) or (is_last and args.eval_strategy == "steps" and step >= args.eval_delay):
             control.should_evaluate = True
         if save.is_due_at_step(step) or (is_last and args.save_strategy == "steps"):
             control.should_save = True
