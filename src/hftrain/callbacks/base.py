@@ -24,7 +24,8 @@ class TrainerCallback:
     Some events also pass `logs` or `metrics`. To request an action, set flags of the control or return them: a control
     object, a mapping such as ``{"should_training_stop": True}``, or None for no change. `hftrain.core.events` documents
     the order of events. A callback that keeps state, such as an averaged model, may define `checkpoint_objects`, see
-    `Trainer.checkpoint_objects`.
+    `Trainer.checkpoint_objects`. One that defines ``close_run(self)`` has it called when a training is over, also after
+    an error, which skips `on_train_end`.
 
     Source: the documented `TrainerCallback`.
 

@@ -184,6 +184,13 @@ class CallbackHandler:
                 raise
         return control
 
+    def close_run(self) -> None:
+        """Call `close_run` of the callbacks that define it, and drop the loaders; also after an error."""
+        for callback in self.callbacks:
+            if close := getattr(callback, "close_run", None):
+                close()
+        self.refresh(train_dataloader=None, eval_dataloader=None)
+
     def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:
         """Call every callback that overrides `event` with the given objects; return the control.
 

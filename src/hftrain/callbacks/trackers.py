@@ -146,7 +146,6 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Upload the best or last checkpoint if requested, and flush the tracker."""
-        self._is_training = False
         if not self._is_open:
             return
         if self.logger.artifacts == "end":
@@ -154,6 +153,10 @@ class TrackerCallback(TrainerCallback, ExportableState):
         self._try(self.logger.finish_training)
         if self._num_failed > 1:
             logger.warning("Tracker %s failed %d times and lacks those entries.", self._name, self._num_failed)
+
+    def close_run(self) -> None:
+        """Let the next training, also of another Trainer, end the tracker's run; called after errors too."""
+        self._is_training = False
 
     def close(self) -> None:
         """End the tracker's run; a later log continues or starts one."""

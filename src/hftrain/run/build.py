@@ -49,7 +49,7 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
         resume = own_checkpoint(args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
     manager = hooks.make_manager(parts.output.meet())
     model = hooks.make_model()
-    stack.callback(parts.events.refresh, train_dataloader=None, eval_dataloader=None)
+    stack.callback(parts.events.close_run)
     data = RunData(hooks.open_loader, strategy, parts.events, seed=data_seed(args))
     stack.callback(data.close)
     plan = hooks.plan(resume, data.feed.loader, parts.progress)

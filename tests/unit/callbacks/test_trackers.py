@@ -148,6 +148,21 @@ def test_training_of_another_trainer_is_a_run_of_its_own(tmp_path: Path) -> None
     assert "close" not in second.calls
 
 
+def test_training_after_one_that_died_is_a_run_of_its_own(tmp_path: Path) -> None:
+    first, second = OneRun(), OneRun()
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ValueError("dies")
+
+    died = make_trainer(tmp_path / "died", first, callbacks=[Dies()])
+    with pytest.raises(ValueError, match="dies"):
+        died.train()
+    make_trainer(tmp_path / "later", second).train()
+    assert second.run_id not in (None, first.run_id)
+    assert first.calls[-1] == "close"
+
+
 def test_training_within_another_does_not_end_its_run(tmp_path: Path) -> None:
     outer, inner = OneRun(), OneRun()
 
