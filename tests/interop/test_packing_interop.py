@@ -92,3 +92,13 @@ class Derived(transformers.DataCollatorWithFlattening):
 def test_packing_with_a_cache_is_refused(tmp_path, collator, arguments, option):
     with pytest.raises(hftrain.ConfigError, match=f"Cannot use {option}=True with .*documents"):
         make_trainer(tmp_path, make_model(), collator(), arguments=arguments, **{option: True})
+
+
+def test_a_model_without_positions_is_named(tmp_path, recwarn):
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config)
+    make_trainer(tmp_path, model, hftrain.DataCollatorWithFlattening(return_flash_attn_kwargs=True))
+    make_trainer(tmp_path, make_model(), hftrain.DataCollatorWithFlattening())
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="BloomForCausalLM"):
+        make_trainer(tmp_path, model, hftrain.DataCollatorWithFlattening())

@@ -18,6 +18,9 @@ from hftrain.core.lightning import TRAINER_KEYWORDS
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call
 from hftrain.rules.task import check_not_lightning
+from hftrain.task.introspect import forward_parameters
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 
 _CALLED = {
     "data_collator": "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., "
@@ -127,8 +130,10 @@ def check_parts(
         check_call("data_collator", functions["data_collator"])
 
 
-def check_packing(args: TrainingArguments, collator: Any) -> None:
+def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> None:
     """Raise if documents are to be packed in one row with a cache: transformers' models then do not separate them.
+
+    Warn if a plain model has no argument for their boundaries. It may still read one of its ``**kwargs``.
 
     Args:
         collator: Recognised by the documented name; transformers' own collator has it as well.
@@ -142,6 +147,15 @@ def check_packing(args: TrainingArguments, collator: Any) -> None:
                 "With a cache of keys and values, each document would attend to those before it.",
                 f"Leave {name} out, or use a collator that pads.",
             )
+    takes_positions = collator.return_position_ids and "position_ids" in forward_parameters(task.model)
+    if isinstance(task, ModelTask) and not (
+        takes_positions or collator.return_flash_attn_kwargs or collator.return_seq_idx
+    ):
+        warn_once(
+            f"{type(collator).__name__} packs documents in one row, and {type(task.model).__name__} may not separate "
+            "them: it is not given position_ids as an argument of its forward. Compare its outputs of packed and of "
+            "single documents, or use a collator that pads."
+        )
 
 
 def refusing_unknown(init: Init) -> Init:

@@ -152,7 +152,6 @@ class Trainer(CopiedNames):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             functions={"data_collator": data_collator, "compute_metrics": None if has_own_loop else compute_metrics},
         )
-        check_packing(self.args, data_collator)
         self.loops = create_loops(loop)
         self._make_parts(model, strategy, precision, optimizers)
         callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
@@ -168,6 +167,7 @@ class Trainer(CopiedNames):
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
         self._take_model(model)
+        check_packing(self.args, self.task, data_collator)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
