@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 from hftrain.core.errors import ConfigError
@@ -298,6 +298,8 @@ def read(folder: str, *, kind: str) -> dict[str, Any]:
         "split": lambda: split_dataset_by_node(hub, int(os.environ["RANK"]), 2),
         "halves": lambda: split_dataset_by_node(hub.select(range(8)), int(os.environ["RANK"]), 2),
         "subset": lambda: Subset(rows, range(int(os.environ["RANK"]), 8, 2)),
+        "list": lambda: rows[int(os.environ["RANK"]) : 8 : 2],
+        "tensors": lambda: TensorDataset(torch.arange(int(os.environ["RANK"]), 8, 2)),
     }.get(kind, lambda: rows)()
     seen: list[int] = []
 
@@ -322,7 +324,7 @@ def read(folder: str, *, kind: str) -> dict[str, Any]:
 
 
 def read_each(folder: str) -> dict[str, Any]:
-    kinds = ("parts", "stream", "inherited", "split", "halves", "subset")
+    kinds = ("parts", "stream", "inherited", "split", "halves", "subset", "list", "tensors")
     return {kind: read(f"{folder}/{kind}", kind=kind) for kind in kinds}
 
 
@@ -340,7 +342,7 @@ def test_hooks_return_the_part_of_this_rank_as_it_is(tmp_path: Path, run_distrib
     assert first["parts"]["predictions"] == first["stream"]["predictions"] == labels
     assert not set(first["stream"]["seen"]) & set(second["stream"]["seen"])
     assert not set(first["inherited"]["seen"]) & set(second["inherited"]["seen"])
-    for kind in ("split", "halves", "subset"):
+    for kind in ("split", "halves", "subset", "list", "tensors"):
         assert "split before" in first[kind]["error"]
         assert "split before" in second[kind]["error"]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
@@ -88,11 +91,22 @@ def _mark(loader: Any) -> Any:
 def _ends(dataset: Any) -> Any:
     """Return the first and last sample of data that can be read without running the user's code, in short."""
     if type(dataset) is Subset:
-        return int(dataset.indices[0]), int(dataset.indices[-1])
+        return int(dataset.indices[0]), int(dataset.indices[-1]), _ends(dataset.dataset)
     if hasattr(dataset, "column_names") and callable(getattr(dataset, "with_format", None)):
         rows = dataset.with_format("arrow")[[0, len(dataset) - 1]]
         return zlib.crc32(repr(rows.to_pydict()).encode())
+    if type(dataset) in (list, tuple, TensorDataset):
+        ends = dataset[0], dataset[len(dataset) - 1]
+        return zlib.crc32(json.dumps(ends, default=_in_short, skipkeys=True).encode())
     return None
+
+
+def _in_short(value: Any) -> Any:
+    """Return some numbers of a dense tensor or an array, and the type of anything else that JSON does not know."""
+    if isinstance(value, (np.ndarray, np.generic)) or (torch.is_tensor(value) and value.layout is torch.strided):
+        flat = value.ravel()
+        return flat[:: len(flat) // 64 + 1].tolist()
+    return type(value).__name__
 
 
 def _reads_all(loader: Any) -> bool:
