@@ -47,8 +47,12 @@ def test_resumed_run_weights_batches_as_the_uninterrupted_one(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("changed", [PerSample, Sums])
-def test_a_loss_that_has_changed_is_proved_again(tmp_path: Path, changed: type[Words]) -> None:
+def test_a_loss_that_has_changed_is_proved_again_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: type[Words]
+) -> None:
     train(tmp_path, Words, make_rows(), stop=2)
+    assert "not that of the checkpoint" not in caplog.text
     found = train(tmp_path, changed, make_rows(), resume=True)._shares.found.finding
     assert found is not None
     assert found.what == {PerSample: "samples", Sums: "sum"}[changed]
+    assert "not that of the checkpoint" in caplog.text

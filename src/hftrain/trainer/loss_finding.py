@@ -178,7 +178,9 @@ class LossFinding:
         if agreed is None:
             return False
         if self._is_restored and not any(each in self.candidates for each in agreed):
-            self._left, self.is_open = None, True  # another loss than that of the checkpoint
+            self._left, self.is_open = None, True
+            if self._strategy.is_main:
+                logger.warning("The loss is not that of the checkpoint: batches may be weighted differently from here.")
         self._is_restored = False
         if self.is_open:
             self._settle(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
