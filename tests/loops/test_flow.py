@@ -46,7 +46,7 @@ def run(folder: Path, **options: Any) -> tuple[Trainer, Acts, list[int]]:
 @pytest.mark.parametrize(
     ("options", "logged"),
     [
-        ({"logging_steps": 5}, [5, 10]),
+        ({"logging_steps": 5}, [5, 10, 12]),
         ({"logging_steps": 5, "logging_first_step": True}, [1, 5, 10]),
         ({"logging_strategy": "epoch"}, [6, 12]),
         ({"logging_strategy": "epoch", "logging_first_step": True}, [1, 6, 12]),
@@ -68,7 +68,7 @@ def test_losses_are_logged_when_asked_for(tmp_path: Path, options: dict[str, Any
         ({"eval_strategy": "steps", "eval_steps": 0.5}, [6, 12]),
         ({"eval_strategy": "steps", "eval_steps": -1}, [12]),
         # The interval of the logs where there is no other.
-        ({"eval_strategy": "steps", "logging_steps": 5}, [5, 10]),
+        ({"eval_strategy": "steps", "logging_steps": 5}, [5, 10, 12]),
         ({"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 5}, [8, 12]),
         ({"eval_strategy": "epoch", "eval_delay": 2}, [12]),
         ({"eval_strategy": "epoch", "eval_on_start": True}, [0, 6, 12]),

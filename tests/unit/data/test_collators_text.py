@@ -9,6 +9,7 @@ from support.loading import build
 from torch.utils.data import DataLoader
 
 from hftrain import ConfigError, TaskError
+from hftrain.data.collators_masked import DataCollatorForPermutationLanguageModeling
 from hftrain.data.collators_text import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -137,3 +138,9 @@ def test_whole_words_need_offsets_and_masking() -> None:
         DataCollatorForLanguageModeling(Tokenizer(), mlm=False, whole_word_mask=True)
     with pytest.raises(TaskError, match="no offset_mapping"):
         DataCollatorForLanguageModeling(Tokenizer(), whole_word_mask=True)([{"input_ids": [5, 6]}])
+
+
+def test_permuted_sequences_have_an_even_length():
+    with pytest.raises(ConfigError, match="9 tokens") as error:
+        DataCollatorForPermutationLanguageModeling(Tokenizer())([{"input_ids": list(range(2, 11))}])
+    assert isinstance(error.value, ValueError)
