@@ -1,4 +1,7 @@
-"""Processes agree on what a model's loss is a mean over, and weigh by it, in training and in evaluation."""
+"""Sharded models, and overrides of `compute_loss`, have the losses and gradients of one process.
+
+`test_loss_shares_ddp.py` compares plain models with DDP.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Rows, make_arguments
-from torch import nn
+from support.kinds import Divides, PerSample, Shifts, Words, batch_of, make_model, make_rows
+from support.tiny import make_arguments
 from torch.nn.functional import cross_entropy
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, TrainerCallback
 
 pytestmark = pytest.mark.distributed
-
-NUM_CLASSES, LENGTH, NUM_ROWS = 7, 6, 8
-
-
-class PerSample(nn.Module):
-    """The mean over samples of each one's own mean, as CTC has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, NUM_CLASSES)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        each = cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
-        return {"loss": (each / (labels != -100).sum(1).clamp(min=1)).mean(), "logits": logits}
-
-
-class Shifts(PerSample):
-    """Predicts the next label, which its name does not tell; takes the count and ignores it."""
-
-    accepts_loss_kwargs = True
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
-
-
-class Plain(PerSample):
-    """The mean over labels."""
-
-    accepts_loss_kwargs = True
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-KINDS = {"per sample": PerSample, "shifts": Shifts, "scales": Plain}
-STRATEGIES = ("ddp", "fsdp", "fsdp1")
-
-
-def make_rows() -> Rows:
-    """Return sequences of which only the first two have unequal numbers of labels: one process sees no others."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for index in range(NUM_ROWS):
-        labels = torch.randint(0, NUM_CLASSES, (LENGTH,), generator=generator)
-        labels[2 + 3 * (index == 1) :] = -100
-        rows.append({"x": 3 * torch.randn(LENGTH, 3, generator=generator), "labels": labels})
-    return rows
-
-
-def make_model(name: str) -> nn.Module:
-    set_seed(0)
-    return KINDS[name]()
 
 
 class Ordered(Trainer):
@@ -79,57 +27,14 @@ class Ordered(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
-class Scales(Ordered):
-    """Divides by the count, and takes DDP's mean back, as the documented `compute_loss` does."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs)
-        labels = inputs["labels"].flatten()
-        loss = cross_entropy(outputs["logits"].flatten(0, 1), labels, reduction="sum") / num_items_in_batch
-        if self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
-
-
-def losses(folder: str) -> dict[str, list[float]]:
-    """Return, by kind and strategy, the loss of a step over all samples, and those of evaluations before and after."""
-    found: dict[str, list[float]] = {}
-    for name in KINDS:
-        for strategy in STRATEGIES if name != "scales" else ("ddp",):
-            arguments = make_arguments(
-                Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1,
-                learning_rate=0.0, per_device_eval_batch_size=3,
-            )  # fmt: skip
-            logged: list[float] = []
-
-            class Keep(TrainerCallback):
-                def on_log(self, *args: Any, logs: Any = None, logged: Any = logged, **kwargs: Any) -> None:
-                    logged += [logs[key] for key in ("loss", "eval_loss") if key in logs]
-
-            rows = make_rows()
-            kind = Scales if name == "scales" else Ordered
-            trainer = kind(
-                make_model(name), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[Keep], strategy=strategy
-            )
-            if name == "shifts":
-                trainer.evaluate()
-            trainer.train()
-            trainer.evaluate()
-            found[f"{name} {strategy}"] = logged
-            trainer.strategy.close()
-    return found
-
-
-def test_losses_are_those_of_all_samples_in_one_batch(tmp_path: Path, run_distributed: Any) -> None:
-    first, second = run_distributed(losses, folder=str(tmp_path), timeout_s=200)
-    assert first == second
-    batch = {name: torch.stack([row[name] for row in make_rows()]) for name in ("x", "labels")}
-    for case, found in first.items():
-        expected = make_model(case.rpartition(" ")[0])(**batch)["loss"].item()
-        assert found == pytest.approx([expected] * len(found), rel=1e-5), case
-        assert len(found) == 2 + case.startswith("shifts")
+def documented(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    """Divide by the count, and take DDP's mean back, as the documented `compute_loss` does."""
+    outputs = model(**inputs)
+    labels = inputs["labels"].flatten()
+    loss = cross_entropy(outputs["logits"].flatten(0, 1), labels, reduction="sum") / num_items_in_batch
+    if self.args.average_tokens_across_devices:
+        loss = loss * self.accelerator.num_processes
+    return (loss, outputs) if return_outputs else loss
 
 
 class Copied(Ordered):
@@ -138,15 +43,6 @@ class Copied(Ordered):
     @functools.wraps(Trainer.compute_loss)
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return documented(self, *args, **kwargs)
-
-
-def documented(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-    outputs = model(**inputs)
-    labels = inputs["labels"].flatten()
-    loss = cross_entropy(outputs["logits"].flatten(0, 1), labels, reduction="sum") / num_items_in_batch
-    if self.args.average_tokens_across_devices:
-        loss = loss * self.accelerator.num_processes
-    return (loss, outputs) if return_outputs else loss
 
 
 class CopiedFromModel(Ordered):
@@ -184,42 +80,99 @@ class Hands(Ordered):
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-class Divides(Plain):
-    """The mean over labels, and a part that only divides by the count, so that its value alone tells nothing."""
+class Uncounted(PerSample):
+    """Gets no count."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + logits.square().sum()
-        return {"loss": total / kwargs.get("num_items_in_batch", (labels != -100).sum()), "logits": logits}
+    accepts_loss_kwargs = False
 
 
-OVERRIDES: dict[str, tuple[type[Trainer], type[nn.Module]]] = {
-    "copied": (Copied, Plain),
-    "copied from the model": (CopiedFromModel, Divides),
-    "logs": (Logs, Plain),
-    "logs, without the count": (Logs, PerSample),
-    "hands on": (Hands, Divides),
+class Unproved(Divides):
+    """Has a part that only divides by the count, so that its value alone tells nothing."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        count = kwargs.get("num_items_in_batch", (labels != -100).sum())
+        return super().loss(logits, labels, **kwargs) + logits.square().sum() / count
+
+
+LOSSES: dict[str, tuple[type[Trainer], type[Words], str]] = {
+    "per sample, fsdp": (Ordered, PerSample, "fsdp"),
+    "per sample, fsdp1": (Ordered, PerSample, "fsdp1"),
+    "shifts, fsdp": (Ordered, Shifts, "fsdp"),
+    "shifts, fsdp1": (Ordered, Shifts, "fsdp1"),
+    "copied, ddp": (Copied, Words, "ddp"),
+}
+OVERRIDES: dict[str, tuple[type[Trainer], type[Words]]] = {
+    "copied": (Copied, Words),
+    "copied from the model": (CopiedFromModel, Unproved),
+    "logs": (Logs, Words),
+    "logs, without the count": (Logs, Uncounted),
+    "hands on": (Hands, Unproved),
 }
 
 
-def gradients(folder: str) -> dict[str, list[float]]:
-    """Return the gradient of a step over all samples, by override."""
+class Losses(TrainerCallback):
+    """Keep the losses of training and evaluations."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+
+    def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.kept += [logs[name] for name in ("loss", "eval_loss") if name in logs]
+
+
+class Gradients(Losses):
+    """Keep the gradient."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.kept += [number for p in model.parameters() for number in p.grad.flatten().tolist()]
+
+
+def make_trainer(folder: str, trainer: type[Trainer], model: type[Words], *callbacks: Any, **options: Any) -> Trainer:
+    """Return a Trainer that takes a step over all samples, which changes no weight."""
+    arguments = make_arguments(
+        Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, learning_rate=0.0,
+        max_grad_norm=0.0, per_device_eval_batch_size=3,
+    )  # fmt: skip
+    rows = make_rows()
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    return trainer(make_model(model), arguments, **data, callbacks=list(callbacks), **options)
+
+
+def losses(folder: str) -> dict[str, list[float]]:
+    """Return the losses of a step, and of evaluations before and after."""
     found = {}
-    for name, (kind, model) in OVERRIDES.items():
-        arguments = make_arguments(
-            Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1,
-            learning_rate=0.0, max_grad_norm=0.0,
-        )  # fmt: skip
-        kept: list[float] = []
-
-        class Keep(TrainerCallback):
-            def on_pre_optimizer_step(self, *args: Any, model: Any = None, kept: Any = kept, **kwargs: Any) -> None:
-                kept += [number for p in model.parameters() for number in p.grad.flatten().tolist()]
-
-        set_seed(0)
-        trainer = kind(model(), arguments, train_dataset=make_rows(), callbacks=[Keep])
+    for name, (kind, model, strategy) in LOSSES.items():
+        losses = Losses()
+        trainer = make_trainer(folder, kind, model, losses, strategy=strategy)
+        if model is Shifts:
+            trainer.evaluate()  # nothing is known of the loss yet
         trainer.train()
-        found[name] = kept
+        trainer.evaluate()
+        found[name] = losses.kept
+        trainer.strategy.close()
+    return found
+
+
+def test_losses_are_those_of_all_samples_in_one_batch(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(losses, folder=str(tmp_path), timeout_s=200)
+    assert first == second
+    for name, (_, model, _) in LOSSES.items():
+        expected = make_model(model)(**batch_of(make_rows()))["loss"].item()
+        assert first[name] == pytest.approx([expected] * len(first[name]), rel=1e-5), name
+        assert len(first[name]) == 2 + (model is Shifts)
+
+
+def gradients(folder: str) -> dict[str, list[float]]:
+    """Return the gradient of a step by override."""
+    found = {}
+    for name, kinds in OVERRIDES.items():
+        gradients = Gradients()
+        trainer = make_trainer(folder, *kinds, gradients)
+        trainer.train()
+        found[name] = gradients.kept
         trainer.strategy.close()
     return found
 
@@ -227,10 +180,8 @@ def gradients(folder: str) -> dict[str, list[float]]:
 def test_overrides_have_the_gradient_of_one_process(tmp_path: Path, run_distributed: Any) -> None:
     first, second = run_distributed(gradients, folder=str(tmp_path), timeout_s=200)
     assert first == second
-    batch = {name: torch.stack([row[name] for row in make_rows()]) for name in ("x", "labels")}
     for name, (_, kind) in OVERRIDES.items():
-        set_seed(0)
-        model = kind()
-        model(**batch)["loss"].backward()
+        model = make_model(kind)
+        model(**batch_of(make_rows()))["loss"].backward()
         expected = [number for p in model.parameters() for number in p.grad.flatten().tolist()]
-        assert first[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+        assert first[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
