@@ -49,7 +49,7 @@ class EvaluationArguments:
     """Evaluation. Source: the documented `TrainingArguments`."""
 
     eval_strategy: IntervalStrategy | str = setting(
-        "no", "When to evaluate during training: 'no', 'steps' (every eval_steps) or 'epoch'."
+        "no", "When to evaluate during training: 'no', 'steps' (every eval_steps, and at the end) or 'epoch'."
     )
     eval_steps: float | None = setting(
         None,
