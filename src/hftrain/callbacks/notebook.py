@@ -102,7 +102,6 @@ class NotebookProgressCallback(MeterCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start a new block below the earlier ones."""
-        self._close_all()
         self._begin_block()
         super().on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:

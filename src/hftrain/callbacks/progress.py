@@ -36,8 +36,7 @@ class MeterCallback(TrainerCallback):
     _loader: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start to count at the current step; closes the bars of a failed run."""
-        self._close_all()
+        """Start to count at the current step."""
         if state.is_world_process_zero:
             self._training = self._open("train", state.max_steps, initial=state.global_step, unit="step")
 
@@ -77,7 +76,7 @@ class MeterCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Close the bars."""
-        self._close_all()
+        self.close_run()
 
     def _open(self, name: str, total: int | None, *, initial: int = 0, unit: str, leave: bool = True) -> Meter:
         raise NotImplementedError
@@ -91,7 +90,8 @@ class MeterCallback(TrainerCallback):
         if meter is not None:
             meter.close()
 
-    def _close_all(self) -> None:
+    def close_run(self) -> None:
+        """Close the bars, also those of a run that failed."""
         self._close_prediction()
         if self._training is not None:
             self._training.close()
@@ -126,7 +126,7 @@ class ProgressCallback(MeterCallback):
         self._undo: Callable[[], object] = bool
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open the training bar at the current step; closes the bars of a failed run."""
+        """Open the training bar at the current step."""
         super().on_train_begin(args, state, control, **kwargs)
         if self._training is not None:
             self._lines, self._logged = LogLines(self.max_str_len), {}
@@ -174,8 +174,9 @@ class ProgressCallback(MeterCallback):
         for meter in self._meters:
             meter.clear()
 
-    def _close_all(self) -> None:
-        super()._close_all()
+    def close_run(self) -> None:
+        """Close the bars, and write messages without them."""
+        super().close_run()
         self._undo()
         self._undo = bool
 

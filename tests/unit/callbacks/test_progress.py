@@ -203,15 +203,18 @@ def test_terminal_bars_start_no_thread() -> None:
 
 
 @pytest.mark.parametrize("file_class", [io.StringIO, Terminal])
-def test_failed_run_is_closed_by_the_next_one(file_class) -> None:
+def test_failed_run_is_closed_at_once(file_class) -> None:
     file = file_class()
     player = Player(file)
+    show = warnings.showwarning
     player.train(3, is_ended=False)
     player.evaluate(range(5), num_batches=2, event=None)
+    player.runner.close_run()
+    assert warnings.showwarning is show
+    assert "3/100" in file.getvalue()
     player.state.global_step = 0
     player.train(100)
     assert file.getvalue().splitlines()[-1].startswith("train 100%")
-    assert "3/100" in file.getvalue()
 
 
 @pytest.mark.usefixtures("every_line")
