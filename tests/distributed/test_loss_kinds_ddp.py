@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.kinds import Divides, PerSample, Shifts, Words, batch_of, make_model, make_rows
+from support.kinds import Divides, Ordered, PerSample, Shifts, Words, batch_of, make_model, make_rows
 from support.tiny import make_arguments
 from torch.nn.functional import cross_entropy
 
 from hftrain import Trainer, TrainerCallback
 
 pytestmark = pytest.mark.distributed
-
-
-class Ordered(Trainer):
-    """Trains in the order of the data."""
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 def documented(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -60,24 +53,21 @@ class CopiedFromModel(Ordered):
 class Logs(Ordered):
     """Reads the number of processes and the count, and uses neither."""
 
+    hands_on = False
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         assert self.accelerator.num_processes == 2
         assert num_items_in_batch is None or int(num_items_in_batch) > 0
-        outputs = model(**inputs)
+        outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if self.hands_on else {}))
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-class Hands(Ordered):
-    """Hands the count on to the model, and logs the number of processes."""
+class Hands(Logs):
+    """Hands the count on to the model."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        assert self.accelerator.num_processes == 2
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+    hands_on = True
 
 
 class Uncounted(PerSample):

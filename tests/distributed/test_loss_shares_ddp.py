@@ -13,6 +13,7 @@ from support.kinds import (
     Divides,
     Marks,
     NeedsCount,
+    Ordered,
     PerSample,
     Shifts,
     Words,
@@ -28,13 +29,6 @@ from hftrain import Trainer
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS, RATE = 2, 0.05
-
-
-class Ordered(Trainer):
-    """Trains in the order of the data."""
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 class Trusts(Ordered):

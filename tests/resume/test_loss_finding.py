@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.kinds import PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
+from support.kinds import Ordered, PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
 from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Rows, make_arguments
 
 from hftrain import Trainer
-
-
-class Ordered(Trainer):
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 def late() -> Rows:

@@ -9,7 +9,7 @@ from support.tiny import Rows
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from hftrain import set_seed
+from hftrain import Trainer, set_seed
 
 NUM_CLASSES, LENGTH, NUM_ROWS = 7, 6, 8
 
@@ -100,6 +100,13 @@ class Marks(Words):
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return binary_cross_entropy_with_logits(logits.mean(1)[:, : labels.shape[1]], labels.double())
+
+
+class Ordered(Trainer):
+    """Trains in the order of the data."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 def make_rows(num: int = NUM_ROWS) -> Rows:
