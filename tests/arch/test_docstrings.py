@@ -14,7 +14,7 @@ Documented = ast.ClassDef | Function
 
 
 def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Documented]]:
-    """Yield public functions, classes and methods with their dotted names; overloads and setters are left out."""
+    """Yield public functions, classes and methods with their dotted names; not overloads, setters, declarations."""
     for node in body:
         if isinstance(node, (ast.If, ast.Try)):
             yield from public_definitions([*node.body, *node.orelse], prefix)
@@ -23,7 +23,8 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
             yield from public_definitions(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
             decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
-            if not decorators & {"overload", "setter", "deleter"}:
+            is_declared = ast.unparse(node.body[0]) == "..."  # in a protocol, of methods documented elsewhere
+            if not is_declared and not decorators & {"overload", "setter", "deleter"}:
                 yield prefix + node.name, node
 
 

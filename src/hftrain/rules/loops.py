@@ -46,3 +46,23 @@ def used_in_training(
         "streams": (not has_length, "a stream" if dataset is not None else "an overridden get_train_dataloader"),
     }
     return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+
+
+def used_in_evaluation(
+    args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
+) -> dict[str, str]:
+    """Return the optional loop features that an evaluation uses, each with the setting that requests it.
+
+    Args:
+        takes_turns: Whether steps may communicate with other processes.
+        is_per_batch: Whether metrics are computed batch by batch.
+    """
+    asked = {
+        "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
+        "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
+        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
+        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
+        "streams": (isinstance(dataset, IterableDataset), "a stream"),
+    }
+    return {feature: text for feature, (is_used, text) in asked.items() if is_used}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from hftrain.adapter.data import data_seed
+from hftrain.adapter.data import data_seed, length_config
+from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
@@ -18,8 +19,9 @@ from hftrain.loops.fit import FitLoop
 from hftrain.run.counting import RunCounts, token_counter
 from hftrain.run.data import RunData
 from hftrain.run.nodes import own_checkpoint
-from hftrain.run.parts import RunHooks, RunParts
-from hftrain.run.plan import report_changed_arguments
+from hftrain.run.parts import RunParts
+from hftrain.run.plan import RunPlan, find_geometry, plan_run, report_changed_arguments
+from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import RunCheckpoints
 from hftrain.run.whereabouts import report_late_ranks
@@ -27,7 +29,7 @@ from hftrain.task.overflow import DebugUnderflowOverflow
 
 
 @contextmanager
-def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[Run]:
+def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
     """Build a new or resumed run, and close everything that was opened, also if building fails.
 
     Collective.
@@ -35,45 +37,46 @@ def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[
     parts.phase.text = "set up the training"
     with parts.journal.ending(parts.state), ExitStack() as stack:
         try:
-            yield _build(parts, hooks, resume, stack)
+            yield _build(parts, resume, stack)
         except (RuntimeError, OSError, EOFError) as error:
             report_worker(error)
             report_late_ranks(parts.strategy, error)  # before the description of what the run does is lost
             raise
 
 
-def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitStack) -> Run:
-    args, strategy, loop = parts.args, parts.strategy, cast(FitLoop, parts.loops.get("fit") or FitLoop())
+def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
+    args, strategy, trainer = parts.args, parts.strategy, parts.trainer
+    loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
     told = strategy.broadcast_object(None if resume is None else str(resume))
     if told is not None:
         resume = own_checkpoint(args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
-    manager = hooks.make_manager(parts.output.meet())
-    model = hooks.make_model()
+    manager = trainer._make_manager(parts.output.meet())
+    model = trainer._make_model()
     stack.callback(parts.events.close_run)
-    data = RunData(hooks.open_loader, strategy, parts.events, seed=data_seed(args))
+    data = RunData(trainer._open_training_data, strategy, parts.events, seed=data_seed(args))
     stack.callback(data.close)
-    plan = hooks.plan(resume, data.feed.loader, parts.progress)
+    plan = _plan(parts, resume, data.feed.loader)
     names = "floating_point_ops", "num_parameters"
-    counts_flos = hooks.is_overridden(names[0]) or any(hasattr(model, name) for name in names)
+    counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
     counts = RunCounts(
         args,
         strategy,
         parts.state,
-        counter=token_counter(args, model, hooks.processing_class()),
-        count_flos=hooks.count_flos if counts_flos else None,
-        add_flos=hooks.add_flos,
+        counter=token_counter(args, model, trainer.processing_class),
+        count_flos=trainer.floating_point_ops if counts_flos else None,
+        add_flos=trainer._add_flos,
     )
-    hooks.start_state(resume, plan)
+    trainer._start_state(resume, plan)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
             report_changed_arguments(args, resume)
             manager.follow(plan.saved)
     if plan.is_reshaped:
         check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
-    ready = stack.enter_context(hooks.ready(resume, plan))
+    ready = stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
     stack.callback(loop.detach)
     checkpoints = RunCheckpoints(
-        parts, hooks, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch
+        parts, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch
     )
     stack.callback(checkpoints.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
@@ -82,7 +85,6 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
     stack.enter_context(checkpoints.writes)
     return Run(
         parts,
-        hooks,
         ready,
         plan=plan,
         data=data,
@@ -91,4 +93,17 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
         grace=grace,
         loop=loop,
         resume=resume,
+    )
+
+
+def _plan(parts: RunParts, resume: Path | None, loader: Any) -> RunPlan:
+    """Plan a run that starts from a checkpoint or from the beginning; see `plan_run`."""
+    args, strategy, trainer = parts.args, parts.strategy, parts.trainer
+    total = trainer.get_total_train_batch_size(args)
+    length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
+    grouping = length_config(args, tool=trainer.processing_class, batch_size=total, is_training=True)
+    policy, data, split = parts.precision.policy, trainer.train_dataset, trainer.get_tp_size()
+    geometry = find_geometry(args, strategy, policy, loader, data, grouping=grouping, split=split)
+    return plan_run(
+        args, strategy, resume, loader, length, total_batch_size=total, progress=parts.progress, geometry=geometry
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,13 @@ from hftrain.task.module import TaskModule, task_state
 
 # Configurations that a model writes next to its weights, and that may change during training.
 _CONFIGS = ("config", "generation_config")
+
+
+class Tools(Protocol):
+    """What a Trainer has to prepare inputs."""
+
+    processing_class: Any
+    data_collator: Any
 
 
 def model_writer(
@@ -61,9 +68,10 @@ def write_model(
     save_arguments(arguments, folder)
 
 
-def saved_tool(processing_class: Any, collator: Any) -> Any:
+def saved_tool(trainer: Tools) -> Any:
     """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
-    return getattr(collator, "tokenizer", None) if processing_class is None else processing_class
+    tool = trainer.processing_class
+    return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
 
 def frozen_state(state: TrainerState) -> TrainerState:

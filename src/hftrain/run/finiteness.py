@@ -26,7 +26,7 @@ from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.run.nodes import own_checkpoint
 from hftrain.run.own_optimizers import OwnOptimizers
-from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.run.unfreezing import Unfreezing
 from hftrain.run.writing import saves_at_all
 
@@ -51,14 +51,13 @@ class Finiteness:
     def __init__(
         self,
         parts: RunParts,
-        hooks: RunHooks,
         ready: Ready,
         manager: CheckpointManager,
         own: OwnOptimizers,
         unfreezing: Unfreezing,
     ) -> None:
         self._unfreezing = unfreezing
-        self._parts, self._hooks, self._ready, self._manager, self._own = parts, hooks, ready, manager, own
+        self._parts, self._ready, self._manager, self._own = parts, ready, manager, own
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
@@ -145,8 +144,8 @@ class Finiteness:
         folder = own_checkpoint(parts.args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
         frozen = self._unfreezing.go_back(read_manifest(folder).facts)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
-            self._hooks.load_model(str(folder))
-            self._hooks.load_optimizer(str(folder))
+            self._parts.trainer._load_from_checkpoint(str(folder))
+            self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         self._is_finite = True
         self._num_restores += 1
         if strategy.is_main:
@@ -162,8 +161,8 @@ class Finiteness:
         """Restore the current state of schedules after optimizers and schedules were loaded."""
         own = list(self._own.find().values())
         schedules = [each for each in own if isinstance(each, LRScheduler)]
-        if self._hooks.schedule() is not None:
-            schedules.append(self._hooks.schedule())
+        if self._parts.trainer.lr_scheduler is not None:
+            schedules.append(self._parts.trainer.lr_scheduler)
         optimizers = [each for each in (self._ready.optimizer, *own) if isinstance(each, torch.optim.Optimizer)]
         groups = [
             [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]

@@ -23,10 +23,10 @@ from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
-from hftrain.run.parts import Ready, RunHooks
+from hftrain.run.parts import Ready, RunParts, holders_of
 from hftrain.step.assemble import Stepped
 from hftrain.storage.tensors import load_containers, tensor_identity
-from hftrain.strategies.base import Strategy, has_engine
+from hftrain.strategies.base import has_engine
 from hftrain.task.model_task import ModelTask
 
 _KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
@@ -38,21 +38,15 @@ class OwnOptimizers:
 
     Args:
         task: The run's task.
-        holders: Returns the objects that may declare some, with their names.
         known: Returns objects that the run already saves.
         saved: Returns the state that the run saves elsewhere.
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        task: nn.Module,
-        *,
-        holders: Callable[[], Sequence[tuple[str, Any]]],
-        known: Callable[[], list[Any]],
-        saved: Callable[[], Any],
+        self, parts: RunParts, task: nn.Module, *, known: Callable[[], list[Any]], saved: Callable[[], Any]
     ) -> None:
-        self._strategy, self._task, self._holders, self._known, self._saved = strategy, task, holders, known, saved
+        self._trainer, self._strategy, self._task = parts.trainer, parts.strategy, task
+        self._known, self._saved = known, saved
         # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
         self._path = Path()
@@ -76,7 +70,7 @@ class OwnOptimizers:
     def find(self) -> dict[str, Any]:
         """Return the declared objects that exist now, by holder and name."""
         found: dict[str, Any] = {}
-        for owner, holder in self._holders():
+        for owner, holder in holders_of(self._trainer):
             declare = getattr(holder, "checkpoint_objects", None)
             for name, value in (declare() if callable(declare) else {}).items():
                 where = f"{owner}.{name}"
@@ -238,8 +232,8 @@ class UnsavedState:
         saved: Returns the objects of the user that checkpoints hold.
     """
 
-    def __init__(self, hooks: RunHooks, ready: Ready, *, saved: Callable[[], Sequence[Any]]) -> None:
-        self._hooks, self._ready, self._saved = hooks, ready, saved
+    def __init__(self, parts: RunParts, ready: Ready, *, saved: Callable[[], Sequence[Any]]) -> None:
+        self._parts, self._ready, self._saved = parts, ready, saved
         # None before training, and after the first save.
         self._marks: dict[str, Any] | None = None
 
@@ -267,7 +261,7 @@ class UnsavedState:
     def _held(self) -> list[tuple[str, Any]]:
         """Return what they hold directly or in a container, except what is saved, by attribute."""
         task, model = self._ready.task, self._ready.wrapped
-        saved = [task, model, self._hooks.schedule(), *self._saved()]
+        saved = [task, model, self._parts.trainer.lr_scheduler, *self._saved()]
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
@@ -275,7 +269,7 @@ class UnsavedState:
         memory = {_memory(tensor) for tensor in (*tensors, *saved) if isinstance(tensor, torch.Tensor)}
         return [
             (f"{owner}.{name}", value)
-            for owner, holder in self._hooks.holders()
+            for owner, holder in holders_of(self._parts.trainer)
             if holder is not None and owner != "trainer" and not _exports(holder)
             for name, value in members(holder)
             if isinstance(value, _KINDS) and id(value) not in known

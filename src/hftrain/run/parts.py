@@ -1,4 +1,4 @@
-"""The parts of a run: the Trainer's parts, a model ready to train, and the documented methods that it calls."""
+"""The parts of a run, a model that is ready to train, and what a run calls of the Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.core.types import EvalLoopOutput
 from hftrain.loops.contract import Loop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
@@ -31,6 +32,7 @@ from hftrain.run.plan import RunPlan
 from hftrain.step.computing import Computing
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
+from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule
 
 
@@ -41,19 +43,36 @@ class Phase:
     text: str | None = None
 
 
+@dataclass(slots=True)
+class BaseHooks:
+    """What documented methods do that are not overridden, while a run calls them.
+
+    Args:
+        wrap: Wraps the model, in `_wrap_model`.
+        rate: The result of `_get_learning_rate`: the rate that the last step used.
+    """
+
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    rate: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
     """Parts that exist before a run is built.
 
     Args:
+        trainer: Whose documented methods the run calls.
         losses: The open logging window.
         logs: Values logged by the steps in that window.
         trial: The current trial of a search, from its backend.
         ignore_keys: Outputs that evaluations leave out of the predictions.
+        where: Describes what the Trainer is doing; from any thread.
+        read_metrics: Computes and resets the task's training metrics.
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
     """
 
+    trainer: TrainerHooks
     args: TrainingArguments
     save_policy: SavePolicy
     strategy: Strategy
@@ -69,9 +88,12 @@ class RunParts:
     trial: Any
     ignore_keys: list[str] | None
     journal: Journal
+    where: Callable[[], str]
+    read_metrics: Callable[[], Mapping[str, Any]]
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: Phase = field(default_factory=Phase)
+    base: BaseHooks = field(default_factory=BaseHooks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +102,6 @@ class Ready:
 
     Args:
         model: Not wrapped.
-        take: Takes a step's batches and counts their items.
-        training_step: Runs forward and backward on one batch.
         outside: Parameters that the optimizer trains but the model does not contain.
         changes: Changes of the model during training.
         facts: Further parts of the state that the manifest records.
@@ -92,75 +112,157 @@ class Ready:
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     stepper: Stepper
-    take: Take
-    training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
     outside: OutsideWeights
     changes: ModelChanges
     facts: Sequence[InManifest] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunHooks:
-    """The Trainer's methods that a run calls, looked up at each call; collective where the documented ones are.
+class TrainerHooks(Protocol):
+    """The documented attributes and hooks of a Trainer, with its documented arguments; collective where those are.
 
-    Args:
-        owner: The name of the Trainer's class.
-        is_overridden: Tells whether the user's class overrides a documented method.
-        where: Returns a description of what the Trainer is doing; from any thread.
-        make_manager: Returns the manager that commits the run's checkpoints.
-        make_model: Returns the unwrapped model, from `model_init` if given.
-        open_loader: Returns this rank's training batches, from another dataset if one is given.
-        plan: (checkpoint, loader, progress) -> the run's plan; sets `progress` to its start.
-        start_state: (checkpoint, plan); initialises the documented state.
-        ready: (checkpoint, plan); makes the model ready to train, within the context.
-        holders: Returns the objects that may have `checkpoint_objects`, with their names.
-        dataset: Returns the current training dataset, or None; this and the next three are read at each call, because
-            scripts and callbacks may replace them.
-        processing_class: Returns the current processing class, or None.
-        tool: Returns what a checkpoint saves to prepare inputs, or None.
-        optimizer: Returns the documented `optimizer`.
-        schedule: Returns the documented `lr_scheduler`.
-        count_flos: The documented `floating_point_ops`.
-        learning_rate: The documented hook, called with the rate that the step used.
-        step_end: Returns the documented `_maybe_log_save_evaluate`, whose signature is inspected.
-        finish: Ends the documented state of training, and adds the memory use to the metrics.
+    A run looks them up at each use, because subclasses override them and scripts assign them during a run. The methods
+    below the line are the Trainer's own part of a run.
     """
 
-    owner: str
-    is_overridden: Callable[[str], bool]
-    where: Callable[[], str]
-    make_manager: Callable[[Parcels | None], CheckpointManager]
-    make_model: Callable[[], nn.Module]
-    open_loader: Callable[..., Any]
-    plan: Callable[[Path | None, Any, Progress], RunPlan]
-    start_state: Callable[[Path | None, RunPlan], None]
-    ready: Callable[[Path | None, RunPlan], AbstractContextManager[Ready]]
-    holders: Callable[[], Sequence[tuple[str, Any]]]
-    dataset: Callable[[], Any]
-    processing_class: Callable[[], Any]
-    tool: Callable[[], Any]
-    optimizer: Callable[[], Any]
-    schedule: Callable[[], Any]
-    count_parameters: Callable[[], int]
-    mark_sync: Callable[[bool], None]
-    count_flos: Callable[[Any], float]
-    add_flos: Callable[[float], None]
-    store_flos: Callable[[], None]
-    read_metrics: Callable[[], Mapping[str, Any]]
-    learning_rate: Callable[[float], float]
-    log: Callable[[dict[str, Any]], None]
-    evaluate: Callable[..., Mapping[str, float]]
-    evaluate_once: Callable[..., Mapping[str, float]]
-    is_best: Callable[[Mapping[str, Any], Any], bool]
-    step_end: Callable[[], Callable[..., None]]
-    save: Callable[[nn.Module, Any], None]
-    save_model: Callable[[str], None]
-    save_optimizer: Callable[[str], None]
-    load_model: Callable[[str], None]
-    load_optimizer: Callable[[str], None]
-    load_numbers: Callable[[str], None]
-    load_best: Callable[[], None]
-    rotate: Callable[..., None]
-    push: Callable[[str], None]
-    push_at_end: Callable[[], None]
-    finish: Callable[[dict[str, Any]], None]
+    args: TrainingArguments
+    strategy: Strategy
+    precision: Precision
+    state: TrainerState
+    control: TrainerControl
+    task: TaskModule
+    model: nn.Module
+    model_wrapped: nn.Module
+    label_names: list[str]
+    can_return_loss: bool
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    data_collator: Any
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    compiler: Compiler
+    compute_loss_func: Any
+    optimizer_cls_and_kwargs: Any
+    model_init: Any
+    save_policy: SavePolicy
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+    spill_dir: Path | None
+    loops: Mapping[str, Loop[Any]]
+    neftune_noise_alpha: float | None
+    is_deepspeed_enabled: Any
+    _signature_columns: list[str] | None
+    _eval_dataloaders: dict[str, Any]
+
+    @property
+    def output_dir(self) -> Path: ...
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """The callbacks."""
+
+    def get_total_train_batch_size(self, *args: Any, **options: Any) -> int: ...
+    def get_tp_size(self, *args: Any, **options: Any) -> int: ...
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any: ...
+    def set_initial_training_values(
+        self, *args: Any, **options: Any
+    ) -> tuple[int, int, int, int, bool, int | None, int]: ...
+    def get_optimizer_cls_and_kwargs(self, *args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]: ...
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer: ...
+    def create_scheduler(self, *args: Any, **options: Any) -> Any: ...
+    def create_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
+    def _wrap_model(self, *args: Any, **options: Any) -> nn.Module: ...
+    def _align_special_tokens(self, *args: Any, **options: Any) -> None: ...
+    def _activate_neftune(self, *args: Any, **options: Any) -> nn.Module: ...
+    def _deactivate_neftune(self, *args: Any, **options: Any) -> None: ...
+    def _get_learning_rate(self, *args: Any, **options: Any) -> float: ...
+    def _get_eval_sampler(self, *args: Any, **options: Any) -> Any: ...
+    def _set_signature_columns_if_needed(self, *args: Any, **options: Any) -> None: ...
+    def _remove_unused_columns(self, *args: Any, **options: Any) -> Any: ...
+    def _get_collator_with_removed_columns(self, *args: Any, **options: Any) -> Callable[[list[Any]], Any]: ...
+    def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput: ...
+    def prediction_loop(self, *args: Any, **options: Any) -> EvalLoopOutput: ...
+    def prediction_step(self, *args: Any, **options: Any) -> tuple[Any, Any, Any]: ...
+    def torch_jit_model_eval(self, *args: Any, **options: Any) -> nn.Module: ...
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+    def _prepare_inputs(self, inputs: Any) -> Any: ...
+    def num_examples(self, dataloader: Any) -> int: ...
+    def get_num_trainable_parameters(self, *args: Any, **options: Any) -> int: ...
+    def floating_point_ops(self, *args: Any, **options: Any) -> float: ...
+    def store_flos(self, *args: Any, **options: Any) -> None: ...
+    def evaluate(self, *args: Any, **options: Any) -> Mapping[str, float]: ...
+    def _evaluate(self, *args: Any, **options: Any) -> Mapping[str, float]: ...
+    def _determine_best_metric(self, *args: Any, **options: Any) -> bool: ...
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None: ...
+    def save_model(self, *args: Any, **options: Any) -> None: ...
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None: ...
+    def _save_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
+    def _rotate_checkpoints(self, *args: Any, **options: Any) -> None: ...
+    def _push_from_checkpoint(self, *args: Any, **options: Any) -> None: ...
+    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None: ...
+    def _load_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
+    def _load_rng_state(self, *args: Any, **options: Any) -> None: ...
+    def _load_best_model(self, *args: Any, **options: Any) -> None: ...
+
+    # -- not documented ------------------------------------------------------------------------------------------
+
+    # The parts of the current run, None between runs.
+    _run_parts: RunParts | None
+    # The user's wrapper around the model, if any, else the model.
+    _outermost: nn.Module
+    # The documented `log`, called in its older form if an override has that.
+    _slot_log: Callable[..., Any]
+    # The documented `compute_loss`, likewise.
+    _slot_compute_loss: Callable[..., Any]
+
+    @property
+    def _num_rehearsed(self) -> int: ...
+    def _is_overridden(self, name: str) -> bool:
+        """Tell whether the user's class or instance overrides a documented method."""
+
+    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
+        """Inspect the hooks' signatures."""
+
+    def _stop_observing(self) -> None:
+        """Give the model its own call back, without autocast and observers."""
+
+    def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
+        """Return the manager that commits the run's checkpoints."""
+
+    def _make_model(self) -> nn.Module:
+        """Return the unwrapped model, from `model_init` if given."""
+
+    def _open_training_data(self, *dataset: Any) -> Any:
+        """Return this rank's training batches, from another dataset if one is given."""
+
+    def _start_state(self, resume: Path | None, plan: RunPlan) -> None:
+        """Initialise the documented state."""
+
+    def _forget_schedule(self) -> None:
+        """Drop the schedule of an earlier training."""
+
+    def _cast_model(self) -> None:
+        """Make the model run under autocast, if the code around it shall not."""
+
+    def _begin_steps(self) -> Sequence[InManifest]:
+        """Take up the documented step's parts of a run; return what the manifest records of them."""
+
+    def _end_steps(self) -> None:
+        """Undo `_begin_steps`."""
+
+    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
+        """Return the functions that take a step's batches, counting their items, and that train on one batch."""
+
+    def _add_flos(self, number: float) -> None:
+        """Count operations of this process."""
+
+    def _note_sync(self, syncs: bool) -> None:
+        """Note whether an update follows the next micro-step."""
+
+    def _finish_training(self, metrics: dict[str, Any]) -> None:
+        """End the documented state of training, and add the memory use to the metrics."""
+
+
+def holders_of(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:
+    """Return the objects that may have `checkpoint_objects`, with their names."""
+    callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
+    return [("trainer", trainer), ("task", trainer.task), *callbacks]

@@ -33,7 +33,7 @@ from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
-from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import RunCheckpoints
@@ -56,7 +56,6 @@ class Run:
     def __init__(
         self,
         parts: RunParts,
-        hooks: RunHooks,
         ready: Ready,
         *,
         plan: RunPlan,
@@ -67,21 +66,21 @@ class Run:
         loop: FitLoop,
         resume: Path | None,
     ) -> None:
-        self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
+        self._parts, self._ready, self._plan, self._data, trainer = parts, ready, plan, data, parts.trainer
         self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
         self._loop, self._resume, self._num_saves = loop, resume, 0
         folder, deletes = checkpoints.manager.config.output_dir, checkpoints.manager.is_committer
-        self._uncommitted = Uncommitted(folder, deletes=deletes and hooks.is_overridden("_save_checkpoint"))
+        self._uncommitted = Uncommitted(folder, deletes=deletes and trainer._is_overridden("_save_checkpoint"))
         # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
         self._interrupts = Interrupts(
-            parts, checkpoints, grace, end_step=lambda: loop.end_step(), save=self.save_now, where=hooks.where
+            parts, checkpoints, grace, end_step=lambda: loop.end_step(), save=self.save_now, where=parts.where
         )
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
-        parts, hooks, ready, events = self._parts, self._hooks, self._ready, self._parts.events
+        parts, ready, events, trainer = self._parts, self._ready, self._parts.events, self._parts.trainer
         if self._resume is None:
             self.checkpoints.warn_of_others()
         else:
@@ -89,7 +88,7 @@ class Run:
         events.refresh(
             model=ready.model,
             optimizer=ready.optimizer,
-            lr_scheduler=hooks.schedule(),
+            lr_scheduler=trainer.lr_scheduler,
             train_dataloader=self._data.feed.loader,
         )
         self.checkpoints.writes.start(
@@ -97,7 +96,9 @@ class Run:
             consensus=self._interrupts.consensus,
             silence=self._interrupts.silence,
         )
-        announce_training(parts.args, self._plan, progress=self.progress, count_parameters=hooks.count_parameters)
+        announce_training(
+            parts.args, self._plan, progress=self.progress, count_parameters=trainer.get_num_trainable_parameters
+        )
         self._begin_journal()
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)
@@ -145,7 +146,7 @@ class Run:
     @cached_property
     def step_end(self) -> StepEnd:
         """The caller of an overridden `_maybe_log_save_evaluate`; its clock starts when the loop is attached."""
-        return StepEnd(self._hooks.step_end, self._parts, self._ready.wrapped, self.counts)
+        return StepEnd(self._parts, self._ready.wrapped, self.counts)
 
     def _load_rest(self, folder: Path) -> None:
         """Load the state of a checkpoint other than the model."""
@@ -159,8 +160,9 @@ class Run:
 
     def _fit_parts(self) -> FitParts:
         """Return the parts for the training loop."""
-        parts, hooks, ready, plan, args = self._parts, self._hooks, self._ready, self._plan, self._parts.args
-        schedule, accumulation = hooks.schedule(), args.gradient_accumulation_steps
+        parts, ready, plan, args, trainer = self._parts, self._ready, self._plan, self._parts.args, self._parts.trainer
+        schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
+        take, training_step = trainer._steps(self._resume)
         return FitParts(
             config=FitConfig(
                 max_steps=plan.max_steps,
@@ -172,8 +174,8 @@ class Run:
                 empty_cache_every=args.torch_empty_cache_steps,
             ),
             hooks=FitHooks(
-                get_batch_samples=self._salvage.watching(self.counts.watching(ready.take)),
-                training_step=ready.training_step,
+                get_batch_samples=self._salvage.watching(self.counts.watching(take)),
+                training_step=training_step,
                 before_epoch=self._before_epoch,
                 restore_rng=self._restore_rng,
                 log=self._log,
@@ -182,14 +184,14 @@ class Run:
                 evaluate_first=self._evaluate_first if args.eval_on_start else None,
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
-                evaluate_on=lambda dataset, prefix: hooks.evaluate(dataset, parts.ignore_keys, prefix),
-                act=self.step_end.run if hooks.is_overridden("_maybe_log_save_evaluate") else None,
-                mark_sync=hooks.mark_sync if accumulation > 1 else None,
+                evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
+                act=self.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+                mark_sync=trainer._note_sync if accumulation > 1 else None,
                 # An override may join or split batches.
-                check_pass=None if hooks.is_overridden("get_batch_samples") else self._check_pass,
+                check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
             ),
             feed=self._data.feed,
-            dataset=hooks.dataset(),
+            dataset=trainer.train_dataset,
             stepper=self._salvage.watch(ready.stepper),
             model=ready.wrapped,
             optimizer=ready.optimizer,
@@ -227,7 +229,7 @@ class Run:
 
     def _load_numbers(self) -> None:
         if self._rng is not None:
-            self._hooks.load_numbers(str(self._resume))
+            self._parts.trainer._load_rng_state(str(self._resume))
             self._rng = None
 
     def _restore_rng(self) -> bool:
@@ -250,33 +252,37 @@ class Run:
 
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""
-        hooks, parts = self._hooks, self._parts
+        parts, trainer = self._parts, self._parts.trainer
         self._count()
         self.checkpoints.untrained.check_unfrozen()
         check_flags(parts.control)
-        own = {name: float(value) for name, value in hooks.read_metrics().items()}
-        if hooks.is_overridden("_get_learning_rate"):
-            logs["learning_rate"] = hooks.learning_rate(logs["learning_rate"])
-        hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
+        own = {name: float(value) for name, value in parts.read_metrics().items()}
+        if trainer._is_overridden("_get_learning_rate"):
+            parts.base.rate = logs["learning_rate"]
+            try:
+                logs["learning_rate"] = trainer._get_learning_rate()
+            finally:
+                parts.base.rate = None
+        trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 
     def _count(self) -> None:
         """Update the documented counts of tokens and floating-point operations; collective."""
         self.counts.read()
-        self._hooks.store_flos()
+        self._parts.trainer.store_flos()
 
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
-        parts, hooks = self._parts, self._hooks
+        parts, trainer = self._parts, self._parts.trainer
         with parts.journal.paused():
-            metrics = hooks.evaluate_once(parts.trial, parts.ignore_keys)
-        is_best = hooks.is_best(metrics, parts.trial)
+            metrics = trainer._evaluate(parts.trial, parts.ignore_keys)
+        is_best = trainer._determine_best_metric(metrics, parts.trial)
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True
 
     def _evaluate_first(self) -> None:
         """Evaluate before training; neither the best metric nor a schedule depends on it. Collective."""
         with self._parts.journal.paused():
-            self._hooks.evaluate_once(self._parts.trial, self._parts.ignore_keys, skip_scheduler=True)
+            self._parts.trainer._evaluate(self._parts.trial, self._parts.ignore_keys, skip_scheduler=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -291,7 +297,7 @@ class Run:
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
-            self._hooks.save(self._ready.wrapped, self._parts.trial)
+            self._parts.trainer._save_checkpoint(self._ready.wrapped, self._parts.trial)
         if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
             self._begin_save()
             self._uncommitted.note(self._parts.state.global_step)
@@ -350,7 +356,7 @@ class Run:
             self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        parts, hooks, args, state = self._parts, self._hooks, self._parts.args, self._parts.state
+        parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase.text = "finish the training"
         self.checkpoints.own.close(is_complete=True)
         self.checkpoints.untrained.check_unfrozen()
@@ -367,13 +373,13 @@ class Run:
         logger.info("Training completed.")
         self._ready.task.model = self._ready.model
         if args.load_best_model_at_end:
-            hooks.load_best()
+            trainer._load_best_model()
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = training_loss
         if num_nonfinite:
             metrics["nonfinite_losses"] = num_nonfinite
-        hooks.finish(metrics)
-        hooks.log(metrics)
+        trainer._finish_training(metrics)
+        trainer._slot_log(metrics)
         best, keep_best = self.checkpoints.best(), parts.save_policy.keep_best
         # SavePolicy(keep_best=1) keeps the newest in addition to the best.
         with_newest = keep_best is not None and not args.load_best_model_at_end
@@ -383,6 +389,4 @@ class Run:
         parts.events.fire("on_train_end")
         show_summary(parts, self.checkpoints, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()
-        if args.push_to_hub:
-            hooks.push_at_end()
         return TrainOutput(state.global_step, training_loss, metrics)

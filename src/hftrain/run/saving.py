@@ -42,12 +42,12 @@ from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
-from hftrain.run.capture import frozen_state, model_writer
+from hftrain.run.capture import frozen_state, model_writer, saved_tool
 from hftrain.run.data import RunData
 from hftrain.run.finiteness import Finiteness
 from hftrain.run.loop_states import LoopStates
 from hftrain.run.own_optimizers import OwnOptimizers, UnsavedState
-from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.unfinished import left_in, to_do
 from hftrain.run.unfreezing import Unfreezing
@@ -76,7 +76,6 @@ class RunCheckpoints:
     def __init__(
         self,
         parts: RunParts,
-        hooks: RunHooks,
         ready: Ready,
         manager: CheckpointManager,
         *,
@@ -84,24 +83,22 @@ class RunCheckpoints:
         data: RunData,
         is_within_epoch: Callable[[], bool],
     ) -> None:
-        self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
+        self._parts, self._ready, self._plan, self._data, trainer = parts, ready, plan, data, parts.trainer
         self._is_within_epoch = is_within_epoch
         self.manager = manager
-        self.writes = CheckpointWrites(parts, hooks, ready, manager, best=self.best)
+        self.writes = CheckpointWrites(parts, ready, manager, best=self.best)
         self.loops = LoopStates(parts.loops)
-        self.own = OwnOptimizers(
-            parts.strategy, ready.task, holders=hooks.holders, known=self._known, saved=self._saved_elsewhere
-        )
-        self.unsaved = UnsavedState(hooks, ready, saved=lambda: [*self._known(), *self.own.find().values()])
+        self.own = OwnOptimizers(parts, ready.task, known=self._known, saved=self._saved_elsewhere)
+        self.unsaved = UnsavedState(parts, ready, saved=lambda: [*self._known(), *self.own.find().values()])
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         self._unfreezing = Unfreezing(
             parts.strategy,
             ready.model,
             ready.optimizer,
-            schedule=hooks.schedule,
+            schedule=lambda: trainer.lr_scheduler,
             added=lambda: ready.outside.find(ready.optimizer, ready.task),
         )
-        self.finiteness = Finiteness(parts, hooks, ready, manager, self.own, self._unfreezing)
+        self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -110,8 +107,8 @@ class RunCheckpoints:
         self.left: frozenset[str] = frozenset()
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
-        check_schedule(parts.args, hooks.schedule(), max_steps=parts.state.max_steps)
-        self.untrained = Untrained(parts, hooks, ready, self.own)
+        check_schedule(parts.args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
+        self.untrained = Untrained(parts, ready, self.own)
 
     def begin(self) -> None:
         """Restore what the user declares, and look at what else callbacks hold, once training has begun."""
@@ -137,7 +134,7 @@ class RunCheckpoints:
 
     def save(self) -> None:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
-        parts, hooks, ready, writes = self._parts, self._hooks, self._ready, self.writes
+        parts, ready, writes, trainer = self._parts, self._ready, self.writes, self._parts.trainer
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
         self.finiteness.check()
@@ -156,17 +153,17 @@ class RunCheckpoints:
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
         each: list[Writer] = [
-            model_writer(args, strategy, ready.task, ready.wrapped, tool=hooks.tool(), keep=keep)
+            model_writer(args, strategy, ready.task, ready.wrapped, tool=saved_tool(trainer), keep=keep)
             if writes.is_async
-            else lambda folder: hooks.save_model(str(folder))
+            else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
         frozen = frozen_state(state) if writes.is_async else state
         if self.manager.is_committer:
             self._history.take(state.log_history or [])
         main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
         if not only_model:
-            if hooks.is_overridden("_save_optimizer_and_scheduler"):
-                each.append(lambda folder: hooks.save_optimizer(str(folder)))
+            if trainer._is_overridden("_save_optimizer_and_scheduler"):
+                each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
             else:
                 # Other processes only take part in gathering.
                 main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
@@ -184,7 +181,7 @@ class RunCheckpoints:
 
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
         """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
-        parts, hooks, state = self._parts, self._hooks, self._parts.state
+        parts, state, trainer = self._parts, self._parts.state, self._parts.trainer
         if committed is None:
             state.best_model_checkpoint = former_best
             return
@@ -193,9 +190,9 @@ class RunCheckpoints:
         with as_of(state, save):
             if parts.args.push_to_hub:
                 # Before rotation, which may delete it.
-                hooks.push(str(committed))
+                trainer._push_from_checkpoint(str(committed))
             if self.writes.rotates_later:
-                hooks.rotate(use_mtime=True, output_dir=str(self.manager.config.output_dir))
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
             if tells:
                 parts.events.fire("on_save")
@@ -217,7 +214,7 @@ class RunCheckpoints:
 
     def _files(self) -> list[InFile]:
         """Return the participants with a separate file."""
-        strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._hooks.schedule()
+        strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._parts.trainer.lr_scheduler
         model, optimizer, outside = self._ready.wrapped, self._ready.optimizer, self._ready.outside
 
         def check(folder: Path, state: dict[str, Any]) -> None:
@@ -302,7 +299,7 @@ class RunCheckpoints:
 
     def _known(self) -> list[Any]:
         """Return the forms of the run's optimizer, which have a file of their own."""
-        return [(own := self._ready.optimizer), getattr(own, "optimizer", None), self._hooks.optimizer()]
+        return [(own := self._ready.optimizer), getattr(own, "optimizer", None), self._parts.trainer.optimizer]
 
     def _saved_elsewhere(self) -> Any:
         """Return the state that may be that of an optimizer of a loop, or of one inside the run's."""
@@ -343,7 +340,7 @@ class RunCheckpoints:
                 fact.load_state_dict(saved.facts)
         is_here = folder.resolve().parent == self.manager.config.output_dir.resolve()
         self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
-        self._hooks.load_optimizer(str(folder))
+        self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = saved.facts["geometry"]["world_size"]
         own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
         restore(self._own_parts(), own)
@@ -372,10 +369,10 @@ class RunCheckpoints:
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
-        if (best / MANIFEST).exists() or not self._hooks.is_overridden("_save_checkpoint"):
+        if (best / MANIFEST).exists() or not self._parts.trainer._is_overridden("_save_checkpoint"):
             self.manager.open(best)
         with restoring(best):
-            self._hooks.load_model(str(best))
+            self._parts.trainer._load_from_checkpoint(str(best))
         logger.info("Loaded the best model from %s (%s).", best, self._parts.state.best_metric)
 
 

@@ -23,14 +23,11 @@ class StepEnd:
     their flags.
 
     Args:
-        find_hook: Returns the override.
         model: As the strategy wrapped it.
     """
 
-    def __init__(
-        self, find_hook: Callable[[], Callable[..., None]], parts: RunParts, model: nn.Module, counts: RunCounts
-    ) -> None:
-        self._find_hook, self._parts, self._model, self._counts = find_hook, parts, model, counts
+    def __init__(self, parts: RunParts, model: nn.Module, counts: RunCounts) -> None:
+        self._parts, self._model, self._counts = parts, model, counts
         self._start_time = time.time()
         self._act: Callable[[], None] = lambda: None
 
@@ -54,7 +51,7 @@ class StepEnd:
         }
         self._parts.events.answers = True
         try:
-            call_with(self._find_hook(), values)
+            call_with(self._parts.trainer._maybe_log_save_evaluate, values)
         finally:
             self._parts.events.answers = False
 

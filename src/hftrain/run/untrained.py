@@ -17,7 +17,7 @@ from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
-from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.whole import unused_parameters
 from hftrain.task.model_task import ModelTask
@@ -35,7 +35,7 @@ class Untrained:
         own: Knows the optimizers that user code keeps.
     """
 
-    def __init__(self, parts: RunParts, hooks: RunHooks, ready: Ready, own: OwnOptimizers) -> None:
+    def __init__(self, parts: RunParts, ready: Ready, own: OwnOptimizers) -> None:
         strategy, task, optimizer = parts.strategy, ready.task, ready.optimizer
         self._parts = parts
         self._cut_off: CutOff | None = None
@@ -58,11 +58,13 @@ class Untrained:
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._check_first()))
         self._is_first = True
         self._step = (
-            f"{hooks.owner}.compute_loss" if isinstance(task, ModelTask) else f"{type(task).__name__}.training_step"
+            f"{type(parts.trainer).__name__}.compute_loss"
+            if isinstance(task, ModelTask)
+            else f"{type(task).__name__}.training_step"
         )
         # Other steps and loops may run as many passes as they like.
         if not (
-            hooks.is_overridden("training_step")
+            parts.trainer._is_overridden("training_step")
             or parts.args.auto_find_batch_size
             or isinstance(optimizer, UpdatesInBackward)
             or "fit" in parts.loops

@@ -28,7 +28,7 @@ from hftrain.rules.saving import watch_states
 from hftrain.run.capture import model_writer
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
 from hftrain.run.output import Output
-from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.parts import Ready, RunParts
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.strategies.base import Strategy
 
@@ -71,13 +71,12 @@ class CheckpointWrites:
     def __init__(
         self,
         parts: RunParts,
-        hooks: RunHooks,
         ready: Ready,
         manager: CheckpointManager,
         *,
         best: Callable[[], Path | None],
     ) -> None:
-        self._parts, self._hooks, self._ready, self._best = parts, hooks, ready, best
+        self._parts, self._ready, self._best = parts, ready, best
         self._policy, self.manager = parts.save_policy, manager
         self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
@@ -115,8 +114,8 @@ class CheckpointWrites:
                 partial(self.checkpoint_bytes, is_first=True),
                 may_wait=self._policy.on_full_disk != "stop",
             )
-            states = parts.args, parts.strategy, optimizer, self._hooks.schedule(), parts.loops
-            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._hooks.is_overridden)
+            states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
+            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.trainer._is_overridden)
         if not self._policy.save_async:
             return
         reason = self._obstacle() or (silence if consensus is None else None)
@@ -220,7 +219,7 @@ class CheckpointWrites:
     @property
     def rotates_later(self) -> bool:
         """Whether older checkpoints are deleted in the main thread, after the commit."""
-        return not self.is_async or self._hooks.is_overridden("_rotate_checkpoints")
+        return not self.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
 
     def finish(self, *, for_next: bool = False) -> None:
         """Wait for a background write, and settle it. All processes must call it at the same step.
@@ -307,10 +306,10 @@ class CheckpointWrites:
 
     def _obstacle(self) -> str | None:
         """Return why nothing can be written in the background, None if it can."""
-        hooks, strategy, model = self._hooks, self._parts.strategy, self._ready.model
+        trainer, strategy, model = self._parts.trainer, self._parts.strategy, self._ready.model
         for hook in _WRITING_HOOKS:
-            if hooks.is_overridden(hook):
-                return f"{hooks.owner}.{hook} writes, or reads, the files itself."
+            if trainer._is_overridden(hook):
+                return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
         if not strategy.saves_in_background:
             return f"strategy={strategy.name!r} has parts of its state written by another library."
         if getattr(model, "hf_quantizer", None) is not None and not saves_adapters(model):

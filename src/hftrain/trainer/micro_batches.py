@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
     from hftrain.core.state import TrainerState
     from hftrain.loops.window import LogWindow
+    from hftrain.run.parts import TrainerHooks
     from hftrain.strategies.base import Strategy
     from hftrain.task.module import TaskModule
     from hftrain.trainer.weighing import LossShares
@@ -209,12 +210,13 @@ def found_size(args: TrainingArguments, resume: Path | None) -> int | None:
     return load_trainer_state(resume).train_batch_size
 
 
-def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Path | None, run: Callable[[], T]) -> T:
+def with_smaller_batches(trainer: TrainerHooks, run: Callable[[Path | None], T], resume: Path | None) -> T:
     """Run a training, restarting with half the batch size each time memory runs out; the arguments are restored."""
     from accelerate.utils.memory import find_executable_batch_size
 
+    args, strategy, parts = trainer.args, trainer.strategy, (trainer.optimizer, trainer.lr_scheduler)
     given = args.per_device_train_batch_size
-    size = strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
+    size: int = strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
     size //= max(args.train_batch_size // given, 1)
 
     def halve() -> int:
@@ -225,7 +227,8 @@ def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Pa
 
     def attempt(batch_size: int) -> T:
         args.per_device_train_batch_size = batch_size
-        return run()
+        trainer.optimizer, trainer.lr_scheduler = parts
+        return run(resume)
 
     try:
         # Not as a decorator: accelerate before 1.15 then ignores the reduction function.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import shutil
@@ -10,7 +11,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
@@ -22,10 +22,11 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
-from hftrain.strategies.base import Strategy
+from hftrain.run.parts import TrainerHooks
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
@@ -57,14 +58,10 @@ def existing_part(folder: Path) -> Path:
 
 
 def rehearse(
+    trainer: TrainerHooks,
     run: Callable[[Path | None], TrainOutput],
-    copies: Callable[[Path, TrainerCallback], AbstractContextManager[None]],
-    args: TrainingArguments,
-    strategy: Strategy,
-    output_dir: Path,
     *,
     num_batches: int,
-    size: int,
     resume: Path | None,
     found: Path,
 ) -> TrainOutput:
@@ -72,14 +69,14 @@ def rehearse(
 
     Args:
         run: Trains from a checkpoint, or from the start.
-        copies: Context in which copies are trained, into a folder and with an extra callback.
-        size: Samples per optimizer update.
         resume: The checkpoint that the user wants to resume from.
         found: The existing part of the output folder's path when `train` was called, see `existing_part`.
 
     Returns:
         The result of training the first steps.
     """
+    args, strategy, output_dir = trainer.args, trainer.strategy, trainer.output_dir
+    size = trainer.get_total_train_batch_size(args)
     # In the folder the real run saves to, unless that is remote: only the real run writes to a store.
     parent = output_dir if "://" not in str(output_dir) else Path.cwd()
     folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
@@ -93,11 +90,11 @@ def rehearse(
         with preserved_rng(), warnings.catch_warnings():
             # A copied optimizer lacks the wrapper around `step` with which torch's schedules detect its calls.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-            with copies(folder, first):
+            with copies(trainer, folder, first):
                 output = run(resume)
             _free()
             if first.saved_step is not None and not args.save_only_model:
-                with copies(folder, second):
+                with copies(trainer, folder, second):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
         # The process that wrote the files deletes them.
@@ -109,6 +106,41 @@ def rehearse(
     if strategy.is_main:
         print(_summary(args, first, second, size=size, took_s=time.perf_counter() - start_s))
     return output
+
+
+@contextlib.contextmanager
+def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> Iterator[None]:
+    """Train copies, into another folder and with an extra callback; restore all attributes of a Trainer afterwards."""
+    handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
+    try:
+        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks):
+            _copy_parts(trainer)
+            trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
+            # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
+            handler.callbacks[:] = [*without_trackers(callbacks), director]
+            handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
+            yield
+    finally:
+        handler.callbacks[:] = callbacks
+        handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
+
+
+def _copy_parts(trainer: TrainerHooks) -> None:
+    """Copy model, optimizer, schedule and loops together because they refer to each other."""
+    try:
+        if trainer.model_init is not None:
+            trainer.loops = copy.deepcopy(trainer.loops)
+            return
+        parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops
+        trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops = copy.deepcopy(parts)
+    except Exception as error:
+        held = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
+        raise TaskError(
+            f"Cannot use fast_dev_run={trainer._num_rehearsed}.",
+            f"It trains a copy, and {type(trainer.model).__name__}{held} cannot be copied: {error!r}.",
+            "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
+        ) from error
+    trainer.model, trainer.model_wrapped = trainer.task.model, trainer._outermost
 
 
 class _FirstBatches:

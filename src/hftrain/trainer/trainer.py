@@ -1,70 +1,119 @@
-"""The documented Trainer: methods that delegate, and hooks that the loops call through the instance."""
+"""The documented Trainer: its verbs and hooks, over the objects that own state and behaviour."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import compile_config
-from hftrain.adapter.deepspeed import settle_deepspeed
-from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
-from hftrain.adapter.precision import precision_request
-from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
-from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
-from hftrain.arguments.settle import settle
+from hftrain.adapter.configs import compile_config, optimizer_config, schedule_config
+from hftrain.adapter.data import total_batch_size
+from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
+from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
+from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.core.errors import ConfigError
-from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
+from hftrain.core.accelerate_state import tell_accelerate_sync
+from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.log import get_logger, set_verbosity, warn_once
+from hftrain.core.nested import nested_numpify
+from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
-from hftrain.core.seed import enable_full_determinism, set_seed
-from hftrain.core.signatures import in_context, taking
-from hftrain.core.types import TrainOutput
-from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
+from hftrain.core.signatures import accepts, call_with, in_context, takes_trial, taking
+from hftrain.core.speed import speed_metrics
+from hftrain.core.state import TrainerState
+from hftrain.core.tree import map_tensors
+from hftrain.core.types import EvalLoopOutput, Owns, PredictionOutput, TrainOutput
+from hftrain.data.columns import signature_columns
 from hftrain.data.eval_sets import split_eval_sets
-from hftrain.data.persistent import LoaderCache
+from hftrain.data.sizes import has_length, num_examples
+from hftrain.evaluation.generating import align_special_tokens
+from hftrain.evaluation.ready import cast_inputs
+from hftrain.evaluation.recurrence import read_memory, with_memory
+from hftrain.evaluation.tracing import trace_model
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
+from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.optim.groups import decay_parameter_names
+from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
+from hftrain.optim.schedules import build_schedule
+from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
-from hftrain.precision.registry import precisions
+from hftrain.rules.data import check_train_data
+from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
-from hftrain.rules.optimizer import check_optimizer
-from hftrain.rules.parts import check_arguments, check_model, check_packing, check_parts, refusing_unknown
-from hftrain.rules.strategy import check_local_rank, check_strategy
-from hftrain.rules.task import check_unused_by_task
+from hftrain.rules.optimizer import check_optimizer, made_optimizers
+from hftrain.rules.parts import check_model, check_packing, check_parts, refusing_unknown
+from hftrain.rules.saving import check_save_policy
+from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
+from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
+from hftrain.run.capture import saved_tool, write_model
+from hftrain.run.counting import Take, count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
+from hftrain.run.parts import RunParts
+from hftrain.run.plan import RunPlan
+from hftrain.run.run import Run
+from hftrain.run.saving import load_task
+from hftrain.run.setup import loss_window, reset, start_state
+from hftrain.run.writing import make_manager
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.computing import Computing
-from hftrain.step.legality import check_legal
-from hftrain.strategies.base import Strategy
-from hftrain.strategies.registry import create_strategy
+from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
-from hftrain.task.introspect import is_recomputing
-from hftrain.task.model_task import CountItems
-from hftrain.task.module import TaskModule
-from hftrain.trainer.copied_names import CopiedNames
-from hftrain.trainer.debugging import debug_callbacks
+from hftrain.task.introspect import base_model, is_spread, tensor_parallel_size
+from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
+from hftrain.task.loss import LabelSmoother
+from hftrain.task.model_call import ModelCall
+from hftrain.task.model_task import CountItems, ModelTask
+from hftrain.task.modes import TrainingMode, is_on
+from hftrain.task.module import TaskModule, as_step_output, task_state
+from hftrain.task.noise import add_noise, find_embeddings
+from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
+from hftrain.trainer.checks import check_before_training
+from hftrain.trainer.choices import (
+    all_callbacks,
+    choose_backends,
+    default_collator,
+    one_of,
+    settled_arguments,
+    with_trackers,
+)
+from hftrain.trainer.data import TrainerData
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
+from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.hub import TrainerHub
+from hftrain.trainer.items_check import ItemsCheck
+from hftrain.trainer.loss_finding import LossHooks
 from hftrain.trainer.memory import MemoryTracker, measuring_init
-from hftrain.trainer.micro_batches import SMALLER_BATCH, with_smaller_batches
-from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
-from hftrain.trainer.searching import SPACES, check_search, default_objective, search
+from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
+from hftrain.trainer.numerics import prepare_model
+from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
+from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
+from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
+from hftrain.trainer.stages import Stages
+from hftrain.trainer.weighing import LossShares
 
 logger = get_logger(__name__)
 
 
-class Trainer(CopiedNames):
+class Trainer:
     """Train, evaluate and predict with a `TaskModule` or any model, with the Hugging Face Trainer's documented API.
 
     Nothing is launched and no device is touched before `train`, `evaluate` or `predict` is called.
@@ -109,6 +158,94 @@ class Trainer(CopiedNames):
     Source: the documented `Trainer`.
     """
 
+    args: TrainingArguments
+    task: TaskModule
+    # The bare model; `model_wrapped` is the one whose forward is called.
+    model: nn.Module
+    model_wrapped: nn.Module
+    strategy: Strategy
+    precision: Precision
+    loops: Mapping[str, Loop[Any]]
+    save_policy: SavePolicy
+    compiler: Compiler
+    model_init: Callable[..., nn.Module] | None
+    count_items: str | CountItems | None
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    data_collator: Callable[[list[Any]], Any]
+    processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    spill_dir: Path | None
+    # Number of batches of each stage in a rehearsal; 0 in a real run.
+    fast_dev_run: int
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    state: TrainerState
+    control: TrainerControl
+    label_names: list[str]
+    can_return_loss: bool
+    is_model_parallel: bool
+    is_in_train: bool
+    neftune_noise_alpha: float | None
+    current_flos: float
+    is_fsdp_enabled = EngineFlag("fsdp")
+    is_deepspeed_enabled = EngineFlag("deepspeed")
+    # The backend of a running search.
+    hp_search_backend: HPSearchBackend | None
+    # The function that names its trials.
+    hp_name: Callable[[Any], str] | None = None
+
+    _output: Output
+    _journal: Journal
+    _hub: TrainerHub
+    _memory: MemoryTracker
+    _computing: Computing
+    # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
+    _cast: ModelCall | None
+    _shares: LossShares
+    _items_check: ItemsCheck
+    _own_evaluation: Evaluation
+    _own_data: TrainerData
+    # Evaluation loaders whose workers persist, by the name of their set.
+    _eval_dataloaders: dict[str, Any]
+    _loss_shifts_labels: bool
+    # The documented `model_accepts_loss_kwargs`: as found, and as set by user code.
+    _accepts_found: bool
+    _accepts_declared: bool | None = None
+    _signature_columns: list[str] | None
+    _found: dict[str, Any]
+    _neftune_hook: Any
+    # The user's wrapper around the model, if any, else the model.
+    _outermost: nn.Module
+    # The current run, once it is built, and its parts, which exist earlier.
+    _session: Run | None
+    _run_parts: RunParts | None
+    # The current trial of a search, with its results.
+    _trial_run: TrialRun | None
+    # Number of batches of a running memory estimate.
+    _num_estimated: int
+    _own_stages: Stages
+    _counted: tuple[nn.Module, int] | None
+    # Kept after a run, for scripts that read the logged values.
+    _loss_window: LossWindow | None
+    # Set during a run.
+    _training_mode: TrainingMode | None
+    # Set by an override of create_scheduler too.
+    _created_lr_scheduler: bool
+    _optimizer_is_the_tasks: bool
+    # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
+    _slot_compute_loss: Callable[..., Any]
+    _slot_training_step: Callable[..., Any]
+    _slot_get_batch_samples: Callable[..., Any]
+    _slot_log: Callable[..., Any]
+    _walks_inputs: bool
+    _counts_items_itself: bool
+    _makes_contexts: bool
+    # Overrides of hooks in classes of hftrain's own.
+    _own_hooks: ClassVar[tuple[Any, ...]] = ()
+
     # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
     _original_evaluation_loop = _original_maybe_log_save_evaluate = ""
@@ -143,7 +280,7 @@ class Trainer(CopiedNames):
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self.args, self.fast_dev_run = _settled(args), number_of_batches(fast_dev_run)
+        self.args, self.fast_dev_run = settled_arguments(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
         has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
@@ -153,27 +290,35 @@ class Trainer(CopiedNames):
             functions={"data_collator": data_collator, "compute_metrics": None if has_own_loop else compute_metrics},
         )
         self.loops = create_loops(loop)
-        self._make_parts(model, strategy, precision, optimizers)
-        callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
+        self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
+        self._start_idle()
+        is_rehearsal = bool(self.fast_dev_run)
+        callbacks = [*as_list(callbacks), *as_list(callback)]
+        callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=is_rehearsal)
         self.save_policy = save_policy or SavePolicy()
-        eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
+        eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
-        self._check_eval_data()
+        self._own_data = TrainerData(self)
+        self._own_data.check_given()
+        check_save_policy(self.args, self.save_policy, self.strategy)
+        check_cadences(self.args, eval_sets, eval_steps=self.args.eval_steps)
         self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        self._start_idle()
+        self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
+        self._own_evaluation = Evaluation(self, self._own_stages, self._computing, eval_sets)
         self._take_model(model)
         check_packing(self.args, self.task, data_collator)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
-        self._check_evaluating()
-        self.data_collator = data_collator or self._default_collator()
+        self._own_evaluation.check()
+        self.data_collator = data_collator or default_collator(self.processing_class)
         self._resolve_hooks(given)
         self._make_own_accelerator()
-        self._make_callbacks([*debug_callbacks(self.args, self.strategy), *callbacks])
+        self._make_callbacks(callbacks)
+
+    # -- construction --------------------------------------------------------------------------------------------------
 
     def _take_model(self, model: Any) -> None:
         """Adopt the model; if it is not given, build it after seeding."""
@@ -184,50 +329,47 @@ class Trainer(CopiedNames):
         if self.optimizer is not None and self.model_init is None:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
-    def _make_parts(
-        self,
-        model: Any,
-        strategy: str | Strategy | None,
-        precision: str | Precision | None,
-        optimizers: tuple[Any, Any],
-    ) -> None:
-        """Choose strategy and precision and raise for settings that cannot work; nothing is launched."""
-        is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
-        forget_devices(self.args, model)
-        name, options = strategy_request(
-            self.args, strategy, is_checkpointing=bool(is_checkpointing), is_task=isinstance(model, TaskModule)
-        )
-        precision_name, precision_options = precision_request(self.args, precision)
-        self.strategy = strategy if isinstance(strategy, Strategy) else create_strategy(name, **options)
-        self.precision = (
-            precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
-        )
-        note_devices(self.args, self.strategy)
-        settle_deepspeed(self.args, self.strategy, self.precision)
-        check_strategy(self.args, self.strategy, optimizers=optimizers)
-        check_legal(self.strategy, self.precision)
-        self.strategy.non_blocking = non_blocking_copies(self.args)
-        self._memory = MemoryTracker(
-            is_on=not self.args.skip_memory_metrics,
-            is_main=self.strategy.is_main,
-            device_type=self.strategy.device_type,
-        )
-        self._memory.start("init")
-        self.compiler = Compiler(compile_config(self.args))
-        self._computing = Computing(self.precision.backward, self.precision.autocast)
+    def _adopt_model(self, model: nn.Module) -> None:
+        """Set the model to train; a plain module is put into a `ModelTask`."""
+        bare = self.strategy.unwrap(model)
+        check_not_lightning(bare)
+        if isinstance(bare, TaskModule):
+            self.task = bare
+            model = self.task.model if "model" in dict(bare.named_children()) else bare
+        else:
+            self.task = ModelTask(
+                bare,
+                label_names=self.args.label_names,
+                label_smoothing=self.args.label_smoothing_factor,
+                compute_loss_func=self.compute_loss_func,
+                count_items=self.count_items,
+            )
+        check_task(self.task)
+        self.model = self.strategy.unwrap(self.task.model)
+        self.task.model = self.model
+        # If the user wrapped the model, the forward pass goes through that wrapper.
+        self.model_wrapped = model
+        self._outermost = model
+        self.is_model_parallel = is_spread(self.model)
+        self.strategy.place_model = bool(self.place_model_on_device)
+        prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._items_check = ItemsCheck(self.task)
+        self._find("label_names", list(plain.label_names) if plain else ["labels"])
+        self._find("can_return_loss", plain.can_return_loss if plain else False)
+        self._accepts_found = plain is not None and plain.accepts_item_count
+        self._find("_loss_shifts_labels", counts_shifted_labels() and loss_shifts_labels(base_model(self.model)))
+        self._find("_signature_columns", None)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
-    def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
-        """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
-        trackers = trackers_asked(self.args, loggers)
-        if loggers is None:
-            self.args.report_to = [str(name) for name in trackers]
-        callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
-        return without_trackers(callbacks) if self.fast_dev_run else callbacks
-
-    def _default_collator(self) -> Callable[[list[Any]], Any]:
-        tool = self.processing_class
-        pads = hasattr(tool, "pad") and (hasattr(tool, "pad_token_id") or hasattr(tool, "padding_value"))
-        return DataCollatorWithPadding(tool) if pads else default_data_collator
+    def _find(self, name: str, value: Any) -> None:
+        """Set a detected property of the model, unless a subclass declares it or has set another value since."""
+        if hasattr(type(self), name):
+            return
+        if name not in vars(self) or vars(self)[name] == self._found.get(name):
+            setattr(self, name, value)
+            self._found[name] = value
 
     def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
@@ -246,25 +388,6 @@ class Trainer(CopiedNames):
         self._shares = self._make_shares()
         check_hooks(type(self), Trainer, given=given, attributes=vars(self))
 
-    def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
-        if self.args.push_to_hub and not self.fast_dev_run:
-            self.init_hf_repo()
-        disables = self.args.disable_tqdm
-        disables = get_verbosity() > 30 if disables is None else disables
-        self.control = TrainerControl()
-        self.state = self._new_state()
-        self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback(), *callbacks, progress_callback(disable_tqdm=disables)],
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
-            args=self.args,
-            state=self.state,
-            control=self.control,
-        )
-        self.callback_handler.fire("on_init_end")
-
     def _is_overridden(self, name: str) -> bool:
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
@@ -276,8 +399,32 @@ class Trainer(CopiedNames):
                 return object.__getattribute__(self, name)
             raise AttributeError(missing_attribute(type(self), name, is_made="args" in vars(self)))
 
+    def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
+        if self.args.push_to_hub and not self.fast_dev_run:
+            self.init_hf_repo()
+        self.control = TrainerControl()
+        self.state = self._new_state()
+        self.callback_handler = CallbackHandler(
+            all_callbacks(self.args, self.strategy, callbacks),
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
+            args=self.args,
+            state=self.state,
+            control=self.control,
+        )
+        self.callback_handler.fire("on_init_end")
+
     def _start_idle(self) -> None:
         """Set the attributes that only train(), evaluate() and predict() change."""
+        strategy = self.strategy
+        self._memory = MemoryTracker(
+            is_on=not self.args.skip_memory_metrics, is_main=strategy.is_main, device_type=strategy.device_type
+        )
+        self._memory.start("init")
+        self.compiler = Compiler(compile_config(self.args))
+        self._computing = Computing(self.precision.backward, self.precision.autocast)
         self._output = Output(lambda: self.args.output_dir, self.strategy)
         self._journal = Journal()
         self._hub = TrainerHub(
@@ -294,15 +441,22 @@ class Trainer(CopiedNames):
         # A subclass may have set these two earlier.
         self._eval_dataloaders = getattr(self, "_eval_dataloaders", {})
         self._signature_columns = getattr(self, "_signature_columns", None)
-        self._found, self._eval_logs = {}, {}
+        self._found = {}
         self.neftune_noise_alpha, self._neftune_hook = self.args.neftune_noise_alpha, None
         self._trial_run = self._training_mode = self._loss_window = self._counted = None
-        self._cast = self._eval_mean = None
-        self._session = self._run_parts = self._strategy_wrap = self._used_rate = None
-        self._loaders = LoaderCache(limit=1)
-        self._depth, self._stage, self._num_estimated, self._is_prepared = 0, "train", 0, False
+        self._cast = None
+        self._session = self._run_parts = None
+        self._num_estimated = 0
+        self._own_stages = Stages(self, self._computing, self._memory)
         self.current_flos = 0
         self._created_lr_scheduler = self._optimizer_is_the_tasks = False
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+
+    # -- training ------------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -348,68 +502,1310 @@ class Trainer(CopiedNames):
         if trial is not None and self._trial_run is None:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        found = existing_part(self.output_dir)
-        resume = self._check_training(resume_from_checkpoint)
-
-        def run(resume: Path | None) -> TrainOutput:
-            parts = self.optimizer, self.lr_scheduler
-
-            def attempt() -> TrainOutput:
-                self.optimizer, self.lr_scheduler = parts
-                return self._train_once(resume, ignore_keys_for_eval)
-
-            is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
-            return with_smaller_batches(self.args, self.strategy, resume, attempt) if is_retried else attempt()
-
-        with self._running("train"):
+        found, owned = existing_part(self.output_dir), (self._own_data, self._own_evaluation, self._output)
+        resume = check_before_training(self, *owned, resume_from_checkpoint)
+        run = partial(self._train_once, ignore_keys=ignore_keys_for_eval)
+        if self.args.auto_find_batch_size == SMALLER_BATCH:
+            run = partial(with_smaller_batches, self, run)
+        with self._own_stages.running("train"):
             if num_batches := self._num_rehearsed:
-                size = self.get_total_train_batch_size(self.args)
-                parts = self.args, self.strategy, self.output_dir
-                return rehearse(
-                    run, self._copies, *parts, num_batches=num_batches, size=size, resume=resume, found=found
-                )
+                return rehearse(self, run, num_batches=num_batches, resume=resume, found=found)
             return run(resume)
 
-    def _train_once(self, resume: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
+    def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
         """Build a run, execute it and close it."""
         self.is_in_train = True
         self._run_parts = self._make_run_parts(ignore_keys)
         try:
-            with open_run(self._run_parts, self._make_run_hooks(), resume) as self._session:
+            with open_run(self._run_parts, resume) as self._session:
                 output = self._session.run()
+                if self.args.push_to_hub:
+                    self._hub.after_training()
             self._output.publish_quietly()  # the end of the journal
             return output
         finally:
             self._session = self._run_parts = self._computing.past = None
             self.is_in_train = False
-            self._loaders.clear()
-            self._eval_dataloaders.clear()
+            self._own_data.close()
 
-    def estimate_memory(self) -> MemoryEstimate:
-        """Return the peak device memory of a training step in this process; collective.
-
-        Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
-        reserved by a caching allocator is not included.
-
-        Raises:
-            ConfigError: torch does not report peak memory for the engine or device (DeepSpeed, XLA, MPS).
-
-        Units:
-            bytes.
-        """
-        return estimate_memory(
-            self.strategy, self.precision, rehearse=self._estimate, read_wrapped=lambda: self.model_wrapped
+    def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
+        """Return the parts that exist before a run is built."""
+        self._loss_window = loss_window(
+            self.args,
+            self.strategy,
+            gather=self._nested_gather if self._is_overridden("_nested_gather") else None,
+            is_live=self._is_overridden("_maybe_log_save_evaluate"),
+        )
+        self._journal = Journal()
+        return RunParts(
+            trainer=self,
+            args=self.args,
+            save_policy=self.save_policy,
+            strategy=self.strategy,
+            precision=self.precision,
+            computing=self._computing,
+            loops=self.loops,
+            output=self._output,
+            state=self.state,
+            control=self.control,
+            events=self.callback_handler,
+            losses=self._loss_window,
+            logs=LogWindow(gather_object=self.strategy.gather_object),
+            trial=self._trial,
+            ignore_keys=ignore_keys,
+            journal=self._journal,
+            where=self._own_stages.whereabouts,
+            read_metrics=self._own_evaluation.read_metrics,
         )
 
-    def _estimate(self, num_batches: int, watch: TrainerCallback) -> None:
-        """Rehearse `num_batches` steps for an estimate, with an extra callback."""
-        self._num_estimated = num_batches
-        self.add_callback(watch)
+    def _make_model(self) -> nn.Module:
+        """Return the bare model, rebuilt if there is a `model_init`."""
+        if self.model_init is not None:
+            set_seed(self.args.seed)
+            with self.strategy.building():
+                self._adopt_model(self.call_model_init(self._trial))
+            self.optimizer = self.lr_scheduler = None
+        return self.model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Seed the random number generators and build the model with `model_init`."""
+        assert self.model_init is not None
+        set_seed(self.args.seed)
+        parameters = inspect.signature(self.model_init).parameters.values()
+        if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
+            raise ConfigError(
+                "Cannot call model_init:",
+                "it takes more than the trial.",
+                "Define it without arguments, or with the trial only.",
+            )
+        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        if model is None:
+            raise ConfigError("Cannot use what model_init returned:", "it is None.", "End it with return model.")
+        return model
+
+    def _open_training_data(self, *dataset: Any) -> Any:
+        """Return this rank's training batches, or those of another dataset if one is given."""
+        before = self.train_dataset
         try:
-            type(self).train(self)
+            if dataset:
+                (self.train_dataset,) = dataset
+            return self._own_data.share_of(self.get_train_dataloader(), is_training=True)
         finally:
-            self._num_estimated = 0
-            self.remove_callback(watch)
+            if dataset:
+                self.train_dataset = before
+
+    def _start_state(self, resume: Path | None, plan: RunPlan) -> None:
+        """Set the documented state for the start of a run, from a checkpoint if there is one."""
+        start_state(self.state, self.args, self._new_state(), resume, plan)
+        if self._trial_run is not None:
+            self._trial_run.describe(self.state)
+        check_cadences(self.args, self._own_evaluation.sets, eval_steps=self.state.eval_steps)
+        reset(self.control)
+        self.current_flos = 0
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module whose forward is called: wrapped for training, bare for evaluation. Collective.
+
+        For training the strategy wraps the model, and the optimizer is created inside. An override may put a wrapper
+        around the result only if the strategy can unwrap it (DDP, DataParallel, torch.compile).
+        """
+        wrap = self._run_parts.base.wrap if training and self._run_parts is not None else None
+        if wrap is not None:
+            return wrap(model)
+        return self.strategy.for_evaluation(model)
+
+    def _begin_steps(self) -> list[InManifest]:
+        """Take up the documented step's parts of a run; return what the manifest records of them."""
+        self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
+        return [self._shares.found.fact]
+
+    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
+        """Return the functions that take a step's batches and train on one; both split batches if set to."""
+        if self.args.auto_find_batch_size is not True or self._run_parts is None:
+            return self._shares.take, self._slot_training_step
+        fitting = MicroBatches(
+            training_step=self._slot_training_step,
+            shares=self._shares,
+            owner=type(self).__name__,
+            strategy=self.strategy,
+            task=self.task,
+            model=self.model,
+            state=self.state,
+            logs=self._run_parts.logs,
+            size=found_size(self.args, resume),
+        )
+        return fitting.take, fitting.step
+
+    def _end_steps(self) -> None:
+        if self._training_mode is not None:
+            self._training_mode.close()
+            self._training_mode = None
+        self._note_sync(True)
+
+    def _finish_training(self, metrics: dict[str, Any]) -> None:
+        self.is_in_train = False
+        self._own_stages.report_memory(metrics)
+
+    def _running_session(self, asker: str) -> Run:
+        if self._session is None:
+            raise ConfigError(
+                f"Cannot call {asker}() now.", "It acts on a running training.", "Call it while train() runs."
+            )
+        return self._session
+
+    # -- one training step ---------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
+    ) -> tuple[list[Any], int | torch.Tensor | None]:
+        """Fetch a step's micro-batches and count their items.
+
+        Args:
+            epoch_iterator: The epoch's remaining batches.
+            num_batches: How many to fetch; fewer may remain.
+            device: Where a count over ranks is summed.
+
+        Returns:
+            The batches (an empty list if none are left) and the item count (None if not needed).
+
+        Source: the documented `Trainer.get_batch_samples`.
+        """
+        batches = list(islice(epoch_iterator, num_batches))
+        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        return batches, count(batches, device) if batches else None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
+        """Return the item count of a step's micro-batches, None if not needed."""
+        return self._shares.count(batch_samples, device)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward on one micro-batch.
+
+        Args:
+            model: The wrapped model.
+            inputs: The micro-batch.
+            num_items_in_batch: Items of the whole step; None if not needed.
+
+        Returns:
+            The detached loss, scaled to its share of the step.
+
+        Source: the documented `Trainer.training_step`.
+        """
+        mode = self._training_mode
+        if mode is None:
+            model.train()
+        elif model is not mode.model or not all(map(is_on, mode.flags)):
+            mode.enter(model)
+        if mode is not None and mode.train_weights is not None:
+            mode.train_weights()
+        shares = self._shares if self._shares.is_on else None
+        # The share of the batch as it was counted: overrides may return another batch or pop its labels.
+        share = None if shares is None else shares.share_of(inputs)
+        if shares is not None:
+            shares.open(inputs)
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        computing = self._computing
+        try:
+            weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
+            if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
+                computing.backward(weighed)
+            else:
+                computing.accelerator.backward(weighed)
+        except Exception as error:
+            keep_facts(error, loss=loss)
+            raise
+        return weighed.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> Any:
+        """Return the loss of one batch, or (loss, outputs).
+
+        Source: the documented `Trainer.compute_loss`.
+        """
+        if isinstance(self.task, ModelTask):
+            loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
+            watch = self._shares.found.watch
+            if watch is not None and watch.is_open:
+                watch.note(inputs, outputs, takes_count=num_items_in_batch is not None and self.task.gives_count)
+            if self.args.past_index >= 0:
+                self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
+            if num_items_in_batch is not None and self._shares.num_ranks > 1 and self.task.divides_by_count:
+                loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks
+            if watch is not None and watch.is_open:
+                watch.own_loss = loss
+        else:
+            result = self.task.training_step(inputs)
+            if isinstance(result, torch.Tensor):
+                return (result, None) if return_outputs else result
+            output = as_step_output(result, step=f"{type(self.task).__name__}.training_step")
+            if output.loss is None:
+                raise TaskError(
+                    f"Cannot train with what {type(self.task).__name__}.training_step returned:",
+                    "its StepOutput holds no loss.",
+                    "Return StepOutput(loss=...).",
+                )
+            if self._shares.is_on:
+                self._items_check.see(output, inputs)
+            if output.logs and self._session is not None:
+                self._session.add_logs(output.logs)
+            loss, outputs = output.loss, output.outputs
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
+        if not self._makes_contexts:
+            return nullcontext() if self._cast is not None else self._computing.autocast()
+        stack = ExitStack()
+        stack.enter_context(self.torchdynamo_smart_context_manager())
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: a compiled model needs none.
+
+        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
+        """
+        return nullcontext()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Return the precision's casting context.
+
+        Args:
+            cache_enabled: Keep cast weights within the context; False casts them at each use.
+
+        Source: the documented `Trainer.autocast_smart_context_manager`.
+        """
+        if cache_enabled or not self.precision.policy.autocast:
+            return self._computing.autocast()
+        return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
+
+    def _cast_model(self) -> None:
+        """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
+
+        Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
+        the whole step is cast, which copies no outputs.
+        """
+        names = filter(self._is_overridden, ("compute_loss", "training_step", "prediction_step"))
+        is_users = any(getattr(type(self), name) not in self._own_hooks or name in vars(self) for name in names)
+        casts = self.precision.policy.autocast and Owns.CASTING not in self.strategy.owns
+        # Copies on several devices call the original's forward pass.
+        is_copied = getattr(self.strategy, "num_devices", 1) > 1
+        if not casts or is_copied or self._makes_contexts or not isinstance(self.task, ModelTask):
+            return
+        if is_users or callable(self.compute_loss_func):
+            self._cast = ModelCall.of(self.model)
+            self._cast.set(autocast=lambda: self._computing.autocast())
+
+    def _stop_observing(self) -> None:
+        """Give the model its own call back, without autocast and observers."""
+        if self._shares.found.watch is not None:
+            self._shares.found.watch.close()
+        if self._cast is not None:
+            self._cast.set(autocast=None)
+        self._cast = self._own_evaluation.mean = None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move a batch to the device, and first the model if this is called outside of a run or an evaluation."""
+        if not self._own_stages.depth:
+            self._own_stages.place_idle()
+        if isinstance(inputs, (dict, Mapping)) and not inputs:
+            raise TaskError(
+                "A batch was made ready for the model.",
+                f"It is empty: no column of the data is one that {type(self.model).__name__}.forward takes"
+                + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
+                "Rename the columns, or set remove_unused_columns=False.",
+            )
+        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        computing = self._computing
+        if computing.past is not None:
+            inputs = with_memory(inputs, computing.past)
+        dtype = computing.input_dtype
+        return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move one value to the device; an override sees every value of a nested batch."""
+        if isinstance(data, Mapping):
+            return type(data)({key: self._prepare_input(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            values = [self._prepare_input(value) for value in data]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return self.strategy.to_device(data)
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
+        """Return a factory of the context to train a micro-batch in, and the micro-batch; called before training it."""
+        return nullcontext, inputs
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
+        model.to(device)
+
+    def _make_shares(self) -> LossShares:
+        """Return a `LossShares` for the current hooks."""
+        is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
+        if isinstance(self.task, ModelTask):
+            self.task.is_causal |= self._loss_shifts_labels
+        hooks = LossHooks(
+            owner=type(self).__name__,
+            compute_loss_func=self.compute_loss_func,
+            is_overridden=self._is_overridden,
+            accepts_count=bool(self.model_accepts_loss_kwargs),
+            is_declared=is_attribute or self._accepts_declared is not None,
+            is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
+            loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
+            shifts_labels=self._loss_shifts_labels,
+            get_batch_samples=self._slot_get_batch_samples,
+        )
+        return LossShares(self.args, self.strategy, self.task, hooks)
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it.
+
+        Source: the documented `Trainer.model_accepts_loss_kwargs`.
+        """
+        return self._accepts_found if self._accepts_declared is None else self._accepts_declared
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._accepts_declared = bool(value)
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches of the current step."""
+        return self._shares.num_micro_batches
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, number: int) -> None:
+        self._shares.num_micro_batches = number
+
+    def _note_sync(self, syncs: bool) -> None:
+        """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
+        self._computing.syncs = syncs
+        if self._computing.accelerator is not None:
+            tell_accelerate_sync(self._computing.accelerator, syncs)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Run an evaluation, log its metrics and return them, each name prefixed; collective.
+
+        Args:
+            eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: Prefix of the metric names.
+
+        Returns:
+            Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
+
+        Source: the documented `Trainer.evaluate`.
+        """
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(datasets, Mapping):
+            return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
+        chosen = self._own_evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with self._own_evaluation.own_metrics(chosen), self._own_stages.evaluating("eval"):
+            _, metrics = self._own_evaluation.over(
+                self._own_data.share_of(self.get_eval_dataloader(eval_dataset), is_training=False),
+                description="Evaluation",
+                prediction_loss_only=True if self.compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+            self._slot_log(metrics)
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
+            self.callback_handler.fire("on_evaluate", metrics=metrics)
+            self._own_stages.report_memory(metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Return predictions in dataset order, with labels and metrics if the data has labels; collective.
+
+        Args:
+            test_dataset: The data to predict on; required.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: Prefix of the metric names.
+
+        Returns:
+            (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 if lengths differ. A
+            TaskModule's `prediction_step` returns predictions only.
+
+        Source: the documented `Trainer.predict`.
+        """
+        with self._own_stages.evaluating("predict"):
+            output, metrics = self._own_evaluation.over(
+                self._own_data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
+                description="Prediction",
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+            self.callback_handler.fire("on_predict", metrics=metrics)
+            self._own_stages.report_memory(metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; shared by `evaluate` and `predict`; collective.
+
+        Args:
+            dataloader: This rank's batches.
+            description: Text of the progress bar.
+            prediction_loss_only: Keep no predictions; None uses the arguments' setting.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: Prefix of the metric names.
+
+        Source: the documented `Trainer.evaluation_loop`.
+        """
+        if self._own_stages.name == "train":
+            # Called by the user, a callback or an override of `evaluate`: the model is not prepared yet.
+            with self._own_stages.evaluating("eval"):
+                return self.evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+        return self._own_evaluation.loop(
+            dataloader,
+            self._shares,
+            description=description,
+            loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+            finish_outputs=self._find_filler(),
+        )
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; called by `evaluate` and `predict` with `use_legacy_prediction_loop`.
+
+        This is the older name of `evaluation_loop`, for subclasses that override it; results are identical.
+
+        Source: the documented `Trainer.prediction_loop`.
+        """
+        return Trainer.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Return loss, outputs and labels of one batch (each may be None), without gradients.
+
+        Source: the documented `Trainer.prediction_step`.
+        """
+        checks = self._shares, self._items_check
+        return self._own_evaluation.step(
+            model, inputs, *checks, loss_only=prediction_loss_only, ignore_keys=ignore_keys
+        )
+
+    def _find_filler(self) -> Callable[[Any], Any] | None:
+        """Return a function to apply to the collected outputs, or None; overridden by a Trainer that generates."""
+        return None
+
+    def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
+        """Return the model traced with the first batch of a loader; if tracing fails, warn and return it unchanged.
+
+        Args:
+            model: In evaluation mode.
+            dataloader: Its first batch is the example.
+            training: True returns the model as it is.
+
+        Source: the documented `jit_mode_eval`.
+        """
+        if training:
+            return model
+        context = self.compute_loss_context_manager
+        return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: nn.Module | None = None,
+        trial: Any = None,
+        epoch: float | None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save as callbacks requested, after each step and epoch.
+
+        The arguments give an override the progress of the run. `tr_loss` is the sum of the step losses since the last
+        log. The value passed to this method is divided by the steps and logged. An override that logs itself resets
+        `tr_loss` in place and sets `_globalstep_last_logged`, as the documented method does.
+        """
+        session = self._running_session("_maybe_log_save_evaluate")
+        if self._is_overridden("_maybe_log_save_evaluate"):
+            session.step_end.act(tr_loss)
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The update after which the training loss was last logged, for overrides of `_maybe_log_save_evaluate`."""
+        return self.state.global_step - (self._loss_window.num_steps if self._loss_window else 0)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        if self._loss_window is not None:
+            self._loss_window.leave(self.state.global_step - step)
+
+    @property
+    def _total_loss_scalar(self) -> float:
+        """The sum of all logged step losses, for overrides; `train_loss` is computed from it."""
+        return self._loss_window.run_total if self._loss_window else 0.0
+
+    @_total_loss_scalar.setter
+    def _total_loss_scalar(self, total: float) -> None:
+        if self._loss_window is not None:
+            self._loss_window.run_total = total
+
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
+        session = self._running_session("_evaluate")
+        with session.evaluating():
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
+        if not skip_scheduler:
+            follow_metric(
+                self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._own_evaluation.has_all_sets
+            )
+        return metrics
+
+    def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+        """Record the best evaluation so far in the state; return whether this one is the best."""
+        session = self._running_session("_determine_best_metric")
+        return session.checkpoints.metric.note(metrics, has_all_sets=self._own_evaluation.has_all_sets)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Report the objective of an evaluation during training to the search backend, which may end the trial."""
+        # Evaluation sets may have different schedules, but the objective needs all of them.
+        if self._trial_run is not None and self._own_evaluation.has_all_sets:
+            folder = self._get_output_dir(self._trial)
+            self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add `logs` to the history and call the callbacks.
+
+        Args:
+            logs: Numbers by name.
+            start_time: A `time.time()` value; adds the speed since then if tokens are counted
+                (`include_num_input_tokens_seen`).
+
+        Source: the documented `Trainer.log`.
+        """
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen:
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                start_s = start_time - time.time() + time.perf_counter()
+                num_tokens = None if self._session is None else self._session.counts.num_tokens()
+                logs.update(speed_metrics("train", start_s, num_tokens=num_tokens))
+        entry = {**to_plain(logs), "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        self._journal.log(entry)
+        self.callback_handler.fire("on_log", logs=logs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of one micro-batch, as computed by the model's method of this name.
+
+        For a transformers model without that method: 6 per non-embedding parameter and element of the main input.
+        Otherwise 0. Override it to count operations in `state.total_flos`.
+
+        Source: the documented `Trainer.floating_point_ops`.
+        """
+        model = self.model
+        count = getattr(model, "floating_point_ops", None)
+        if callable(count):
+            return count(inputs)  # type: ignore[no-any-return]
+        name = getattr(model, "main_input_name", "input_ids")
+        if not hasattr(model, "num_parameters") or name not in inputs:
+            return 0
+        if self._counted is None or self._counted[0] is not model:
+            # Counted once, because it walks over all parameters.
+            self._counted = model, model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
+        return int(6 * inputs[name].numel() * self._counted[1])
+
+    def store_flos(self) -> None:
+        """Add the operations of all processes since the last call to `state.total_flos`; collective."""
+        self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
+        self.current_flos = 0
+
+    def _add_flos(self, number: float) -> None:
+        self.current_flos += number
+
+    # -- saving and loading --------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model with the files needed to reload it; the main process writes.
+
+        A transformers model can be reloaded with `from_pretrained`. Collective if the strategy shards the model. With
+        `push_to_hub=True` the model is also pushed from `args.output_dir`, and the call waits for the push.
+
+        Args:
+            output_dir: The folder, local or remote; None takes `args.output_dir`.
+
+        Raises:
+            CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
+
+        Source: the documented `Trainer.save_model`.
+        """
+        folder = self._output.locate(output_dir) if output_dir else self.output_dir
+        # In a checkpoint each process may write its own part; a model saved by the user is always whole.
+        is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
+        with evaluation_weights(self.optimizer):
+            weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not _internal_call:
+                    logger.info("Saving model checkpoint to %s", folder)
+                self._save(str(folder), state_dict=weights)
+        if not (_internal_call and output_dir):
+            self._output.publish_together(output_dir)
+        if not _internal_call:
+            self.strategy.barrier()
+            if self.args.push_to_hub:
+                self._hub.after_save_model(message="Model save", folder=folder)
+
+    def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        write_model(
+            Path(output_dir),
+            model=self.model,
+            weights=state_dict,
+            own=task_state(self.task),
+            tool=saved_tool(self),
+            arguments=self.args.to_dict(),
+        )
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into `output_dir`; the main process writes."""
+        if self.args.should_save:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+            self._output.publish()
+
+    def checkpoint_objects(self) -> Mapping[str, Any]:
+        """Return objects of yours to save with each checkpoint and to restore on a resume, by name.
+
+        They need `state_dict()` and `load_state_dict()`, as optimizers, schedules, gradient scalers and modules have,
+        or are tensors or random generators. A task and a callback may have this method, too. It is called at each save,
+        when training has begun, and, until a resumed run has found everything, at each optimizer step: leave out what
+        does not exist yet. Generators are saved for each process, the rest by the main process.
+
+        Example:
+            >>> from hftrain import Trainer
+            >>> class TwoOptimizers(Trainer):
+            ...     def checkpoint_objects(self):
+            ...         return {"critic": self.critic_optimizer}
+        """
+        return {}
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Commit a checkpoint of the running session; called by the loop when callbacks request a save."""
+        self._running_session("_save_checkpoint").save()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the state of optimizer and schedule into a checkpoint; collective."""
+        self._running_session("_save_optimizer_and_scheduler").checkpoints.write_optimizer(Path(output_dir))
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
+        self._running_session("_rotate_checkpoints").rotate()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a just committed checkpoint in the background; called only with `push_to_hub`.
+
+        An override may add files to the folder `output_dir` and call this method.
+        """
+        self._hub.after_save(Path(checkpoint_folder), step=self.state.global_step)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model in place; called on resume and for the best model."""
+        load_task(self.task, self.model, self.strategy, Path(resume_from_checkpoint), model=model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load the files of `_save_optimizer_and_scheduler`; called on resume. Collective."""
+        self._running_session("_load_optimizer_and_scheduler").checkpoints.read_optimizer(Path(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
+        self._running_session("_load_rng_state").restore_numbers()
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights; called at the end of a run with `load_best_model_at_end`."""
+        self._running_session("_load_best_model").checkpoints.load_best()
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder for checkpoints; during a search, `output_dir` is the trial's own folder."""
+        return str(self.output_dir)
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of checkpoints and results; it does not depend on later changes of the working directory.
+
+        For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
+        """
+        return self._output.folder
+
+    def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
+        folder = Path(self._get_output_dir(self._trial))
+        return make_manager(self.args, self.strategy, self._output, self.save_policy, folder, parcels)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
+        check_train_data(self.args, self.train_dataset)
+        return self._get_dataloader(
+            self.train_dataset,
+            "training",
+            self._train_batch_size,
+            # An override may have the older signature without the dataset.
+            sampler_fn=lambda dataset: call_with(self._get_train_sampler, {"train_dataset": dataset}),
+            is_training=True,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return this rank's evaluation batches.
+
+        Args:
+            eval_dataset: A dataset, or the name of one in `self.eval_dataset`; None takes `self.eval_dataset`.
+
+        Source: the documented `Trainer.get_eval_dataloader`.
+        """
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        return self._own_data.eval_loader(self._own_data.find_eval_set(eval_dataset), "evaluation", key=key)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
+        if test_dataset is None:
+            raise ConfigError("Cannot predict:", "there is no dataset.", "Pass one: predict(test_dataset).")
+        return self._own_data.eval_loader(test_dataset, "test")
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Return this rank's batches of a dataset, training batches or evaluation batches.
+
+        Args:
+            dataset: The dataset to read.
+            description: Its purpose, for messages.
+            batch_size: Samples per process and batch.
+            sampler_fn: Takes the dataset and returns its sampler; None reads it in its own order.
+            is_training: Whether all ranks get equally many batches and a stream gets epochs.
+            dataloader_key: Name under which to keep the loader if its workers persist.
+        """
+        return self._own_data.loader(
+            dataset, description, batch_size, order=sampler_fn, is_training=is_training, key=dataloader_key
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler of the training data: by length if the arguments ask for it, else shuffled.
+
+        The order depends on seed and epoch. None for a stream.
+        """
+        return self._own_data.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Return the sampler of evaluation data: by descending length if set, else sequential; None for a stream."""
+        return self._own_data.eval_sampler(eval_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
+        if self._signature_columns is None and isinstance(self.task, ModelTask):
+            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a dataset without the columns that the model does not take, if it has columns."""
+        return self._own_data.prune(dataset, description or "given")
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """Return a collator that first drops the columns that the model does not take."""
+        return self._own_data.prune_in(data_collator, description or "given")
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of samples in a loader's dataset, estimated if it has no length."""
+        return num_examples(dataloader, batch_size=self.args.train_batch_size)
+
+    def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
+        """Return the number of input tokens in a loader by iterating over it.
+
+        Args:
+            train_dl: A loader whose batches hold the model's main input.
+            max_steps: Number of batches to count, restarting the loader if needed; None counts each batch once.
+
+        Source: the documented `Trainer.num_tokens`.
+        """
+        with preserved_rng():
+            return count_tokens(
+                train_dl, token_counter(self.args, self.model, self.processing_class), max_batches=max_steps
+            )
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
+    ) -> tuple[int, int, int, int, bool, int | None, int]:
+        """Return the run's length.
+
+        Returns:
+            (num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, epoch_based,
+            len_dataloader, max_steps).
+
+        Source: the documented `Trainer.set_initial_training_values`.
+        """
+        num_batches = len(dataloader) if has_length(dataloader) else None
+        plan = train_plan(
+            args,
+            num_batches=num_batches,
+            num_examples=self.num_examples(dataloader) if num_batches is not None else 0,
+            total_batch_size=total_train_batch_size,
+        )
+        return (
+            plan.num_epochs,
+            plan.steps_per_epoch,
+            plan.num_examples,
+            plan.num_samples,
+            args.max_steps <= 0,
+            plan.num_batches,
+            plan.max_steps,
+        )
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples per optimizer update over all ranks; ranks that split a layer share their samples."""
+        return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Training samples per process and micro-step; setting it changes `args.per_device_train_batch_size`."""
+        return self.args.train_batch_size
+
+    @_train_batch_size.setter
+    def _train_batch_size(self, value: int) -> None:
+        replicas = max(self.args.train_batch_size // self.args.per_device_train_batch_size, 1)
+        self.args.per_device_train_batch_size = value // replicas
+
+    # -- optimizer and schedule ----------------------------------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Create the optimizer and the schedule; override this method or either of the two it calls."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, optimizer=self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer unless it exists, and return it.
+
+        Args:
+            model: The model whose parameters it gets; None takes the Trainer's.
+
+        Source: the documented `create_optimizer`.
+        """
+        chosen_model = self.model if model is None else model
+        if self.optimizer is None:
+            made = made_optimizers(self.task)
+            self._optimizer_is_the_tasks = made[0] is not None
+            self.optimizer = made[0]
+            if made[1] is not None:
+                self.lr_scheduler = made[1]
+        if self.optimizer is None:
+            if self.optimizer_cls_and_kwargs is None:
+                chosen = self.get_optimizer_cls_and_kwargs(self.args, chosen_model)
+            else:
+                chosen = self.optimizer_cls_and_kwargs
+            names = self.get_decay_parameter_names(chosen_model)
+            self.optimizer = optimizer_from_class(
+                *chosen, chosen_model, weight_decay=self.args.weight_decay, decay_names=names
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
+        if self.lr_scheduler is None:
+            self._created_lr_scheduler = True
+            chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
+            self.lr_scheduler = build_schedule(
+                schedule_config(self.args, num_training_steps=num_training_steps), chosen
+            )
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of parameters that weight decay applies to."""
+        return decay_parameter_names(model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Return the optimizer class and keyword arguments selected by the training arguments."""
+        return optimizer_class(optimizer_config(args), model)
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of every parameter group; requires an optimizer."""
+        return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first parameter group; for logs, the rate that the step used."""
+        used = None if self._run_parts is None else self._run_parts.base.rate
+        return self.get_learning_rates()[0] if used is None else used
+
+    def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
+        """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""
+        optimizer = self._require_optimizer("get_optimizer_group")
+        if param is None:
+            return [group["params"] for group in optimizer.param_groups]
+        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
+        for group in optimizer.param_groups:
+            if any(member is wanted for member in group["params"]):
+                return group
+        return None
+
+    def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"Cannot call {asker}() yet:",
+                "no optimizer has been made.",
+                "Call train() or create_optimizer(); an override of create_optimizer must set self.optimizer.",
+            )
+        return self.optimizer
+
+    def _forget_schedule(self) -> None:
+        """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
+        if self._optimizer_is_the_tasks:
+            self.optimizer = self.lr_scheduler = None
+        elif self._created_lr_scheduler:
+            self.lr_scheduler = None
+        elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
+            logger.warning("The given schedule has been stepped before; it continues from its current step.")
+        strategy = self.strategy
+        if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
+            # The optimizer of the earlier run belonged to an engine that no longer exists.
+            logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
+            self.optimizer = self.lr_scheduler = None
+
+    # -- metrics, callbacks and the Hub --------------------------------------------------------------------------------
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics as an aligned table; the main process prints."""
+        if self.is_world_process_zero():
+            print(metrics_table(split, metrics))
+
+    def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a readable copy of metrics."""
+        return metrics_format(metrics)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
+        if self.is_world_process_zero():
+            store_metrics(self.output_dir, split, metrics, combined=combined)
+            self._output.publish()
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """The callback handler; an assigned handler gets this Trainer's arguments, state and control."""
+        return self._callback_handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: CallbackHandler) -> None:
+        if not isinstance(handler, CallbackHandler):
+            raise ConfigError(
+                f"Cannot use a {type(handler).__name__} as callback_handler:",
+                "The loops call the callbacks through hftrain's CallbackHandler.",
+                "Derive it from hftrain.CallbackHandler.",
+            )
+        handler.args, handler.state, handler.control = self.args, self.state, self.control
+        self._callback_handler = handler
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: an instance, or a class that takes no arguments."""
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:
+        """Remove and return the first matching callback (by class or identity), or None."""
+        popped: TrainerCallback | None = self.callback_handler.pop(callback)
+        return popped
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove the first matching callback (by class or identity)."""
+        self.callback_handler.remove(callback)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The full name of the repository on the Hub, once created or found; set on the main process only."""
+        return None if self._hub.uploads is None else self._hub.uploads.repo_id
+
+    @property
+    def push_in_progress(self) -> Any:
+        """The future of the newest background push, possibly done; None before the first push."""
+        return None if self._hub.uploads is None else self._hub.uploads.newest
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create or find the repository on the Hub, on the main process.
+
+        Args:
+            token: Access token for this call; None takes `args.hub_token` or the stored login.
+            private: Whether a new repository is private; None takes `args.hub_private_repo`.
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token. If the Hub does not answer, only a warning is issued.
+            MissingDependencyError: huggingface_hub is not installed.
+
+        Source: the documented `Trainer.init_hf_repo`.
+        """
+        self._hub.open(token=token, private=private)
+
+    def init_git_repo(self, at_init: bool = False) -> None:
+        """Same as `init_hf_repo`; pushes need no git clone, and no file is ever deleted.
+
+        Source: the documented `Trainer.init_git_repo` (4.24).
+        """
+        warn_once("init_git_repo is deprecated; use init_hf_repo.", FutureWarning)
+        self.init_hf_repo()
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write a draft of a model card, `README.md` in `output_dir`; the main process writes.
+
+        An existing card keeps its tags and manually written text.
+
+        Args:
+            language: Language of the model.
+            license: License; None takes that of the base model's page on the Hub.
+            tags: Tags to add to the card's.
+            model_name: Name of the model; None takes the repository's name.
+            finetuned_from: The base model; None takes the name the model was loaded by.
+            tasks: The Hub's names of tasks; with a dataset they make the metrics readable for the Hub.
+            dataset_tags: The Hub's names of datasets.
+            dataset: Display names of datasets.
+            dataset_args: The part of each dataset that was used.
+
+        Raises:
+            MissingDependencyError: huggingface_hub is not installed.
+
+        Source: the documented `Trainer.create_model_card`.
+        """
+        self._hub.write_card(
+            log_history=self.state.log_history,
+            hyperparameters={
+                "total_train_batch_size": self.get_total_train_batch_size(self.args),
+                "num_processes": self.strategy.world_size,
+                "precision": self.precision.policy.name,
+            },
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+        self._output.publish()
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and a model card into `output_dir` and push the folder; collective, the main process pushes.
+
+        Works without `args.push_to_hub` too. Checkpoints, optimizer states and hidden files are left out.
+
+        Args:
+            commit_message: Message of the commit.
+            blocking: Wait until the push ends.
+            token: Access token for this push; None takes `args.hub_token` or the stored login.
+            revision: Branch for this push, created if absent; None takes `args.hub_revision`, then the main branch.
+            private: Whether a new repository is private; None takes `args.hub_private_repo`.
+            **kwargs: For `create_model_card`; `tags` are added to those of the model and of the card.
+
+        Returns:
+            The commit's `CommitInfo` if `blocking`, else its `Future`; None on other processes than the main one. (One
+            text of the documentation has this reversed.)
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token.
+            MissingDependencyError: huggingface_hub is not installed.
+            Exception: The push failed in huggingface_hub; with ``blocking=False`` the future holds the exception.
+
+        Source: the documented `Trainer.push_to_hub`.
+        """
+        if self._session is not None:
+            self._session.checkpoints.settle()
+        return self._hub.push(
+            message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
+        )
+
+    # -- processes and accelerate --------------------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the main process of the run."""
+        return self.strategy.rank == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the main process of its machine."""
+        return self.strategy.local_rank == 0
+
+    def get_tp_size(self) -> int:
+        """Return the number of processes that each layer is split across, 1 if none.
+
+        Source: the documented `Trainer.get_tp_size`.
+        """
+        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def get_cp_size(self) -> int:
+        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_cp_size`."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_sp_size`."""
+        return 1
+
+    @property
+    def is_tp_enabled(self) -> bool:
+        """Whether the model's layers are split over processes."""
+        return self.get_tp_size() > 1
+
+    @property
+    def accelerator(self) -> Any:
+        """A real `accelerate.Accelerator` that agrees with the strategy; the first use creates it and is collective.
+
+        The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and not divided
+        by the accumulation steps. `sync_gradients` is whether an update follows the current micro-step.
+
+        Using it before `train` launches the strategy. Once it exists, processes that evaluate a plain model stay in
+        step, so that an override of `prediction_step` may gather: one that runs out of batches repeats its last one
+        and drops the result.
+        """
+        if self._computing.accelerator is None:
+            self.create_accelerator_and_postprocess()
+        return self._computing.accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        # Before super().__init__() of a subclass there is no strategy to agree with; a new one is created afterwards.
+        if "strategy" in vars(self):
+            parts = self.args, self.strategy, self.precision, self._computing
+            self._computing.accelerator = None if value is None else adopt_accelerator(value, *parts)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create `accelerator` again; launches the strategy. Collective."""
+        parts = self.args, self.strategy, self.precision, self._computing
+        self._computing.accelerator = make_accelerator(*parts)
+
+    def _make_own_accelerator(self) -> None:
+        """Call an override that makes the accelerator: it may set what its class uses elsewhere."""
+        if self._is_overridden("create_accelerator_and_postprocess"):
+            self.create_accelerator_and_postprocess()
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """The function that gathers predictions: accelerate's `gather_for_metrics`.
+
+        Evaluations contain no sample twice, so plain `gather` returns the same; no other function can be set.
+        """
+        gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+        return gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
+            raise ConfigError(
+                "trainer.gather_function was assigned.",
+                "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                "evaluation_loop.",
+                gather_function=value,
+            )
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Concatenate the tensors of all processes, nesting kept; also used to average the logged loss. Collective."""
+        return map_tensors(tensors, self.strategy.gather)
+
+    @property
+    def deepspeed(self) -> Any:
+        """The DeepSpeed engine during a run that uses one, otherwise None."""
+        return self.model_wrapped if self.is_deepspeed_enabled and self.model_wrapped is not self.model else None
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        if value is not None and value is not self.model_wrapped:
+            raise ConfigError(
+                "Cannot take an assigned trainer.deepspeed:",
+                "The strategy makes the engine and trains with it.",
+                "Pass strategy=DeepSpeedStrategy(...), or set args.deepspeed.",
+            )
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if not self.is_deepspeed_enabled or propagate is None:
+            raise ConfigError(
+                "Cannot run propagate_args_to_deepspeed().",
+                f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                "Pass deepspeed= in the arguments, or leave the call out.",
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to the device; False for a split model and with DeepSpeed."""
+        is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
+        return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
+
+    # -- search and rehearsal ------------------------------------------------------------------------------------------
 
     def hyperparameter_search(
         self,
@@ -478,22 +1874,188 @@ class Trainer(CopiedNames):
                 run.values = run.compute_objective(dict(self.evaluate()))
             return run.objectives(len(directions))
 
+    @contextmanager
+    def _trying(self, trial: Any, **options: Any) -> Iterator[TrialRun]:
+        """Train with a trial's values; see `trying`."""
+        noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
+        try:
+            with trying(self.args, self._output, self.model_init, trial, **options) as run:
+                if self.args.neftune_noise_alpha != given:
+                    self.neftune_noise_alpha = self.args.neftune_noise_alpha
+                self._trial_run, self.hp_name = run, options.get("hp_name")
+                self._follow_arguments()
+                yield run
+        finally:
+            self._trial_run, self.neftune_noise_alpha = None, noise
+            self._follow_arguments()
 
-def _settled(args: TrainingArguments | None) -> TrainingArguments:
-    """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
-    args = TrainingArguments("tmp_trainer") if args is None else args
-    check_arguments(args)
-    settle(args)
-    settle_sharing(args)
-    check_local_rank(args)
-    return args
+    @property
+    def _trial(self) -> Any:
+        """The current trial of a search, as the backend passed it."""
+        return None if self._trial_run is None else self._trial_run.trial
+
+    def _follow_arguments(self) -> None:
+        """Update objects that were made from the arguments, after these have changed."""
+        self._computing.accelerator = None
+        self._make_own_accelerator()
+        if self.is_deepspeed_enabled:
+            self.propagate_args_to_deepspeed()
+
+    def estimate_memory(self) -> MemoryEstimate:
+        """Return the peak device memory of a training step in this process; collective.
+
+        Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
+        reserved by a caching allocator is not included.
+
+        Raises:
+            ConfigError: torch does not report peak memory for the engine or device (DeepSpeed, XLA, MPS).
+
+        Units:
+            bytes.
+        """
+        return estimate_memory(
+            self.strategy, self.precision, rehearse=self._estimate, read_wrapped=lambda: self.model_wrapped
+        )
+
+    def _estimate(self, num_batches: int, watch: TrainerCallback) -> None:
+        """Rehearse `num_batches` steps for an estimate, with an extra callback."""
+        self._num_estimated = num_batches
+        self.add_callback(watch)
+        try:
+            type(self).train(self)
+        finally:
+            self._num_estimated = 0
+            self.remove_callback(watch)
+
+    @property
+    def _num_rehearsed(self) -> int:
+        """The number of batches of each stage in a rehearsal, 0 in a real run."""
+        return self._num_estimated or int(self.fast_dev_run)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The older name of `processing_class`."""
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        self.processing_class = value
+
+    @property
+    def compute_loss_func(self) -> Any:
+        """The function that computes the loss in place of the model; it may be set at any time."""
+        return self._slot_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Any) -> None:
+        self._slot_loss_func = function
+        task = vars(self).get("task")
+        if isinstance(task, ModelTask):
+            task.use_loss(function)
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """The label smoother of the training; None without `label_smoothing_factor`."""
+        return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of trainable parameters."""
+        return self.strategy.count_trainable(self.model)
+
+    def _align_special_tokens(self) -> None:
+        """Copy the tokenizer's special tokens to the model's configurations before training; warn about changes."""
+        changed = align_special_tokens(self.model, self.processing_class)
+        if changed and self.strategy.is_main:
+            logger.warning(
+                "The tokenizer's special tokens differ from the model's. The model's config and generation "
+                "config were changed to the tokenizer's: %s.",
+                ", ".join(f"{name}={token}" for name, token in changed.items()),
+            )
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
+        assert self.neftune_noise_alpha is not None
+        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Remove the noise; safe to call twice."""
+        if self._neftune_hook is not None:
+            self._neftune_hook.remove()
+        self._neftune_hook = None
+
+    # -- names that only copied code uses ------------------------------------------------------------------------------
+
+    use_apex = use_cpu_amp = use_cuda_amp = use_amp = do_grad_scaling = False
+    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_distributed_loading_by_transformers = _loggers_initialized = False
+    sharded_ddp = fsdp = scaler = _past = None
+
+    @property
+    def _memory_tracker(self) -> _Reporter:
+        """Adds the memory report; evaluate() and predict() do it themselves."""
+        return _Reporter(self._memory)
+
+    @property
+    def neftune_hook_handle(self) -> Any:
+        """The hook that adds NEFTune's noise during a run."""
+        return self._neftune_hook
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write this process's random numbers and its position in the data, for an own `_save_checkpoint`."""
+        self._running_session("_save_rng_state").write_numbers(Path(output_dir))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: `_save_optimizer_and_scheduler` writes the loss scale."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: `_load_optimizer_and_scheduler` reads the loss scale."""
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn about the keys that `load_state_dict` reported."""
+        for kind in ("missing", "unexpected"):
+            keys = getattr(load_result, f"{kind}_keys")
+            if keys:
+                logger.warning("There were %s keys in the checkpoint model loaded: %s.", kind, keys)
+
+    def _sorted_checkpoints(
+        self, output_dir: str | None = None, checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR, use_mtime: bool = False
+    ) -> list[str]:
+        """List the checkpoints of a folder, oldest first; the best one is never the first to delete."""
+        folder = self.output_dir if output_dir is None else Path(output_dir)
+        start = f"{checkpoint_prefix}-"
+        steps = {path: path.name.removeprefix(start) for path in folder.glob(f"{start}*") if path.is_dir()}
+        found = [path for path, step in steps.items() if step.isdigit()]
+        found.sort(key=os.path.getmtime if use_mtime else lambda path: int(steps[path]))
+        best = folder / Path(self.state.best_model_checkpoint or "").name
+        if best in found[:-2]:
+            found.remove(best)
+            found.insert(-1, best)
+        return [str(path) for path in found]
+
+    def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
+        """Pad tensors to the longest of all processes along their second dimension. Collective."""
+        return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
+
+    def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
+        """Concatenate the tensors of all processes, as NumPy arrays. Collective."""
+        return nested_numpify(self._nested_gather(tensors, name))
 
 
-def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
-    """Return a value that was passed under its new or its older name."""
-    if older is None:
-        return value
-    if value is not None:
-        raise ConfigError(f"Cannot use both {new} and {old}:", "they are two names of one argument.", f"Keep {new}.")
-    warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
-    return older
+class _Reporter:
+    """transformers' tracker of memory, on the Trainer's own."""
+
+    def __init__(self, memory: MemoryTracker) -> None:
+        self._memory = memory
+
+    def start(self) -> None:
+        """Do nothing: the Trainer has started."""
+
+    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
+        """Add the report of a stage that is still running."""
+        if metrics is not None:
+            metrics.update(self._memory.stop())

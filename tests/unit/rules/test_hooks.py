@@ -56,8 +56,8 @@ def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
 
 
 class TakesMethod(Trainer):
-    def _sharded(self, loader: Any, *, is_training: bool) -> Any:
-        return loader
+    def _open_training_data(self, *dataset: Any) -> Any:
+        return dataset
 
 
 class TakesAttribute(Trainer):
@@ -66,7 +66,7 @@ class TakesAttribute(Trainer):
 
 class SetsBefore(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._stage = "sft"
+        self._journal = "sft"
         super().__init__(*args, **kwargs)
 
 

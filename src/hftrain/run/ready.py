@@ -1,0 +1,138 @@
+"""Make a model ready to train: place, wrap and compile it, create optimizer and schedule, and assemble the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hftrain.checkpoint.fitting import restoring
+from hftrain.core.errors import ConfigError
+from hftrain.rules.optimizer import check_optimizer
+from hftrain.run.model_changes import ModelChanges
+from hftrain.run.outside_weights import OutsideWeights
+from hftrain.run.parts import Ready, RunParts
+from hftrain.run.setup import place_task
+from hftrain.step.assemble import assemble_stepper
+from hftrain.step.legality import check_in_backward
+
+
+@contextmanager
+def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Iterator[Ready]:
+    """Prepare the model for training through the documented hooks, and restore the bare one at the end. Collective."""
+    trainer, changes = parts.trainer, ModelChanges(parts.args, parts.strategy)
+    try:
+        yield _make_ready(parts, resume, max_steps, changes)
+    finally:
+        changes.undo()
+        trainer.task.model = trainer.model
+        parts.computing.use(parts.precision, None)
+        trainer._end_steps()
+
+
+def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ModelChanges) -> Ready:
+    trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
+    task = trainer.task
+    # Before the weights are loaded: loading rounds them to the dtype of the parameters.
+    model = trainer.model = task.model = precision.convert(trainer.model)
+    if resume is not None:
+        with restoring(resume):
+            trainer._load_from_checkpoint(str(resume))
+    place_task(task, strategy, is_model_placed=True)
+    trainer._align_special_tokens()
+    noise = None if trainer.neftune_noise_alpha is None else (trainer._activate_neftune, trainer._deactivate_neftune)
+    changes.apply(model, noise_hooks=noise)
+    trainer._forget_schedule()
+    strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
+    outside = OutsideWeights(strategy)
+    wrapped, optimizer, unheld = _wrap(parts, max_steps, outside)
+    trainer.compiler.compile(model)
+    trainer._cast_model()
+    if "scheduler" in strategy.makes:
+        trainer.lr_scheduler = strategy.schedule
+    elif "optimizer" in strategy.makes:
+        trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
+    accumulation = args.gradient_accumulation_steps
+    check_in_backward(optimizer, strategy=strategy, precision=precision, accumulation=accumulation)
+    # An interrupted run or the user may have left gradients.
+    model.zero_grad()
+    trainer.optimizer = optimizer
+    task.model = trainer.model_wrapped = wrapped
+    stepper = assemble_stepper(
+        strategy=strategy,
+        precision=precision,
+        optimizer=optimizer,
+        args=args,
+        unclipped=outside.parameters,
+        unheld=unheld,
+        average_unclipped=outside.average if outside.is_averaged else None,
+        computing=parts.computing,
+    )
+    parts.computing.use(stepper, optimizer)
+    return Ready(
+        task=task,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        stepper=stepper,
+        outside=outside,
+        changes=changes,
+        facts=trainer._begin_steps(),
+    )
+
+
+def _wrap(
+    parts: RunParts, max_steps: int, outside: OutsideWeights
+) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+    """Wrap the model and create the optimizer in `_wrap_model`, or after it if an override did not.
+
+    Returns:
+        The wrapped model, the optimizer, and the task's parameters that the optimizer does not hold.
+    """
+    trainer, strategy, precision = parts.trainer, parts.strategy, parts.precision
+    made: list[torch.optim.Optimizer] = []
+    unheld: list[torch.Tensor] = []
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        if "scheduler" in strategy.makes:
+            trainer.create_optimizer()
+        else:
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        assert trainer.optimizer is not None
+        # Checked here because a strategy may later put its own parameters into the groups.
+        check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
+        outside.find(trainer.optimizer, trainer.task)
+        for parameter in outside.parameters:
+            parameter.grad = None  # an interrupted run may have left it
+        held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+        unheld[:] = [p for p in trainer.task.parameters() if id(p) not in held]
+        return precision.attach(trainer.model, trainer.optimizer)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped, optimizer = strategy.setup(model, make_optimizer, precision.policy)
+        assert optimizer is not None
+        made[:] = [optimizer]
+        return wrapped
+
+    # The user's own wrapper, if it still holds the model.
+    outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+    parts.base.wrap = wrap
+    try:
+        wrapped = trainer._wrap_model(outermost)
+    finally:
+        parts.base.wrap = None
+    if not made:
+        wrapped = wrap(wrapped)
+    if strategy.unwrap(wrapped) is not trainer.model:
+        raise ConfigError(
+            f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
+            f"strategy={strategy.name!r} cannot look through it to the model.",
+            "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
+        )
+    if not hasattr(made[0], "optimizer"):
+        # accelerate wraps optimizers, and code for transformers looks into the wrapper.
+        made[0].optimizer = made[0]  # type: ignore[attr-defined]
+    return wrapped, made[0], unheld

@@ -1,0 +1,97 @@
+"""What a Trainer's constructor chooses: arguments, strategy, precision, callbacks and collator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hftrain.adapter.deepspeed import settle_deepspeed
+from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
+from hftrain.adapter.precision import precision_request
+from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
+from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
+from hftrain.arguments.settle import settle
+from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import DefaultFlowCallback, progress_callback
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import get_verbosity, warn_once
+from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrain.precision.base import Precision
+from hftrain.precision.registry import precisions
+from hftrain.rules.parts import check_arguments
+from hftrain.rules.strategy import check_local_rank, check_strategy
+from hftrain.step.legality import check_legal
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import create_strategy
+from hftrain.task.introspect import is_recomputing
+from hftrain.task.module import TaskModule
+from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.rehearsal import without_trackers
+
+
+def settled_arguments(args: TrainingArguments | None) -> TrainingArguments:
+    """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
+    args = TrainingArguments("tmp_trainer") if args is None else args
+    check_arguments(args)
+    settle(args)
+    settle_sharing(args)
+    check_local_rank(args)
+    return args
+
+
+def choose_backends(
+    args: TrainingArguments,
+    model: Any,
+    strategy: str | Strategy | None,
+    precision: str | Precision | None,
+    *,
+    optimizers: tuple[Any, Any],
+) -> tuple[Strategy, Precision]:
+    """Return strategy and precision; raise for settings that cannot work. Nothing is launched."""
+    is_checkpointing = args.gradient_checkpointing or is_recomputing(model)
+    forget_devices(args, model)
+    is_task = isinstance(model, TaskModule)
+    name, options = strategy_request(args, strategy, is_checkpointing=bool(is_checkpointing), is_task=is_task)
+    precision_name, precision_options = precision_request(args, precision)
+    if not isinstance(strategy, Strategy):
+        strategy = create_strategy(name, **options)
+    if not isinstance(precision, Precision):
+        precision = precisions.create(precision_name, **precision_options)
+    note_devices(args, strategy)
+    settle_deepspeed(args, strategy, precision)
+    check_strategy(args, strategy, optimizers=optimizers)
+    check_legal(strategy, precision)
+    strategy.non_blocking = non_blocking_copies(args)
+    return strategy, precision
+
+
+def with_trackers(args: TrainingArguments, callbacks: Sequence[Any], loggers: Any, *, is_rehearsal: bool) -> list[Any]:
+    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
+    trackers = trackers_asked(args, loggers)
+    if loggers is None:
+        args.report_to = [str(name) for name in trackers]
+    callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
+    return without_trackers(callbacks) if is_rehearsal else callbacks
+
+
+def all_callbacks(args: TrainingArguments, strategy: Strategy, callbacks: Sequence[Any]) -> list[Any]:
+    """Return the default callbacks with the given ones among them."""
+    disables = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
+    shown = progress_callback(disable_tqdm=disables)
+    return [DefaultFlowCallback(), *debug_callbacks(args, strategy), *callbacks, shown]
+
+
+def default_collator(tool: Any) -> Callable[[list[Any]], Any]:
+    """Return a collator that pads with a processing class, or stacks if that cannot pad."""
+    pads = hasattr(tool, "pad") and (hasattr(tool, "pad_token_id") or hasattr(tool, "padding_value"))
+    return DataCollatorWithPadding(tool) if pads else default_data_collator
+
+
+def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
+    """Return a value that was passed under its new or its older name."""
+    if older is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"Cannot use both {new} and {old}:", "they are two names of one argument.", f"Keep {new}.")
+    warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
+    return older

@@ -1,0 +1,236 @@
+"""A Trainer's data: loaders, samplers, columns, and the checks of what was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import IterableDataset, SequentialSampler
+
+from hftrain.adapter.data import length_config, loader_config, shard_plan
+from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.data.collators import makes_tensors
+from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns
+from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
+from hftrain.data.loaders import build_loader, default_train_sampler
+from hftrain.data.persistent import LoaderCache
+from hftrain.data.sharding import ShardPlan
+from hftrain.data.shares import check_shares
+from hftrain.data.sizes import has_length
+from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
+from hftrain.rules.strategy import check_tensor_parallel
+from hftrain.run.parts import TrainerHooks
+from hftrain.trainer.rehearsal import cut_short
+
+
+class TrainerData:
+    """Make loaders and samplers from a Trainer's datasets, and check these before anything is launched.
+
+    Args:
+        trainer: Has the datasets, and hooks that override the parts of this.
+    """
+
+    def __init__(self, trainer: TrainerHooks) -> None:
+        self._trainer = trainer
+        # Loaders of evaluations whose workers persist; `_eval_dataloaders` has them by the name of their set.
+        self._kept = LoaderCache(limit=1)
+
+    @property
+    def eval_sets(self) -> list[Any]:
+        """The evaluation datasets, without their names."""
+        given = self._trainer.eval_dataset
+        return list(given.values()) if isinstance(given, Mapping) else [given]
+
+    def close(self) -> None:
+        """Drop the loaders that were kept, whose workers then end."""
+        self._kept.clear()
+        self._trainer._eval_dataloaders.clear()
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check_given(self) -> None:
+        """Raise if what was given cannot be read."""
+        trainer, has_own_loader = self._trainer, self._trainer._is_overridden("get_eval_dataloader")
+        if not trainer._is_overridden("get_train_dataloader"):
+            check_kind(trainer.train_dataset, "train_dataset")
+        for dataset in () if has_own_loader else self.eval_sets:
+            check_kind(dataset, "eval_dataset")
+        check_eval_data(trainer.args, trainer.eval_dataset, has_own_loader=has_own_loader)
+
+    def check_training(self) -> None:
+        """Raise if the training data does not work with the settings."""
+        trainer, args = self._trainer, self._trainer.args
+        check_tensor_parallel(trainer.get_tp_size(), trainer.strategy, is_handled=trainer.is_deepspeed_enabled)
+        if not trainer._is_overridden("get_train_dataloader"):
+            check_train_data(args, trainer.train_dataset)
+            self._check_columns(trainer.train_dataset, role="train_dataset")
+            if not trainer._is_overridden("_get_train_sampler"):
+                self._check_lengths(trainer.train_dataset, is_training=True)
+        is_evaluated = args.eval_strategy != "no" and trainer.eval_dataset is not None
+        if is_evaluated and not trainer._is_overridden("get_eval_dataloader"):
+            for dataset in self.eval_sets:
+                self._check_columns(dataset, role="eval_dataset")
+                if not trainer._is_overridden("_get_eval_sampler"):
+                    self._check_lengths(dataset, is_training=False)
+
+    def _check_columns(self, dataset: Any, *, role: str) -> None:
+        """Raise for a non-dataset, and for data without a column that the model takes."""
+        check_kind(dataset, role)
+        check_one_set(dataset)
+        trainer = self._trainer
+        if trainer._is_overridden("_get_dataloader") or trainer._is_overridden("_remove_unused_columns"):
+            return
+        keep = self._columns_to_keep()
+        names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
+        if keep is None or names is None:
+            return
+        inputs = [name for name in keep if name not in (*trainer.label_names, "label", "label_ids")]
+        if not set(names) & set(inputs):
+            raise TaskError(
+                f"Cannot use this dataset as {role}:",
+                f"its columns ({', '.join(map(str, names))}) include none that "
+                f"{type(trainer.model).__name__}.forward takes ({', '.join(inputs)}).",
+                "Rename the columns, tokenize texts first (dataset.map), or set remove_unused_columns=False if your "
+                "collator makes the inputs.",
+            )
+
+    def _check_lengths(self, dataset: Any, *, is_training: bool) -> None:
+        """Raise if data cannot be ordered by length as the arguments ask."""
+        config = self.length_config(is_training=is_training)
+        if config is not None:
+            check_lengths(dataset, config)
+
+    # -- loaders ---------------------------------------------------------------------------------------------------
+
+    def find_eval_set(self, given: Any) -> Any:
+        """Return the dataset to evaluate on: `given`, the one of that name, or the Trainer's own for None."""
+        own = self._trainer.eval_dataset
+        if isinstance(given, str):
+            known = own if isinstance(own, Mapping) else {}
+            if given not in known:
+                raise ConfigError(
+                    f"Cannot evaluate on the set {given!r}.",
+                    "eval_dataset has no set of that name.",
+                    suggest(given, known) if known else "Pass a dict of datasets as eval_dataset.",
+                )
+            return known[given]
+        found = own if given is None else given
+        if found is None:
+            raise ConfigError("Cannot evaluate.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer.")
+        return found
+
+    def eval_loader(self, dataset: Any, description: str, *, key: str | None = None) -> Any:
+        """Return this rank's batches of an evaluation or a prediction, through the documented hooks."""
+        trainer = self._trainer
+        self._check_columns(dataset, role="test_dataset" if description == "test" else "eval_dataset")
+        size, order = trainer.args.eval_batch_size, trainer._get_eval_sampler
+        return trainer._get_dataloader(dataset, description, size, sampler_fn=order, dataloader_key=key)
+
+    def loader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        *,
+        order: Callable[[Any], Any] | None,
+        is_training: bool,
+        key: str | None,
+    ) -> Any:
+        """Return this rank's batches of a dataset; the arguments are those of the documented `_get_dataloader`."""
+        trainer = self._trainer
+        has_accelerator = trainer.strategy.device_type not in ("cpu", "xla")
+        config = loader_config(trainer.args, is_training=is_training, has_accelerator=has_accelerator)
+        config = replace(config, batch_size=batch_size)
+
+        def make() -> Any:
+            pruned = trainer._remove_unused_columns(dataset, description=description)
+            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+            sampler = SequentialSampler if order is None and has_length(dataset) else order
+            # A stream is read in its own order, even if it has a length.
+            sampler = None if isinstance(dataset, IterableDataset) else sampler
+            return build_loader(
+                pruned,
+                config,
+                self._shard_plan(is_training=is_training),
+                collate=collate,
+                sampler=None if sampler is None else sampler(pruned if is_training else dataset),
+            )
+
+        if is_training or not config.persistent_workers:
+            return make()
+        self._kept.limit = 1 + len(self.eval_sets)
+        loader = self._kept.get((dataset, trainer.data_collator, trainer._signature_columns, batch_size), make)
+        if key is not None:
+            trainer._eval_dataloaders[key] = loader
+        return loader
+
+    def share_of(self, loader: Any, *, is_training: bool) -> Any:
+        """Return what this rank reads of a loader that a hook returned. Collective."""
+        trainer = self._trainer
+        check_loader(loader)
+        share = self._shard_plan(is_training=is_training, is_own=False).own(loader)
+        if trainer.strategy.world_size > 1:
+            sets = trainer.train_dataset, *self.eval_sets
+            check_shares(share, sets, gather_object=trainer.strategy.gather_object)
+        return share if is_training else cut_short(share, trainer._num_rehearsed)
+
+    def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
+        strategy = self._trainer.strategy
+        ranks = {"rank": strategy.rank, "world_size": strategy.world_size}
+        return shard_plan(self._trainer.args, **ranks, is_training=is_training, is_own=is_own)
+
+    # -- samplers --------------------------------------------------------------------------------------------------
+
+    def train_sampler(self, dataset: Any) -> Any:
+        """Return the sampler of the training data, None for a stream."""
+        lengths = self.length_config(is_training=True)
+        if lengths is not None:
+            return length_sampler(dataset, lengths, is_training=True)
+        if isinstance(dataset, IterableDataset):
+            return None
+        config = loader_config(self._trainer.args, is_training=True)
+        return default_train_sampler(dataset, config, self._shard_plan(is_training=True))
+
+    def eval_sampler(self, dataset: Any) -> Any:
+        """Return the sampler of evaluation data, None for a stream."""
+        lengths, args = self.length_config(is_training=False), self._trainer.args
+        if lengths is not None:
+            unit = args.eval_batch_size if args.dataloader_drop_last else 1
+            world_size = self._trainer.strategy.world_size
+            return length_sampler(dataset, lengths, is_training=False, world_size=world_size, unit=unit)
+        is_ordered = has_length(dataset) and not isinstance(dataset, IterableDataset)
+        return SequentialSampler(dataset) if is_ordered else None
+
+    def length_config(self, *, is_training: bool) -> LengthConfig | None:
+        """Return how samples are ordered by length, None if they are not."""
+        trainer = self._trainer
+        size = trainer.get_total_train_batch_size(trainer.args)
+        return length_config(trainer.args, tool=trainer.processing_class, batch_size=size, is_training=is_training)
+
+    # -- columns ---------------------------------------------------------------------------------------------------
+
+    def prune(self, dataset: Any, description: str) -> Any:
+        """Return a dataset without the columns that the model does not take, if it has columns."""
+        about = self._about_columns(description)
+        return dataset if about is None else prune_columns(dataset, **about)
+
+    def prune_in(self, collator: Callable[[list[Any]], Any], description: str) -> Callable[[list[Any]], Any]:
+        """Return a collator that first drops the columns that the model does not take."""
+        about = self._about_columns(description)
+        if about is not None:
+            return ColumnPruner(collator, **about)
+        is_pruned = self._trainer.args.remove_unused_columns and makes_tensors(collator)
+        return TextRemover(collator, description=description) if is_pruned else collator
+
+    def _columns_to_keep(self) -> list[str] | None:
+        if not self._trainer.args.remove_unused_columns:
+            return None
+        self._trainer._set_signature_columns_if_needed()
+        return self._trainer._signature_columns
+
+    def _about_columns(self, description: str) -> dict[str, Any] | None:
+        keep = self._columns_to_keep()
+        if keep is None:
+            return None
+        return {"keep": keep, "model_name": type(self._trainer.model).__name__, "description": description}

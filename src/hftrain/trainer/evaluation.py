@@ -1,0 +1,295 @@
+"""A Trainer's evaluations: which sets are due, the loop, one step, and what the losses are means over."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hftrain.adapter.configs import evaluate_config
+from hftrain.core.log import warn_once
+from hftrain.core.speed import speed_metrics
+from hftrain.core.types import EvalLoopOutput, StepOutput
+from hftrain.data.dispatch import takes_turns
+from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
+from hftrain.data.grouping import reading_order
+from hftrain.data.sizes import expected_samples
+from hftrain.evaluation.generating import generates
+from hftrain.evaluation.recurrence import read_memory
+from hftrain.evaluation.tracing import JitModel
+from hftrain.loops.contract import check_features
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
+from hftrain.loops.predict import PredictLoop
+from hftrain.rules.evaluation import check_evaluating
+from hftrain.rules.loops import used_in_evaluation
+from hftrain.run.announce import announce_evaluation
+from hftrain.run.parts import TrainerHooks
+from hftrain.step.computing import Computing
+from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
+from hftrain.task.model_call import to_float32
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.evaluation_mean import EvaluationMean
+from hftrain.trainer.items_check import ItemsCheck
+from hftrain.trainer.reports import to_plain, with_prefix
+from hftrain.trainer.stages import Stages
+from hftrain.trainer.weighing import LossShares
+
+
+class Evaluation:
+    """Evaluate and predict for a Trainer.
+
+    Args:
+        trainer: Its hooks are called.
+        sets: Evaluation sets with their own metrics or schedule, by name.
+
+    Attributes:
+        mean: Weighs the losses of a plain model; set during an evaluation.
+    """
+
+    def __init__(self, trainer: TrainerHooks, stages: Stages, computing: Computing, sets: dict[str, EvalSet]) -> None:
+        self._trainer, self._stages, self._computing, self.sets = trainer, stages, computing, sets
+        self.mean: EvaluationMean | None = None
+        # Values that the task has logged in the last step.
+        self._logs: Mapping[str, Any] = {}
+
+    def check(self) -> None:
+        """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
+        trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
+        check_evaluating(args, strategy=trainer.strategy, task=trainer.task, spill_dir=trainer.spill_dir)
+        if trainer._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
+            warn_once(f"{owner}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        if generates(args) and not trainer._is_overridden("prediction_step"):
+            warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
+        own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
+        if args.prediction_loss_only and (trainer.compute_metrics or own) is not None:
+            warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")
+
+    # -- sets ------------------------------------------------------------------------------------------------------
+
+    def over_sets(
+        self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, is_own: bool
+    ) -> dict[str, float]:
+        """Evaluate on each set that is due; return all their metrics.
+
+        Args:
+            is_own: Whether these are the Trainer's own sets.
+        """
+        given, entries = split_eval_sets(datasets)
+        sets, metrics = self.sets if is_own else entries, dict[str, float]()
+        for name in filter(lambda name: self._is_due(sets.get(name)), given):
+            # Passed by name, so that an override of `get_eval_dataloader` sees the name.
+            chosen = name if is_own else given[name]
+            with self.own_metrics(sets.get(name)):
+                metrics.update(self._trainer.evaluate(chosen, ignore_keys, f"{prefix}_{name}"))
+        return metrics
+
+    def _is_due(self, entry: EvalSet | None) -> bool:
+        """Return whether an evaluation set is part of the current evaluation."""
+        trainer = self._trainer
+        is_asked_for = trainer._run_parts is None or bool(trainer._num_rehearsed)
+        return is_asked_for or is_due(entry, trainer.state, by_epoch=trainer.args.eval_strategy == "epoch")
+
+    @property
+    def has_all_sets(self) -> bool:
+        """Whether the current evaluation is over all sets."""
+        return all(map(self._is_due, self.sets.values()))
+
+    @contextmanager
+    def own_metrics(self, entry: EvalSet | None) -> Iterator[None]:
+        """Replace `compute_metrics` by an evaluation set's own metrics temporarily."""
+        previous = self._trainer.compute_metrics
+        if entry is not None and entry.metrics is not None:
+            self._trainer.compute_metrics = entry.metrics
+        try:
+            yield
+        finally:
+            self._trainer.compute_metrics = previous
+
+    # -- one evaluation ---------------------------------------------------------------------------------------------
+
+    def over(self, loader: Any, *, metric_key_prefix: str, **options: Any) -> tuple[EvalLoopOutput, dict[str, Any]]:
+        """Call the documented loop on this rank's share of a loader; return its output, and its metrics with speed."""
+        trainer, args = self._trainer, self._trainer.args
+        start_s = time.perf_counter()
+        loop = trainer.prediction_loop if args.use_legacy_prediction_loop else trainer.evaluation_loop
+        output = loop(loader, metric_key_prefix=metric_key_prefix, **options)
+        # An override in the older style returns a PredictionOutput, which has no sample count.
+        num_samples, num_steps = getattr(output, "num_samples", None), None
+        if num_samples is not None:
+            num_steps = math.ceil(num_samples / (args.eval_batch_size * trainer.strategy.world_size))
+        # Tracing happens once and must not count towards the speed.
+        start_s += output.metrics.get(f"{metric_key_prefix}_jit_compilation_time", 0.0)
+        rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        return output, {**output.metrics, **rates}
+
+    def loop(
+        self,
+        loader: Any,
+        shares: LossShares,
+        *,
+        description: str,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+        metric_key_prefix: str,
+        finish_outputs: Callable[[Any], Any] | None,
+    ) -> EvalLoopOutput:
+        """Run the prepared model over a loader; collective.
+
+        Args:
+            shares: Know what the losses of a plain model are means over.
+            loss_only: Keep no predictions.
+            finish_outputs: Applied to the collected outputs.
+        """
+        trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
+        size = args.eval_batch_size
+        announce_evaluation(loader, description=description, batch_size=size, count_samples=trainer.num_examples)
+        events.refresh(eval_dataloader=loader)
+        jit = JitModel(trainer.torch_jit_model_eval, trainer.task.model) if args.jit_mode_eval else None
+        is_prediction = self._stages.name == "predict"
+        # A callback that writes the predictions may request that they are not returned.
+        is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
+        config = evaluate_config(
+            args,
+            keeps_predictions=not loss_only,
+            input_name=getattr(trainer.model, "main_input_name", "input_ids"),
+            spill_dir=trainer.spill_dir,
+            returns_predictions=not is_replaced,
+        )
+        hooks = self._hooks(shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
+        kind = PredictLoop if is_prediction else EvaluateLoop
+        loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
+        check_features(loop, self._used(loader, hooks, config))
+        loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy, events=events))
+        try:
+            output = loop.run(
+                loader,
+                is_interleaved=takes_turns(loader),
+                order=reading_order(loader),
+                num_expected=expected_samples(loader),
+            )
+        finally:
+            loop.detach()
+        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if jit is not None and jit.compilation_s is not None:
+            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
+        return output._replace(metrics=metrics)
+
+    def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
+        return used_in_evaluation(
+            self._trainer.args,
+            self._trainer.strategy,
+            dataset=getattr(loader, "dataset", None),
+            takes_turns=hooks.repeat_batch is not None,
+            is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
+        )
+
+    def _hooks(
+        self,
+        shares: LossShares,
+        jit: JitModel | None,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+        finish_outputs: Callable[[Any], Any] | None,
+    ) -> EvaluateHooks:
+        trainer, task, strategy = self._trainer, self._trainer.task, self._trainer.strategy
+        mean = self.mean = EvaluationMean(task, strategy, shares) if isinstance(task, ModelTask) else None
+        is_prediction, compute_metrics = self._stages.name == "predict", None if loss_only else trainer.compute_metrics
+
+        def step(batch: Any) -> StepOutput:
+            loss, outputs, labels = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
+            return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._logs)
+
+        def evaluate_batch(batch: Any) -> StepOutput:
+            if jit is not None:
+                task.model = jit.for_batch(batch)
+            return step(batch)
+
+        return EvaluateHooks(
+            evaluate_batch=evaluate_batch,
+            count_items=task.count_items if mean is None else mean.weights,
+            kinds=("",) if mean is None else mean.kinds,
+            choose_kind=None if mean is None else mean.choose,
+            compute_metrics=compute_metrics,
+            preprocess_logits=trainer.preprocess_logits_for_metrics,
+            needs_labels=not is_prediction,
+            repeat_batch=step if self._may_talk(has_metrics=compute_metrics is not None) else None,
+            finish=strategy.finish_forwards,
+            read_metrics=None if is_prediction and mean is None else self.read_metrics,
+            finish_outputs=finish_outputs,
+        )
+
+    def _may_talk(self, *, has_metrics: bool) -> bool:
+        """Return whether evaluation steps may communicate; every rank must then run the same number of steps."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        if strategy.world_size == 1:
+            return False
+        # All ranks of a sharded model generate in lockstep (`synced_gpus`).
+        if strategy.shards_model and generates(trainer.args):
+            return True
+        # With metrics per batch, hftrain's own step leaves communication to the metrics.
+        is_per_batch = trainer.args.batch_eval_metrics and has_metrics
+        is_own = is_per_batch and not any(map(trainer._is_overridden, ("prediction_step", "compute_loss")))
+        return self._computing.accelerator is not None and isinstance(trainer.task, ModelTask) and not is_own
+
+    def step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        shares: LossShares,
+        check: ItemsCheck,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Return loss, outputs and labels of one batch (each may be None), without gradients."""
+        trainer, task, mean, computing = self._trainer, self._trainer.task, self.mean, self._computing
+        inputs = trainer._prepare_inputs(inputs)
+        count = shares.count_for_evaluation(inputs)
+        if mean is not None:
+            mean.open(inputs)
+
+        def compute(batch: Any) -> Any:
+            return trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+
+        def note_memory(outputs: Any) -> None:
+            computing.past = read_memory(outputs, trainer.args.past_index, has_loss=False)
+
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            if isinstance(task, ModelTask):
+                output = task.predict_batch(
+                    compute,
+                    inputs,
+                    loss_only=loss_only,
+                    ignore=task.keys_to_ignore if ignore_keys is None else ignore_keys,
+                    note_outputs=note_memory if trainer.args.past_index >= 0 else None,
+                )
+            elif self._stages.name == "predict":
+                output = StepOutput(outputs=task.prediction_step(inputs))
+            else:
+                output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
+                check.see(output, inputs)
+        if mean is not None:
+            output.loss = mean.see(output.loss, count)
+        self._logs = output.logs
+        if loss_only:
+            return output.loss, None, None
+        is_cast = isinstance(task, ModelTask) and trainer.precision.policy.autocast and computing.input_dtype is None
+        return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
+
+    def read_metrics(self) -> dict[str, Any]:
+        """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
+        task = self._trainer.task
+        stage, where = ("train", "training_step") if self._stages.name == "train" else ("eval", "evaluation_step")
+        metrics = task.metrics(stage)
+        if stage == "eval" and type(task).metrics is TaskModule.metrics:
+            warn_of_unreported(task, metrics)
+        elif stage == "train":
+            warn_of_unread(TaskModule.metrics(task, "eval"), metrics)
+        return read_metrics(metrics, stage=where, gather_object=self._trainer.strategy.gather_object)

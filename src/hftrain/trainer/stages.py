@@ -1,0 +1,124 @@
+"""Which documented method runs, and what is open meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hftrain.adapter.configs import full_eval_dtype
+from hftrain.core.log import refusing_broadcast, sharing_verbosity
+from hftrain.core.seed import preserved_rng
+from hftrain.data.workers import report_worker
+from hftrain.evaluation.generating import keeps_cache
+from hftrain.evaluation.ready import ready
+from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.rules.mistakes import explain_mistake
+from hftrain.run.parts import TrainerHooks
+from hftrain.run.setup import place_task
+from hftrain.run.whereabouts import report_late_ranks, whereabouts
+from hftrain.step.computing import Computing
+from hftrain.task.model_task import ModelTask
+from hftrain.trainer.memory import MemoryTracker
+
+
+class Stages:
+    """Launch the strategy and open the precision while `train`, `evaluate` or `predict` runs; these may be nested.
+
+    Attributes:
+        depth: How many of these calls run.
+        name: The innermost: ``"train"``, which is also the value between calls, ``"eval"`` or ``"predict"``.
+    """
+
+    def __init__(self, trainer: TrainerHooks, computing: Computing, memory: MemoryTracker) -> None:
+        self._trainer, self._computing, self._memory = trainer, computing, memory
+        self.depth, self.name = 0, "train"
+        # Whether the precision has been prepared for steps outside of these calls.
+        self._is_prepared = False
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Run a documented method; explain its errors."""
+        trainer, previous = self._trainer, self.name
+        self.name = name
+        self.depth += 1
+        try:
+            if self.depth == 1:
+                self._open()
+            with sharing_verbosity(), refusing_broadcast():
+                yield
+        except Exception as error:
+            report_worker(error)
+            if isinstance(error, RuntimeError):
+                report_late_ranks(trainer.strategy, error)
+            maker = f"{type(trainer).__name__}.compute_loss" if trainer._is_overridden("compute_loss") else None
+            maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
+            names, sets = trainer.label_names, (trainer.train_dataset, trainer.eval_dataset)
+            explain_mistake(error, trainer.task, trainer.model, label_names=names, loss_maker=maker, datasets=sets)
+            raise
+        finally:
+            self.depth -= 1
+            self.name = previous
+            if self.depth == 0:
+                trainer._stop_observing()
+                trainer.compiler.close()
+                trainer.precision.close()
+                self._memory.stop()
+
+    def _open(self) -> None:
+        trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
+        trainer._resolve_hooks(vars(trainer))  # again, because scripts may assign hooks to the instance
+        self._memory.start("test" if self.name == "predict" else self.name)
+        strategy.launch()
+        trainer.precision.open(strategy.device, strategy.scaler_factory)
+        if isinstance(task, ModelTask):
+            task.label_names, task.can_return_loss = list(trainer.label_names), trainer.can_return_loss
+        trainer.compiler.open()
+        if strategy.watch is not None:
+            strategy.watch.where = self.whereabouts
+
+    @contextmanager
+    def evaluating(self, name: str, *, casts: bool = True) -> Iterator[None]:
+        """Evaluate the unwrapped model in evaluation mode; weights, modes and random numbers are restored."""
+        trainer = self._trainer
+        with self.running(name), preserved_rng(), evaluation_weights(trainer.optimizer):
+            is_training = trainer._run_parts is not None
+            if not is_training:
+                trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
+            with ready(
+                trainer.task,
+                trainer.model,
+                strategy=trainer.strategy,
+                computing=self._computing,
+                dtype=full_eval_dtype(trainer.args) if casts and self._computing.input_dtype is None else None,
+                keeps_cache=keeps_cache(trainer.args),
+                place=None if is_training else self._place,
+                wrap=lambda model: trainer._wrap_model(model, training=False),
+            ):
+                yield
+
+    def _place(self) -> None:
+        """Prepare the forward pass of a model that is not being trained."""
+        place_task(self._trainer.task, self._trainer.strategy)
+        self._trainer.compiler.compile(self._trainer.model)
+        self._trainer._cast_model()
+
+    def place_idle(self) -> None:
+        """Launch the strategy and place the model, for a step that a script calls outside of these methods."""
+        strategy = self._trainer.strategy
+        strategy.launch()
+        if not self._is_prepared:
+            self._trainer.precision.prepare(strategy.device, strategy.scaler_factory)
+            self._is_prepared = True
+        place_task(self._trainer.task, strategy)
+
+    def report_memory(self, metrics: dict[str, Any]) -> None:
+        """Add the memory report of the current method, unless another one called it."""
+        if self.depth == 1:
+            metrics.update(self._memory.stop())
+
+    def whereabouts(self) -> str:
+        """Describe what the Trainer is doing; from any thread."""
+        parts, step = self._trainer._run_parts, self._trainer.state.global_step
+        phase = None if parts is None else parts.phase.text
+        return whereabouts(is_idle=self.depth == 0, stage=self.name, step=step, phase=phase)
