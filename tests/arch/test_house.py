@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 
 from support.source import ROOT, Module, functions, modules
+
+from hftrain.run.parts import TrainerHooks
 
 # What has no public way. Of the last two transformers' clients read and write too.
 FOREIGN = {
@@ -26,6 +27,8 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
+# The protocol of a Trainer: a run calls them on it.
+HOOKS = {*vars(TrainerHooks), *TrainerHooks.__annotations__}
 MAX_LINES = 48_600
 MAX_TEST_LINES = 71_200
 MAX_MEDIAN_FILE = 112
@@ -70,22 +73,13 @@ def takes_trainer(module: Module) -> Iterator[str]:
 
 def private_reaches(module: Module) -> Iterator[tuple[str, str]]:
     """Yield the underscored attributes that a file reads or writes of objects not its own, and where it does."""
-    own = {f.name for f in functions(module.tree)} | hooks()
+    own = {f.name for f in functions(module.tree)} | HOOKS
     own |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Attribute) or _is_self(node.value) or node.attr in own | PUBLIC:
             continue
         if node.attr.startswith("_") and not node.attr.startswith("__"):
             yield node.attr, f"{module.at(node)}: {ast.unparse(node)}"
-
-
-@cache
-def hooks() -> frozenset[str]:
-    """Return the names that the protocol of a Trainer declares: a run calls them on it."""
-    parts = next(module for module in modules() if module.name == "hftrain.run.parts")
-    protocol = next(n for n in parts.tree.body if isinstance(n, ast.ClassDef) and n.name == "TrainerHooks")
-    methods = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef)}
-    return frozenset(methods | {n.target.id for n in protocol.body if isinstance(n, ast.AnnAssign)})  # type: ignore[union-attr]
 
 
 def _is_self(node: ast.expr) -> bool:

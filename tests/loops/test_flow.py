@@ -117,7 +117,6 @@ def test_log_line_holds_the_numbers_of_its_step(tmp_path: Path) -> None:
 
 
 def test_speed_counts_what_was_really_trained(tmp_path: Path) -> None:
-    # Within 4 %: a run of some milliseconds has its time rounded to tenths.
     # 22 samples in batches of 4 and 2: no step has a full window, and the plan's product would say 48.
     metrics = run(tmp_path)[0].state.log_history[-1]
     assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(44, rel=0.04)
