@@ -9,6 +9,8 @@ import torch
 from support.optimizer_runs import make_run, weights_of
 from support.resuming import StopAt
 
+from hftrain import Trainer, TrainerCallback
+
 # What runs on the CPU; the others are refused there, see tests/unit/optim/extras.
 OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]
 OF_PACKAGES = [
@@ -43,6 +45,21 @@ OF_PACKAGES = [
     "schedule_free_sgd",
     "stable_adamw",
 ]
+
+
+def test_averages_beside_16_bit_weights_keep_their_dtype(tmp_path: Path) -> None:
+    def run(folder: str, *callbacks: TrainerCallback) -> Trainer:
+        trainer = make_run(tmp_path / folder, "adafactor", *callbacks)
+        trainer.model.to(torch.bfloat16)
+        return trainer
+
+    whole = run("whole")
+    whole.train()
+    run("cut", StopAt(2)).train()
+    resumed = run("cut")
+    resumed.train(resume_from_checkpoint=True)
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 def check(tmp_path: Path, optim: str) -> None:

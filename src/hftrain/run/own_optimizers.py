@@ -22,6 +22,7 @@ from hftrain.checkpoint.fitting import check_optimizer, check_state, group_setti
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.optimizer_state import load_optimizer_state
 from hftrain.core.tree import map_tensors
 from hftrain.run.parts import Ready, RunParts, holders_of
 from hftrain.step.assemble import Stepped
@@ -154,7 +155,7 @@ class OwnOptimizers:
             elif isinstance(owner, Optimizer):
                 before = group_settings(owner)
                 with restoring(self._path):
-                    owner.load_state_dict(state)
+                    load_optimizer_state(owner, state)
                 check_optimizer(self._path, owner, before=before)
             else:
                 check_state(self._path, state, owner, own=owner.state_dict())

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
+from hftrain.core.optimizer_state import load_optimizer_state
 from hftrain.core.parameters import whole_shape
 from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
@@ -287,7 +288,7 @@ class Strategy(Shown):
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state, equal on all ranks. Collective; mutates the optimizer."""
-        optimizer.load_state_dict(state)
+        load_optimizer_state(optimizer, state)
 
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""

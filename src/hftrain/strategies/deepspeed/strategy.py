@@ -350,7 +350,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             CheckpointError: The state was saved with different DeepSpeed settings.
         """
         if is_plain(self._engine) and "deepspeed" not in state:
-            optimizer.load_state_dict(state)
+            super().load_optimizer_state(model, optimizer, state)
         else:
             put_state(self._engine, state, rank=self.rank, world_size=self.world_size)
 

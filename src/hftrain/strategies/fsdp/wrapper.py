@@ -27,6 +27,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.optimizer_state import load_optimizer_state
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 
@@ -145,7 +146,8 @@ class FSDP1Strategy(FSDPStrategy):
             ],
         }
         with self._as(StateDictType.FULL_STATE_DICT, root):
-            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named))
+            own = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named)
+            load_optimizer_state(optimizer, own)
 
     # -- implementation ------------------------------------------------------------------------------------------
 
