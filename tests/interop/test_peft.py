@@ -53,26 +53,40 @@ def test_adapters_train_and_are_saved_alone(tmp_path: Path, name: str) -> None:
     assert same_weights(loaded, model)
 
 
-def test_resume_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    whole = make_trainer(tmp_path, make_adapted(), save_strategy="epoch")
+def make_other(kind: str) -> Any:
+    """Return a model with a prompt, with an adapter loaded into it, or one of whose own layers trains beside it."""
+    model, lora = make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    if kind == "loaded":
+        model.add_adapter(lora, adapter_name="mine")
+        return model
+    if kind == "beside":
+        model = peft.get_peft_model(model, lora)
+        model.base_model.model.model.norm.requires_grad_(True)
+        return model
+    prompts = {
+        "prompt": peft.PromptTuningConfig,
+        "prefix": peft.PrefixTuningConfig,
+        "encoder": peft.PromptEncoderConfig,
+    }
+    return peft.get_peft_model(model, prompts[kind](task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+@pytest.mark.filterwarnings("ignore:The files of the adapters do not hold:UserWarning")
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "encoder", "loaded", "beside"])
+def test_what_the_adapter_files_do_not_hold_is_resumed_and_comes_back_as_the_best(tmp_path: Path, kind: str) -> None:
+    def run(**options: Any) -> Trainer:
+        options = {"learning_rate": 0.5, "num_train_epochs": 3, "max_steps": 3, "save_steps": 1, **options}
+        return make_trainer(tmp_path, make_other(kind), "llama", save_strategy="steps", **options)
+
+    whole = run()
     whole.train()
-    other = make_adapted()
-    for parameter in other.parameters():
-        if parameter.requires_grad:
-            parameter.data.zero_()
-    resumed = make_trainer(tmp_path, other, save_strategy="epoch")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert same_weights(resumed.model, whole.model)
-
-
-def test_best_adapters_are_loaded(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, make_adapted(), save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True,
-        learning_rate=0.5, num_train_epochs=3,
-    )  # fmt: skip
-    trainer.train()
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+    best = run(save_only_model=True, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    best.train()
+    losses = [entry["eval_loss"] for entry in best.state.log_history if "eval_loss" in entry]
+    assert best.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -121,36 +135,11 @@ def test_active_adapter_of_another_name_resumes_and_comes_back_as_the_best(tmp_p
     assert resumed.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
-def test_older_peft_is_tolerated_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Older versions, which cannot run here, return no result: a stand-in drops it."""
-    model = make_adapted()
-    make_trainer(tmp_path, model).save_model()
-    current = peft.set_peft_model_state_dict
-
-    def older(*args: Any, **kwargs: Any) -> None:
-        current(*args, **kwargs)
-
-    twin = make_adapted(seed=1)
-    monkeypatch.setattr(peft, "set_peft_model_state_dict", older)
-    load_weights(twin, tmp_path)
-    assert "install peft>=0.14" in caplog.text
-    saved, loaded = model.state_dict(), twin.state_dict()
-    assert all(torch.equal(loaded[key], saved[key]) for key in saved if "lora_" in key)
-
-
-def test_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"r": 3, "target_modules": ["query"]}, {"r": 2, "target_modules": ["value"]}])
+def test_adapter_of_another_shape_or_layer_is_refused(tmp_path: Path, options: Any) -> None:
     make_trainer(tmp_path, make_adapted()).save_model()
-    config = peft.LoraConfig(r=3, task_type="SEQ_CLS", target_modules=["query"])
+    config = peft.LoraConfig(task_type="SEQ_CLS", **options)
     with pytest.raises(CheckpointError, match="does not fit"):
-        load_weights(peft.get_peft_model(make_model("bert"), config), tmp_path)
-
-
-def test_adapter_of_other_layers_is_refused(tmp_path: Path) -> None:
-    make_trainer(tmp_path, make_adapted()).save_model()
-    config = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["value"])
-    with pytest.raises(CheckpointError, match="unexpected: "):
         load_weights(peft.get_peft_model(make_model("bert"), config), tmp_path)
 
 

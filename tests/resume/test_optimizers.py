@@ -9,8 +9,6 @@ import torch
 from support.optimizer_runs import make_run, weights_of
 from support.resuming import StopAt
 
-from hftrain import Trainer, TrainerCallback
-
 # What runs on the CPU; the others are refused there, see tests/unit/optim/extras.
 OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]
 OF_PACKAGES = [
@@ -47,27 +45,16 @@ OF_PACKAGES = [
 ]
 
 
-def test_averages_beside_16_bit_weights_keep_their_dtype(tmp_path: Path) -> None:
-    def run(folder: str, *callbacks: TrainerCallback) -> Trainer:
-        trainer = make_run(tmp_path / folder, "adafactor", *callbacks)
-        trainer.model.to(torch.bfloat16)
-        return trainer
-
-    whole = run("whole")
-    whole.train()
-    run("cut", StopAt(2)).train()
-    resumed = run("cut")
-    resumed.train(resume_from_checkpoint=True)
-    ours, theirs = weights_of(resumed), weights_of(whole)
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-
-
-def check(tmp_path: Path, optim: str) -> None:
-    whole = make_run(tmp_path / "whole", optim)
+def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32) -> None:
+    whole, cut, resumed = (
+        make_run(tmp_path / folder, optim, *callbacks)
+        for folder, *callbacks in (("whole",), ("cut", StopAt(2)), ("cut",))
+    )
+    for trainer in (whole, cut, resumed):
+        trainer.model.to(dtype)
     before = weights_of(whole)
     whole.train()
-    make_run(tmp_path / "cut", optim, StopAt(2)).train()
-    resumed = make_run(tmp_path / "cut", optim)
+    cut.train()
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
     ours, theirs = weights_of(resumed), weights_of(whole)
@@ -82,6 +69,10 @@ def check(tmp_path: Path, optim: str) -> None:
 @pytest.mark.parametrize("optim", OF_TORCH)
 def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, optim: str) -> None:
     check(tmp_path, optim)
+
+
+def test_averages_in_float32_beside_16_bit_weights_resume_exactly(tmp_path: Path) -> None:
+    check(tmp_path, "adafactor", torch.bfloat16)
 
 
 @pytest.mark.optimizers

@@ -1,4 +1,7 @@
-"""Parameters that the optimizer trains but the model does not contain, such as the weights of a loss."""
+"""What training changes and the model's files do not hold, such as the weights of a loss.
+
+A model that saves only its adapters may have other weights that train.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
@@ -22,7 +26,7 @@ class OutsideWeights:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        # By their position in the optimizer: the indices of the group and of the parameter.
+        # By their position in the optimizer, the indices of group and parameter, or by their name in the model.
         self._by_place: dict[str, torch.Tensor] = {}
         # The same list object for the whole run; a callback may add a group.
         self.parameters: list[torch.Tensor] = []
@@ -38,8 +42,22 @@ class OutsideWeights:
         }
         known = set(map(id, self.parameters))
         self.parameters[:] = self._by_place.values()
+        self._add_beside_adapters(self._strategy.unwrap(task.model))
         if self.is_averaged:
             self._share([parameter for parameter in self.parameters if id(parameter) not in known])
+
+    def _add_beside_adapters(self, model: nn.Module) -> None:
+        """Add what a model that saves only its adapters leaves out; a strategy that splits it saves it in parts."""
+        if self._strategy.shards_model or not saves_adapters(model):
+            return
+        beside = missing_from_adapters(model)
+        self._by_place.update(beside)
+        if lost := [name for name in beside if not name.startswith("prompt_encoder.")]:
+            warn_once(
+                f"The files of the adapters do not hold {', '.join(lost[:3])}{' and others' * (len(lost) > 3)}, which "
+                "change in training. Checkpoints hold them for a resume, but save_model() does not: list their modules "
+                "in modules_to_save of the adapter's configuration, or save them yourself."
+            )
 
     @property
     def is_averaged(self) -> bool:
@@ -90,7 +108,7 @@ class OutsideWeights:
         if not path.exists():
             warn_once(
                 f"The checkpoint does not hold {len(self._by_place)} parameters that the optimizer trains and the "
-                "model does not have, such as the weights of a loss: they start from their initial values."
+                "model's files do not have, such as the weights of a loss: they start from their initial values."
             )
             return
         self._restore(path, load_tensors(path))

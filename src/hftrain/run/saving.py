@@ -161,12 +161,13 @@ class RunCheckpoints:
         if self.manager.is_committer:
             self._history.take(state.log_history or [])
         main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
+        files = [file for file in self._files() if file.name == OUTSIDE_WEIGHTS or not only_model]
+        if trainer._is_overridden("_save_optimizer_and_scheduler") and not only_model:
+            each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
+        else:
+            # Other processes only take part in gathering.
+            main += writers(files, keep if self.manager.is_committer else as_it_is)
         if not only_model:
-            if trainer._is_overridden("_save_optimizer_and_scheduler"):
-                each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
-            else:
-                # Other processes only take part in gathering.
-                main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
             each.append(self.rank_writer(self.past_state or self.own_state()))
         each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
         facts = {name: fact for one in self._facts() for name, fact in one.state_dict().items()}
@@ -373,6 +374,7 @@ class RunCheckpoints:
             self.manager.open(best)
         with restoring(best):
             self._parts.trainer._load_from_checkpoint(str(best))
+            self._ready.outside.load(best)
         logger.info("Loaded the best model from %s (%s).", best, self._parts.state.best_metric)
 
 
