@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.precision.base import Precision
+from hftrain.run.parts import TrainerHooks
 from hftrain.storage.space import readable_bytes
-from hftrain.strategies.base import Strategy
 
 # The first step allocates the optimizer state and the second rebuilds DDP's buckets; the third is like all others.
 _NUM_STEPS = 3
@@ -51,19 +51,9 @@ class MemoryEstimate:
         return "\n".join(f"{name:<16}{readable_bytes(count):>10}" for name, count in counts)
 
 
-def estimate_memory(
-    strategy: Strategy,
-    precision: Precision,
-    *,
-    rehearse: Callable[[int, TrainerCallback], None],
-    read_wrapped: Callable[[], nn.Module],
-) -> MemoryEstimate:
-    """Rehearse a training and return the peak memory of a step; collective.
-
-    Args:
-        rehearse: Rehearses the given number of steps with an extra callback.
-    """
-    kind = strategy.device_type
+def estimate_memory(trainer: TrainerHooks, train: Callable[[Any], object]) -> MemoryEstimate:
+    """Rehearse a training and return the peak memory of a step; collective."""
+    strategy, precision, kind = trainer.strategy, trainer.precision, trainer.strategy.device_type
     if strategy.name.startswith("deepspeed") or not (
         kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
     ):
@@ -73,8 +63,14 @@ def estimate_memory(
             "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
         )
     found: list[MemoryEstimate] = []
-    watch = _StepWatch(kind, precision, read_wrapped, found)
-    rehearse(_MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS, watch)
+    watch = _StepWatch(kind, precision, lambda: trainer.model_wrapped, found)
+    trainer._num_estimated = _MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS
+    trainer.callback_handler.add(watch)
+    try:
+        train(trainer)
+    finally:
+        trainer._num_estimated = 0
+        trainer.callback_handler.remove(watch)
     if not found:
         raise ConfigError(
             f"Cannot estimate the memory with precision={precision.policy.name!r}.",

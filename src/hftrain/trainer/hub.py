@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from hftrain.adapter.configs import hub_config, told_hyperparameters
-from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.hub.card import CardFacts, write_card
 from hftrain.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
 from hftrain.hub.uploads import Push, Uploads, reason, require_hub
 from hftrain.run.output import Output
+from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import check_writable
-from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
 
-@dataclass(eq=False, kw_only=True)
 class TrainerHub:
     """Push the files that a Trainer saves; only the world's main process connects to the Hub.
 
-    Args:
-        read_model: Returns the current model, unwrapped.
+    Attributes:
         uploads: Past and running pushes; None until one is needed.
     """
 
-    args: TrainingArguments
-    output: Output
-    strategy: Strategy
-    read_model: Callable[[], nn.Module]
-    fire: Callable[[str], object]
-    create_model_card: Callable[..., None]
-    save_model: Callable[[], None]
-    uploads: Uploads | None = None
-    _licenses: dict[str, str | None] = field(default_factory=dict)
+    def __init__(self, trainer: TrainerHooks, output: Output) -> None:
+        self._trainer, self._output = trainer, output
+        self.uploads: Uploads | None = None
+        self._licenses: dict[str, str | None] = {}
 
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find an existing one."""
         require_hub("push_to_hub")
-        if not self.strategy.is_main:
+        if not self._trainer.strategy.is_main:
             return
-        check_writable(self.output.folder)
+        check_writable(self._output.folder)
         uploads = self._made(private=private)
         try:
             uploads.open_repo(token=token)
@@ -67,7 +57,7 @@ class TrainerHub:
         Args:
             checkpoint: Its folder, which may be deleted after the call.
         """
-        if not self.strategy.is_main:
+        if not self._trainer.strategy.is_main:
             return
         with self._warning(f"step {step}"):
             uploads = self._made()
@@ -82,7 +72,7 @@ class TrainerHub:
                 logger.info("Skipped the push of step %d: the previous one has not ended.", step)
                 return
             self._write_card_of_push({})
-            files = {**model_files(checkpoint), CARD: self.output.folder / CARD}
+            files = {**model_files(checkpoint), CARD: self._output.folder / CARD}
             message = f"Training in progress, step {step}"
             uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
 
@@ -91,9 +81,9 @@ class TrainerHub:
 
         Collective: the model is first saved to the output folder, unless `folder` is that folder.
         """
-        if folder is None or folder.resolve() != self.output.folder.resolve():
-            self.save_model()
-        if self.strategy.is_main:
+        if folder is None or folder.resolve() != self._output.folder.resolve():
+            self._trainer.save_model(_internal_call=True)
+        if self._trainer.strategy.is_main:
             with self._warning(message):
                 self._push_output(message=message, blocking=True)
 
@@ -116,20 +106,18 @@ class TrainerHub:
     ) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
-        self.save_model()
-        if not self.strategy.is_main:
+        self._trainer.save_model(_internal_call=True)
+        if not self._trainer.strategy.is_main:
             return None
         self._made(private=private)
         return self._push_output(message=message, blocking=blocking, token=token, revision=revision, card=card)
 
-    def write_card(
-        self, *, log_history: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any], **given: Any
-    ) -> None:
+    def write_card(self, **given: Any) -> None:
         """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
         require_hub("create_model_card()")
-        if not self.strategy.is_main:
+        trainer, folder, model = self._trainer, self._output.folder, self._trainer.model
+        if not trainer.strategy.is_main:
             return
-        folder, model = self.output.folder, self.read_model()
         folder.mkdir(parents=True, exist_ok=True)
         config = getattr(model, "config", None)
         base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
@@ -144,8 +132,13 @@ class TrainerHub:
             dataset_tags=_as_list(given["dataset_tags"]),
             datasets=_as_list(given["dataset"]),
             dataset_args=_as_list(given["dataset_args"]),
-            hyperparameters={**told_hyperparameters(self.args), **hyperparameters},
-            log_history=log_history,
+            hyperparameters={
+                **told_hyperparameters(trainer.args),
+                "total_train_batch_size": trainer.get_total_train_batch_size(trainer.args),
+                "num_processes": trainer.strategy.world_size,
+                "precision": trainer.precision.policy.name,
+            },
+            log_history=trainer.state.log_history,
         )
         write_card(folder / CARD, facts)
         renew = getattr(model, "create_or_update_model_card", None)
@@ -154,7 +147,7 @@ class TrainerHub:
 
     def _made(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
-            self.uploads = Uploads(hub_config(self.args, output_dir=self.output.folder))
+            self.uploads = Uploads(hub_config(self._trainer.args, output_dir=self._output.folder))
         if private is not None:
             self.uploads.config = replace(self.uploads.config, private=private)
         return self.uploads
@@ -172,16 +165,16 @@ class TrainerHub:
         self._write_card_of_push(card or {})
         push = Push(
             message=message,
-            files=output_files(self.output.folder),
+            files=output_files(self._output.folder),
             revision=revision or uploads.config.revision,
             token=token,
         )
         return uploads.upload(push) if blocking else uploads.submit(push)
 
     def _write_card_of_push(self, card: Mapping[str, Any]) -> None:
-        self.fire("on_push_begin")
-        tags = [*_as_list(getattr(self.read_model(), "model_tags", None)), *_as_list(card.get("tags"))]
-        self.create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
+        self._trainer.callback_handler.fire("on_push_begin")
+        tags = [*_as_list(getattr(self._trainer.model, "model_tags", None)), *_as_list(card.get("tags"))]
+        self._trainer.create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
 
     @contextmanager
     def _warning(self, what: str) -> Iterator[None]:
@@ -193,11 +186,11 @@ class TrainerHub:
                 what,
                 self.uploads.config.model_id if self.uploads is not None else "the Hub",
                 reason(error),
-                self.output.folder,
+                self._output.folder,
             )
 
     def _model_name(self) -> str:
-        config = hub_config(self.args, output_dir=self.output.folder)
+        config = hub_config(self._trainer.args, output_dir=self._output.folder)
         return config.model_id.split("/")[-1]
 
     def _license_of(self, base: str | None) -> str | None:

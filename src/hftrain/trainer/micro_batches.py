@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,11 +24,8 @@ from hftrain.core.tree import batch_size_of, is_samples, map_tensors
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
-    from hftrain.core.state import TrainerState
     from hftrain.loops.window import LogWindow
     from hftrain.run.parts import TrainerHooks
-    from hftrain.strategies.base import Strategy
-    from hftrain.task.module import TaskModule
     from hftrain.trainer.weighing import LossShares
 
 T = TypeVar("T")
@@ -39,7 +35,6 @@ logger = get_logger(__name__)
 SMALLER_BATCH = "smaller_batch"
 
 
-@dataclass(eq=False, kw_only=True)
 class MicroBatches:
     """Run a batch in micro-batches that fit into memory; replaces the two loop hooks that receive batches.
 
@@ -48,35 +43,26 @@ class MicroBatches:
     out of memory, it is split further in a run of one process. With several processes the error ends the run, because
     the others do not notice.
 
+    The size is set as `train_batch_size` of the documented state, and so recorded in checkpoints.
+
     Args:
-        task: Its buffers and metrics are restored after a rehearsal.
-        model: The unwrapped model, which holds the gradients.
-        state: `train_batch_size` is set to the size found, and so recorded in checkpoints.
+        shares: Weigh the losses.
         logs: The logs of the steps; those of a rehearsal are removed.
         size: Samples per micro-batch, as found by an earlier run; None searches.
     """
 
-    training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
-    shares: LossShares
-    owner: str
-    strategy: Strategy
-    task: TaskModule
-    model: nn.Module
-    state: TrainerState
-    logs: LogWindow
-    size: int | None
-    _done: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.size is not None:
-            self.state.train_batch_size = self.size
+    def __init__(self, trainer: TrainerHooks, shares: LossShares, logs: LogWindow, size: int | None) -> None:
+        self._trainer, self._shares, self._logs, self.size = trainer, shares, logs, size
+        self._done: list[Any] = []
+        if size is not None:
+            trainer.state.train_batch_size = size
         # On from the first step, so that every micro-batch can be weighted by its share of the items.
-        self.shares.is_on = True
+        shares.is_on = True
 
     def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Take a step's batches; see `LossShares.take`."""
         self._done = []
-        return self.shares.take(epoch_iterator, num_batches, device)
+        return self._shares.take(epoch_iterator, num_batches, device)
 
     def step(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         """Run forward and backward on a batch in parts; return the detached loss, scaled to its share of the step."""
@@ -85,8 +71,8 @@ class MicroBatches:
         loss, is_first = None, True
         while loss is None:
             if not is_first:
-                self._shrink(batch, f"step {self.state.global_step}")
-                self.model.zero_grad()
+                self._shrink(batch, f"step {self._trainer.state.global_step}")
+                self._trainer.model.zero_grad()
                 # zero_grad() also dropped the gradients that this step had accumulated.
                 for earlier in self._done:
                     self._run(model, earlier, num_items)
@@ -95,27 +81,29 @@ class MicroBatches:
         return loss
 
     def _find(self, model: nn.Module, batch: Any, num_items: Any) -> None:
-        strategy = self.strategy
-        self.size = batch_size_of(batch) or self.state.train_batch_size or 1
-        logs, buffers = self.logs.state_dict(), [(b, b.clone()) for b in self.task.buffers()]
+        strategy = self._trainer.strategy
+        self.size = batch_size_of(batch) or self._trainer.state.train_batch_size or 1
+        logs, buffers = self._logs.state_dict(), [(b, b.clone()) for b in self._trainer.task.buffers()]
 
         def rehearse() -> torch.Tensor:
-            _reserve = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad for _ in range(2)]
-            with preserved_rng(), strategy.no_sync(model), self.shares.paused():
+            _reserve = [
+                torch.empty_like(p) for p in self._trainer.model.parameters() if p.requires_grad for _ in range(2)
+            ]
+            with preserved_rng(), strategy.no_sync(model), self._shares.paused():
                 return self._run(model, batch, num_items)
 
         while True:
             fits = strategy.all_true(self._try(rehearse, is_final=False) is not None)
-            self.model.zero_grad()
-            self.logs.load_state_dict(logs, device=strategy.device)
-            for metric in self.task.metrics("train").values():
+            self._trainer.model.zero_grad()
+            self._logs.load_state_dict(logs, device=strategy.device)
+            for metric in self._trainer.task.metrics("train").values():
                 metric.reset()
             for buffer, value in buffers:
                 buffer.copy_(value)
             if fits:
                 break
             self._shrink(batch, "the rehearsal of the first step")
-        self.state.train_batch_size = self.size
+        self._trainer.state.train_batch_size = self.size
 
     def _shrink(self, batch: Any, when: str) -> None:
         assert self.size is not None
@@ -126,24 +114,24 @@ class MicroBatches:
                 "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
             )
         before, self.size = self.size, math.ceil(self.size / 2)
-        self.state.train_batch_size = self.size
+        self._trainer.state.train_batch_size = self.size
         logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, before, self.size)
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         assert self.size is not None
-        step, parts = self.training_step, split_batch(batch, self.size)
-        self.shares.has_weighed = len(parts) == 1
-        self.shares.split(batch if len(parts) > 1 else None)
+        step, parts = self._trainer._slot_training_step, split_batch(batch, self.size)
+        self._shares.has_weighed = len(parts) == 1
+        self._shares.split(batch if len(parts) > 1 else None)
         losses = []
         for part in parts[:-1]:
-            with self.strategy.no_sync(model):
+            with self._trainer.strategy.no_sync(model):
                 losses.append(step(model, part, num_items))
         losses.append(step(model, parts[-1], num_items))
-        if not self.shares.is_weighed(num_items):
+        if not self._shares.is_weighed(num_items):
             raise ConfigError(
                 "Cannot find a batch size: memory ran out.",
                 "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
-                f"{self.owner} does not call it, so the gradients would be added up unweighed.",
+                f"{type(self._trainer).__name__} does not call it, so the gradients would be added up unweighed.",
                 "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
             )
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
@@ -155,7 +143,7 @@ class MicroBatches:
         try:
             return run()
         except RuntimeError as error:
-            if not should_reduce_batch_size(error) or (is_final and self.strategy.world_size > 1):
+            if not should_reduce_batch_size(error) or (is_final and self._trainer.strategy.world_size > 1):
                 raise
         clear_device_cache(garbage_collection=True)
         return None

@@ -197,44 +197,12 @@ class Trainer:
     # The function that names its trials.
     hp_name: Callable[[Any], str] | None = None
 
-    _output: Output
-    _journal: Journal
-    _hub: TrainerHub
-    _memory: MemoryTracker
-    _computing: Computing
-    # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
-    _cast: ModelCall | None
-    _shares: LossShares
-    _items_check: ItemsCheck
-    _own_evaluation: Evaluation
-    _own_data: TrainerData
-    # Evaluation loaders whose workers persist, by the name of their set.
-    _eval_dataloaders: dict[str, Any]
-    _loss_shifts_labels: bool
-    # The documented `model_accepts_loss_kwargs`: as found, and as set by user code.
-    _accepts_found: bool
-    _accepts_declared: bool | None = None
-    _signature_columns: list[str] | None
-    _found: dict[str, Any]
-    _neftune_hook: Any
-    # The user's wrapper around the model, if any, else the model.
-    _outermost: nn.Module
-    # The current run, once it is built, and its parts, which exist earlier.
-    _session: Run | None
-    _run_parts: RunParts | None
-    # The current trial of a search, with its results.
-    _trial_run: TrialRun | None
-    # Number of batches of a running memory estimate.
-    _num_estimated: int
     _own_stages: Stages
-    _counted: tuple[nn.Module, int] | None
-    # Kept after a run, for scripts that read the logged values.
-    _loss_window: LossWindow | None
-    # Set during a run.
-    _training_mode: TrainingMode | None
     # Set by an override of create_scheduler too.
     _created_lr_scheduler: bool
-    _optimizer_is_the_tasks: bool
+    # The documented `model_accepts_loss_kwargs`, as set by user code.
+    _accepts_declared: bool | None = None
+    _loss_shifts_labels: bool
     # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
     _slot_compute_loss: Callable[..., Any]
     _slot_training_step: Callable[..., Any]
@@ -348,8 +316,7 @@ class Trainer:
         self.model = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
         # If the user wrapped the model, the forward pass goes through that wrapper.
-        self.model_wrapped = model
-        self._outermost = model
+        self.model_wrapped = self._outermost = model
         self.is_model_parallel = is_spread(self.model)
         self.strategy.place_model = bool(self.place_model_on_device)
         prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
@@ -425,30 +392,30 @@ class Trainer:
         self._memory.start("init")
         self.compiler = Compiler(compile_config(self.args))
         self._computing = Computing(self.precision.backward, self.precision.autocast)
-        self._output = Output(lambda: self.args.output_dir, self.strategy)
-        self._journal = Journal()
-        self._hub = TrainerHub(
-            args=self.args,
-            output=self._output,
-            strategy=self.strategy,
-            read_model=lambda: self.model,
-            fire=lambda event: self.callback_handler.fire(event),
-            create_model_card=lambda **card: self.create_model_card(**card),
-            save_model=lambda: self.save_model(_internal_call=True),
-        )
-        self.is_in_train = False
-        self.hp_search_backend = None
-        # A subclass may have set these two earlier.
-        self._eval_dataloaders = getattr(self, "_eval_dataloaders", {})
-        self._signature_columns = getattr(self, "_signature_columns", None)
-        self._found = {}
-        self.neftune_noise_alpha, self._neftune_hook = self.args.neftune_noise_alpha, None
-        self._trial_run = self._training_mode = self._loss_window = self._counted = None
-        self._cast = None
-        self._session = self._run_parts = None
-        self._num_estimated = 0
+        self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
+        self._hub = TrainerHub(self, self._output)
         self._own_stages = Stages(self, self._computing, self._memory)
-        self.current_flos = 0
+        self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
+        # A subclass may have set these two earlier. The first are loaders with workers that persist, by their set.
+        self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
+        self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
+        # Properties of the model as detected, see `_find`.
+        self._found: dict[str, Any] = {}
+        self.neftune_noise_alpha = self.args.neftune_noise_alpha
+        self._neftune_hook: Any = None
+        # The current trial of a search, with its results.
+        self._trial_run: TrialRun | None = None
+        # The current run, once it is built, and its parts, which exist earlier.
+        self._session: Run | None = None
+        self._run_parts: RunParts | None = None
+        self._training_mode: TrainingMode | None = None
+        # Kept after a run, for scripts that read the logged values.
+        self._loss_window: LossWindow | None = None
+        # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
+        self._cast: ModelCall | None = None
+        self._counted: tuple[nn.Module, int] | None = None
+        # Number of batches of a running memory estimate.
+        self._num_estimated = 0
         self._created_lr_scheduler = self._optimizer_is_the_tasks = False
 
     def _new_state(self) -> TrainerState:
@@ -623,17 +590,7 @@ class Trainer:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
-        fitting = MicroBatches(
-            training_step=self._slot_training_step,
-            shares=self._shares,
-            owner=type(self).__name__,
-            strategy=self.strategy,
-            task=self.task,
-            model=self.model,
-            state=self.state,
-            logs=self._run_parts.logs,
-            size=found_size(self.args, resume),
-        )
+        fitting = MicroBatches(self, self._shares, self._run_parts.logs, found_size(self.args, resume))
         return fitting.take, fitting.step
 
     def _end_steps(self) -> None:
@@ -1628,12 +1585,6 @@ class Trainer:
         Source: the documented `Trainer.create_model_card`.
         """
         self._hub.write_card(
-            log_history=self.state.log_history,
-            hyperparameters={
-                "total_train_batch_size": self.get_total_train_batch_size(self.args),
-                "num_processes": self.strategy.world_size,
-                "precision": self.precision.policy.name,
-            },
             language=language,
             license=license,
             tags=tags,
@@ -1913,19 +1864,7 @@ class Trainer:
         Units:
             bytes.
         """
-        return estimate_memory(
-            self.strategy, self.precision, rehearse=self._estimate, read_wrapped=lambda: self.model_wrapped
-        )
-
-    def _estimate(self, num_batches: int, watch: TrainerCallback) -> None:
-        """Rehearse `num_batches` steps for an estimate, with an extra callback."""
-        self._num_estimated = num_batches
-        self.add_callback(watch)
-        try:
-            type(self).train(self)
-        finally:
-            self._num_estimated = 0
-            self.remove_callback(watch)
+        return estimate_memory(self, type(self).train)
 
     @property
     def _num_rehearsed(self) -> int:
