@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
-import opcode
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -15,8 +14,6 @@ from typing import Any
 from hftrain.core.errors import suggest
 from hftrain.core.lightning import LIGHTNING_NAMES
 from hftrain.core.transformers_names import TRANSFORMERS_NAMES
-
-_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -44,15 +41,14 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
             value = getattr(_imported(home_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
-        message = _missing(package, name, public)
-        # `from package import name` would replace the message of an AttributeError by its own.
-        frame = sys._getframe(1)
-        is_from = frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
-        raise (
-            ImportError(message, name=package)
-            if is_from
-            else AttributeError(message, name=name, obj=sys.modules[package])
-        )
+        if name in LIGHTNING_NAMES or name in TRANSFORMERS_NAMES:
+            # `from package import name` would replace the message of an AttributeError by its own.
+            remedy = TRANSFORMERS_NAMES.get(name) or f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}"
+            raise ImportError(f"module {package!r} has no {name!r}. {remedy}", name=package)
+        hint = suggest(name, public)
+        message = f"module {package!r} has no attribute {name!r}."
+        message = f"{message} {hint}" if hint.startswith("Did") and not name.startswith("__") else message
+        raise AttributeError(message, name=name, obj=sys.modules[package])
 
     def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *public})
@@ -69,13 +65,3 @@ def _imported(module: str) -> ModuleType:
         return importlib.import_module(module)
     finally:
         gc.enable()
-
-
-def _missing(package: str, name: str, public: set[str]) -> str:
-    message = f"module {package!r} has no attribute {name!r}."
-    if name in LIGHTNING_NAMES:
-        return f"{message} It is one of Lightning's names. {LIGHTNING_NAMES[name]}"
-    if name in TRANSFORMERS_NAMES:
-        return f"{message} {TRANSFORMERS_NAMES[name]}"
-    hint = suggest(name, public)
-    return f"{message} {hint}" if hint.startswith("Did") and not name.startswith("__") else message
