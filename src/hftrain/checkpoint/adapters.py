@@ -81,7 +81,7 @@ def load_adapters(model: Any, folder: Path) -> None:
         path = where / (_WEIGHTS if (where / _WEIGHTS).is_file() else _BIN_WEIGHTS)
         state = load_tensors(path) if path.name == _WEIGHTS else load_containers(path)
         try:
-            result = set_peft_model_state_dict(model, state, adapter_name=name)
+            result: Any = set_peft_model_state_dict(model, state, adapter_name=name)
         except (KeyError, RuntimeError) as error:
             raise _unfit(path, name, str(error)) from error
         if result.unexpected_keys and not model.peft_config[name].is_prompt_learning:  # whose names are not the model's

@@ -19,6 +19,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_tensors
 from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
 
 
 class OutsideWeights:
@@ -31,7 +32,7 @@ class OutsideWeights:
         # The same list object for the whole run; a callback may add a group.
         self.parameters: list[torch.Tensor] = []
 
-    def find(self, optimizer: torch.optim.Optimizer, task: nn.Module) -> None:
+    def find(self, optimizer: torch.optim.Optimizer, task: TaskModule) -> None:
         """Find the optimizer's parameters that the task does not contain; synchronise new ones. Collective."""
         own = set(map(id, task.parameters()))
         self._by_place = {
