@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingWarmRestarts,
     CyclicLR,
@@ -46,12 +48,16 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
             last.append(group["lr"])
 
 
-def dismiss_groups(schedule: Any, num_groups: int) -> None:
-    """Make a schedule forget the groups after the first `num_groups`; mutates it."""
-    for part in (schedule, *_leaves(schedule)) if isinstance(schedule, LRScheduler) else ():
+def dismiss_groups(optimizer: Optimizer, schedules: Iterable[Any], *, num: int) -> None:
+    """Make an optimizer and its schedules forget the groups after the first `num`; mutates them."""
+    for group in optimizer.param_groups[num:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[num:]
+    for part in [part for each in schedules if isinstance(each, LRScheduler) for part in (each, *_leaves(each))]:
         for name in (*_BASE, *_ALIKE, "_last_lr"):
             if isinstance(vars(part).get(name), list):
-                del vars(part)[name][num_groups:]
+                del vars(part)[name][num:]
 
 
 def _leaves(schedule: Any) -> list[Any]:

@@ -143,6 +143,7 @@ class Finiteness:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
         folder = own_checkpoint(parts.args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
         frozen = self._unfreezing.go_back(read_manifest(folder).facts)
+        self._own.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             self._parts.trainer._load_from_checkpoint(str(folder))
             self._parts.trainer._load_optimizer_and_scheduler(str(folder))

@@ -9,14 +9,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
@@ -24,43 +28,37 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.optimizer_state import load_optimizer_state
 from hftrain.core.tree import map_tensors
+from hftrain.optim.added_groups import dismiss_groups
+from hftrain.run.loop_states import LoopStates
 from hftrain.run.parts import Ready, RunParts, holders_of
-from hftrain.step.assemble import Stepped
 from hftrain.storage.tensors import load_containers, tensor_identity
 from hftrain.strategies.base import has_engine
 from hftrain.task.model_task import ModelTask
 
 _KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
-_NUM_COMPARED = 4096
+_NUM_COMPARED = 256
 
 
 class OwnOptimizers:
-    """Save and restore what the user declares, for one run, and warn of other optimizers.
+    """Save and restore what the user declares, for one run, and warn of other optimizers."""
 
-    Args:
-        task: The run's task.
-        known: Returns objects that the run already saves.
-        saved: Returns the state that the run saves elsewhere.
-    """
-
-    def __init__(
-        self, parts: RunParts, task: nn.Module, *, known: Callable[[], list[Any]], saved: Callable[[], Any]
-    ) -> None:
-        self._trainer, self._strategy, self._task = parts.trainer, parts.strategy, task
-        self._known, self._saved = known, saved
+    def __init__(self, parts: RunParts, ready: Ready, loops: LoopStates) -> None:
+        self._parts, self._ready, self._loops = parts, ready, loops
+        self._is_split = any(has_engine(parts.strategy, engine) for engine in ("fsdp", "deepspeed"))
         # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
         self._path = Path()
         self._has_begun = False
-        self._stepped = Stepped()
-        # Optimizers that the run does not save, and of which nothing is left to say.
+        # By identity; an optimizer that is no longer in use is gone.
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
+        # Those of which nothing is left to say.
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
         self._has_begun = True
-        self._hooks.append(self._stepped.watch())
+        self._hooks.append(register_optimizer_step_post_hook(self._note))
         missing = sorted(self.find().keys() - self._awaited.keys())
         if missing and self._path.name:
             warn_once(f"The checkpoint has no state for {', '.join(missing)}: they start from scratch.")
@@ -68,10 +66,18 @@ class OwnOptimizers:
         if self._awaited:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self._restore()))
 
+    def forget(self) -> None:
+        """Stop noting which optimizers step, after the first step of a run that saves none of them."""
+        self._parts.pending.remove(self.forget)
+        self._hooks[0].remove()
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
+
     def find(self) -> dict[str, Any]:
         """Return the declared objects that exist now, by holder and name."""
         found: dict[str, Any] = {}
-        for owner, holder in holders_of(self._trainer):
+        for owner, holder in holders_of(self._parts.trainer):
             declare = getattr(holder, "checkpoint_objects", None)
             for name, value in (declare() if callable(declare) else {}).items():
                 where = f"{owner}.{name}"
@@ -87,21 +93,30 @@ class OwnOptimizers:
                 found[where] = value
         return found
 
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that are declared, or have stepped in this run."""
-        declared = [each for each in self.find().values() if isinstance(each, Optimizer)]
-        stepped = [optimizer for each in self._stepped.found.values() if (optimizer := each()) is not None]
-        return [*declared, *stepped]
+    def saved(self) -> list[Any]:
+        """Return the declared objects, and the forms of the run's optimizer, which have a file of their own."""
+        own = self._ready.optimizer
+        return [own, getattr(own, "optimizer", None), self._parts.trainer.optimizer, *self.find().values()]
+
+    def held(self) -> set[int]:
+        """Return the ids of the parameters that an optimizer of this run has."""
+        optimizers = [each for each in (*self.saved(), *self._others()) if isinstance(each, Optimizer)]
+        return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+
+    def _others(self) -> list[Optimizer]:
+        known = set(map(id, self.saved()))
+        stepped = [each() for each in self._stepped.values()]
+        return [each for each in stepped if each is not None and id(each) not in known]
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return their states by name, without the generators; None if there are none to save."""
         found = self.find()
-        self._tell_of_unsaved(found)
         states = _states(found)
+        self._tell_of_unsaved(states)
         if states and self._is_split:
             warn_once(
                 f"Checkpoints do not hold {', '.join(states)}, and a resumed run starts them from scratch: "
-                f"strategy={self._strategy.name!r} splits the parameters over processes."
+                f"strategy={self._parts.strategy.name!r} splits the parameters over processes."
             )
             return None
         self._tell_of_parts(found)
@@ -119,13 +134,17 @@ class OwnOptimizers:
         if self._has_begun:
             self._restore()
 
+    def go_back(self, folder: Path) -> None:
+        """Undo the groups that were added to optimizers since a checkpoint of this run, so that its states fit."""
+        path, found = folder / OWN_OPTIMIZERS, self.find()
+        for name, state in load_containers(path).items() if path.exists() else ():
+            if isinstance(own := found.get(name), Optimizer) and "param_groups" in state:
+                schedules = [each for each in found.values() if getattr(each, "optimizer", None) is own]
+                dismiss_groups(own, schedules, num=len(state["param_groups"]))
+
     def load_generators(self, states: Mapping[str, Any]) -> None:
         """Take the states of this process's generators."""
         self._awaited.update(states)
-
-    def forget(self) -> None:
-        """Stop noting which optimizers step, in a run that saves none of them."""
-        self._stepped.hook.remove()
 
     def close(self, *, is_complete: bool) -> None:
         """Warn of objects that were never created, and stop watching; safe to call twice."""
@@ -137,60 +156,55 @@ class OwnOptimizers:
                 "which it never created. Return them from checkpoint_objects() under the same names."
             )
 
-    @property
-    def _is_split(self) -> bool:
-        return any(has_engine(self._strategy, engine) for engine in ("fsdp", "deepspeed"))
-
     def _restore(self) -> None:
-        if not self._awaited:
-            return
-        found = self.find()
+        found = self.find() if self._awaited else {}
         # Optimizers first, because a schedule may write to one.
         ready = sorted(self._awaited.keys() & found.keys(), key=lambda name: not isinstance(found[name], Optimizer))
         for name in ready:
             state, owner = self._awaited.pop(name), found[name]
-            if isinstance(owner, (torch.Generator, torch.Tensor)):
-                with restoring(self._path), torch.no_grad():
-                    owner.copy_(state) if isinstance(owner, torch.Tensor) else owner.set_state(state)
-            elif isinstance(owner, Optimizer):
-                before = group_settings(owner)
-                with restoring(self._path):
-                    load_optimizer_state(owner, state)
-                check_optimizer(self._path, owner, before=before)
-            else:
+            before = group_settings(owner) if isinstance(owner, Optimizer) else []
+            if not isinstance(owner, (torch.Generator, torch.Tensor, Optimizer)):
                 check_state(self._path, state, owner, own=owner.state_dict())
-                with restoring(self._path):
+            with restoring(self._path):
+                if isinstance(owner, torch.Tensor):
+                    owner.detach().copy_(state)
+                elif isinstance(owner, torch.Generator):
+                    owner.set_state(state)
+                elif isinstance(owner, Optimizer):
+                    load_optimizer_state(owner, state)
+                    check_optimizer(self._path, owner, before=before)
+                else:
                     owner.load_state_dict(state)
 
-    def _tell_of_unsaved(self, found: Mapping[str, Any]) -> None:
+    def _tell_of_unsaved(self, states: Mapping[str, Any]) -> None:
         """Warn of optimizers that stepped and whose state no part of the checkpoint holds."""
-        known = set(map(id, (*self._known(), *found.values())))
 
         def unknown() -> list[Optimizer]:
-            new = (each for each in self.optimizers() if id(each) not in known and each not in self._checked)
-            return [each for each in new if each.state]
+            return [each for each in self._others() if each.state and each not in self._checked]
 
         # One that is out of use, such as that of another run, may still be part of a reference cycle.
         if unknown():
             gc.collect()
-        if others := unknown():
-            held = _identities([self._saved(), _states(found)])
-            names = {id(parameter): name for name, parameter in self._task.named_parameters()}
-            for each in others:
-                self._checked.add(each)
-                own = _identities(each.state.values())
-                if not own or not own <= held:
-                    held_names = [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
-                    shown = ", ".join(filter(None, held_names[:3])) or "parameters outside the model"
-                    warn_once(
-                        f"Checkpoints do not hold the state of an optimizer that this run steps, and a resumed run "
-                        f"starts it from scratch: {type(each).__name__} of {shown}. Return it, and its schedule, from "
-                        "checkpoint_objects() of your Trainer, task or callback: {'name': optimizer}."
-                    )
+        if not (others := unknown()):
+            return
+        # A loop's may be in the loop's state, and one inside the run's in the state of that.
+        held = _identities([self._ready.optimizer.state_dict(), self._loops.state_dict(), states])
+        names = {id(parameter): name for name, parameter in self._ready.task.named_parameters()}
+        for each in others:
+            self._checked.add(each)
+            own = _identities(each.state.values())
+            if not own or not own <= held:
+                trained = [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
+                shown = ", ".join(filter(None, trained[:3])) or "parameters outside the model"
+                warn_once(
+                    f"Checkpoints do not hold the state of an optimizer that this run steps, and a resumed run starts "
+                    f"it from scratch: {type(each).__name__} of {shown}. Return it, and its schedule, from "
+                    "checkpoint_objects() of your Trainer, task or callback: {'name': optimizer}."
+                )
 
     def _tell_of_parts(self, found: Mapping[str, Any]) -> None:
         """Warn of a declared optimizer whose parameters or schedule are not saved with it."""
-        modules = [self._task, *(each for each in found.values() if isinstance(each, nn.Module))]
+        modules = [self._ready.task, *(each for each in found.values() if isinstance(each, nn.Module))]
         saved = {id(parameter) for module in modules for parameter in module.parameters()}
         driven = {id(each.optimizer) for each in found.values() if isinstance(each, LRScheduler)}
         for name, each in found.items():
@@ -225,16 +239,13 @@ def _identities(states: Iterable[Any]) -> set[Any]:
 
 
 class UnsavedState:
-    """Compare what they hold at the first save with what they held when training began.
+    """Compare what callbacks and the task hold at the first save with what they held when training began.
 
     What is found here only causes a warning: it never decides what is saved.
-
-    Args:
-        saved: Returns the objects of the user that checkpoints hold.
     """
 
-    def __init__(self, parts: RunParts, ready: Ready, *, saved: Callable[[], Sequence[Any]]) -> None:
-        self._parts, self._ready, self._saved = parts, ready, saved
+    def __init__(self, parts: RunParts, ready: Ready, own: OwnOptimizers) -> None:
+        self._trainer, self._ready, self._own = parts.trainer, ready, own
         # None before training, and after the first save.
         self._marks: dict[str, Any] | None = None
 
@@ -245,36 +256,33 @@ class UnsavedState:
     def check(self) -> None:
         """Warn of what has changed since; does nothing after the first call."""
         marks, self._marks = self._marks, None
-        if marks is None:
-            return
-        changed = {
-            name: type(value).__name__
-            for name, value in self._held()
-            if name not in marks or not _is_same(marks[name], _mark(value))
-        }
+        held = self._held() if marks is not None else []
+        changed = [
+            f"{name} ({type(value).__name__})" for name, value in held if (marks or {}).get(name) != _mark(value)
+        ]
         if changed:
             warn_once(
-                f"Checkpoints do not hold {', '.join(f'{name} ({kind})' for name, kind in changed.items())}, which "
-                "changes in training: a resumed run starts it from scratch. Return it from checkpoint_objects() of the "
-                "task or callback that keeps it: {'name': object}."
+                f"Checkpoints do not hold {', '.join(changed)}, which changes in training: a resumed run starts it "
+                "from scratch. Return it from checkpoint_objects() of the task or callback that keeps it: "
+                "{'name': object}."
             )
 
     def _held(self) -> list[tuple[str, Any]]:
         """Return what they hold directly or in a container, except what is saved, by attribute."""
-        task, model = self._ready.task, self._ready.wrapped
-        saved = [task, model, self._parts.trainer.lr_scheduler, *self._saved()]
+        task = self._ready.task
+        saved = [task, self._ready.wrapped, self._trainer.lr_scheduler, *self._own.saved()]
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
         known = {id(each) for each in (*saved, *inside)}
-        memory = {_memory(tensor) for tensor in (*tensors, *saved) if isinstance(tensor, torch.Tensor)}
+        memory = {_memory(each) for each in (*tensors, *saved)} - {None}
         return [
             (f"{owner}.{name}", value)
-            for owner, holder in holders_of(self._parts.trainer)
-            if holder is not None and owner != "trainer" and not _exports(holder)
+            for owner, holder in holders_of(self._trainer)
+            # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
+            if owner != "trainer" and not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
             for name, value in members(holder)
-            if isinstance(value, _KINDS) and id(value) not in known
-            if not (isinstance(value, torch.Tensor) and _memory(value) in memory - {None})
+            if isinstance(value, _KINDS) and id(value) not in known and _memory(value) not in memory
         ]
 
 
@@ -292,20 +300,16 @@ def members(holder: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _exports(holder: Any) -> bool:
-    """Whether a callback decides itself what of it is saved, or a task is that of a plain model."""
-    return hasattr(holder, "from_state") or isinstance(holder, ModelTask)
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    identity = tensor_identity(tensor)
-    return None if identity is None else identity[:2]
+def _memory(value: Any) -> Any:
+    """Return the memory of a tensor, which is that of its views, too; None for another object."""
+    identity = tensor_identity(value) if isinstance(value, torch.Tensor) else None
+    return identity and identity[:2]
 
 
 def _mark(value: Any) -> Any:
-    """Return what differs once a value has changed; synchronises."""
+    """Return what differs once a value has changed, with NaN as text, which equals itself; synchronises."""
     if isinstance(value, torch.Generator):
-        return value.get_state()
+        return value.get_state().tolist()
     if isinstance(value, nn.Module):
         return [_mark(each) for each in (*value.parameters(), *value.buffers())]
     if not isinstance(value, torch.Tensor):
@@ -315,12 +319,4 @@ def _mark(value: Any) -> Any:
         return id(value)
     value = value.detach()
     total = value.sum(dtype=torch.float32 if value.is_floating_point() else None)
-    return [total.cpu(), value.flatten()[:_NUM_COMPARED].cpu().clone()]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one.nan_to_num(), other.nan_to_num())
-    return type(one) is type(other) and bool(one == other)
+    return f"{total.item()}, {value.flatten()[:_NUM_COMPARED].tolist()}"

@@ -88,16 +88,10 @@ class RunCheckpoints:
         self.manager = manager
         self.writes = CheckpointWrites(parts, ready, manager, best=self.best)
         self.loops = LoopStates(parts.loops)
-        self.own = OwnOptimizers(parts, ready.task, known=self._known, saved=self._saved_elsewhere)
-        self.unsaved = UnsavedState(parts, ready, saved=lambda: [*self._known(), *self.own.find().values()])
+        self.own = OwnOptimizers(parts, ready, self.loops)
+        self.unsaved = UnsavedState(parts, ready, self.own)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
-        self._unfreezing = Unfreezing(
-            parts.strategy,
-            ready.model,
-            ready.optimizer,
-            schedule=lambda: trainer.lr_scheduler,
-            added=lambda: ready.outside.find(ready.optimizer, ready.task),
-        )
+        self._unfreezing = Unfreezing(parts, ready)
         self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
         self._history = HistoryText()
         self.saved_step: int | None = None
@@ -116,13 +110,8 @@ class RunCheckpoints:
         parts = self._parts
         if saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model:
             self.unsaved.begin()
-            return
-
-        def forget() -> None:
-            parts.pending.remove(forget)
-            self.own.forget()
-
-        parts.pending.append(forget)
+        else:
+            parts.pending.append(self.own.forget)
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
@@ -297,14 +286,6 @@ class RunCheckpoints:
             InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
             *self._ready.facts,
         ]
-
-    def _known(self) -> list[Any]:
-        """Return the forms of the run's optimizer, which have a file of their own."""
-        return [(own := self._ready.optimizer), getattr(own, "optimizer", None), self._parts.trainer.optimizer]
-
-    def _saved_elsewhere(self) -> Any:
-        """Return the state that may be that of an optimizer of a loop, or of one inside the run's."""
-        return [self._ready.optimizer.state_dict(), self.loops.state_dict()]
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs by process."""

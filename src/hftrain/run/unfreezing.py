@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import nn
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group, dismiss_groups
 from hftrain.optim.fused import can_fuse
-from hftrain.strategies.base import Strategy
+from hftrain.run.parts import Ready, RunParts
 
 
 class Unfreezing:
     """Apply the schedule to added groups, and record changes since the start in checkpoints, by parameter name.
 
-    Args:
-        optimizer: The run's at its start; its `add_param_group` is wrapped until `close`, except for an engine's.
-        added: Called after a group is added.
+    The optimizer's `add_param_group` is wrapped until `close`, except for an engine's.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        schedule: Callable[[], Any],
-        added: Callable[[], None],
-    ) -> None:
-        self._model, self._optimizer, self._schedule, self._tell = model, optimizer, schedule, added
-        self._num_groups = len(optimizer.param_groups)
-        self._is_on = Owns.STEP not in strategy.owns
-        self._before = {name: p.requires_grad for name, p in model.named_parameters()}
+    def __init__(self, parts: RunParts, ready: Ready) -> None:
+        self._trainer, self._ready, self._model, self._optimizer = parts.trainer, ready, ready.model, ready.optimizer
+        self._num_groups = len(ready.optimizer.param_groups)
+        self._is_on = Owns.STEP not in parts.strategy.owns
+        self._before = {name: p.requires_grad for name, p in ready.model.named_parameters()}
         if self._is_on:
-            optimizer.add_param_group = self._add  # type: ignore[method-assign]
+            ready.optimizer.add_param_group = self._add  # type: ignore[method-assign]
 
     def _add(self, param_group: dict[str, Any]) -> None:
         type(self._optimizer).add_param_group(self._optimizer, param_group)
@@ -48,8 +35,8 @@ class Unfreezing:
                 parameter.grad = None
         if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
             group["fused"] = True
-        admit_group(self._schedule(), group)
-        self._tell()
+        admit_group(self._trainer.lr_scheduler, group)
+        self._ready.outside.find(self._optimizer, self._ready.task)
 
     def state_dict(self) -> dict[str, Any]:
         """Return facts for the manifest: parameters whose `requires_grad` has changed, and the added groups."""
@@ -61,12 +48,10 @@ class Unfreezing:
             for name, p in self._model.named_parameters()
             if p.requires_grad != self._before.get(name, p.requires_grad)
         }
-        added = [[names.get(id(p)) for p in group["params"]] for group in self._added()]
+        groups = self._optimizer.param_groups[self._num_groups :]
+        added = [[names.get(id(p)) for p in group["params"]] for group in groups]
         facts = {"requires_grad": changed, "added_groups": added, "num_groups": self._num_groups if added else 0}
         return {name: value for name, value in facts.items() if value}
-
-    def _added(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups[self._num_groups :]
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
         """Repeat the changes of `state_dict`, so that the optimizer's state fits; existing groups are skipped.
@@ -103,12 +88,8 @@ class Unfreezing:
             return []
         trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
         num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
-        for group in self._optimizer.param_groups[num_groups:]:
-            for parameter in group["params"]:
-                self._optimizer.state.pop(parameter, None)
-        del self._optimizer.param_groups[num_groups:]
-        dismiss_groups(self._schedule(), num_groups)
-        self._tell()
+        dismiss_groups(self._optimizer, [self._trainer.lr_scheduler], num=num_groups)
+        self._ready.outside.find(self._optimizer, self._ready.task)
         self.load_state_dict({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
         parameters = dict(self._model.named_parameters())
         return [name for name in trained if not parameters[name].requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,38 +31,24 @@ class Untrained:
     """Check the gradients of the first update, and at each log for unfrozen parameters.
 
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
-
-    Args:
-        own: Knows the optimizers that user code keeps.
     """
 
     def __init__(self, parts: RunParts, ready: Ready, own: OwnOptimizers) -> None:
-        strategy, task, optimizer = parts.strategy, ready.task, ready.optimizer
-        self._parts = parts
-        self._cut_off: CutOff | None = None
-        self._graphs = KeptGraphs(parts.computing, parts.pending, parts.progress)
-        self._task, self._optimizer, self._own = task, optimizer, own
-        self._hooks: list[Any] = []
-        is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
+        strategy, optimizer = parts.strategy, ready.optimizer
+        self._parts, self._ready, self._own = parts, ready, own
+        # What is open until the end of the first step, and what is open until the end of the run.
+        self._first, self._stack = ExitStack(), ExitStack()
+        self._stack.callback(KeptGraphs(parts.computing, parts.pending, parts.progress).close)
+        self._stack.callback(self._first.close)
         self._frozen: list[tuple[str, nn.Parameter]] = []
         # Backward passes over each parameter since its gradient was None.
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
-        self._num_micro_batches = parts.args.gradient_accumulation_steps
-        is_searching = getattr(ready.wrapped, "find_unused_parameters", None)  # None: this is not DDP
-        self._is_advised = bool(is_searching) and strategy.is_main and parts.args.ddp_find_unused_parameters is None
-        self._unwrap = strategy.unwrap
-        self._needs_all = is_searching is False and not getattr(ready.wrapped, "static_graph", False)
+        is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         if is_split or not isinstance(optimizer, torch.optim.Optimizer):
             return
-        self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._check_first()))
-        self._is_first = True
-        self._step = (
-            f"{type(parts.trainer).__name__}.compute_loss"
-            if isinstance(task, ModelTask)
-            else f"{type(task).__name__}.training_step"
-        )
+        self._frozen = [(name, p) for name, p in ready.task.model.named_parameters() if not p.requires_grad]
+        self._first.callback(optimizer.register_step_post_hook(lambda *_: self._check_first()).remove)
         # Other steps and loops may run as many passes as they like.
         if not (
             parts.trainer._is_overridden("training_step")
@@ -70,12 +57,13 @@ class Untrained:
             or "fit" in parts.loops
         ):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            self._hooks += [p.register_hook(partial(self._count, p)) for p in held]
+            for parameter in held:
+                self._first.callback(parameter.register_hook(partial(self._count, parameter)).remove)
 
     def check_unfrozen(self) -> None:
         """Warn of parameters that were unfrozen since the start of the run and are in no optimizer."""
         if any(parameter.requires_grad for _, parameter in self._frozen):
-            held = self._held()
+            held = self._own.held()
             names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             if names:
@@ -86,52 +74,44 @@ class Untrained:
 
     def close(self) -> None:
         """Stop checking; safe to call twice."""
-        self._end_first()
-        self._graphs.close()
-        if self._cut_off is not None:
-            self._cut_off.close()
-
-    def _end_first(self) -> None:
-        # Not within the optimizer's step, which goes through the hooks.
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._end_first in self._parts.pending:
-            self._parts.pending.remove(self._end_first)
+        self._stack.close()
 
     def _count(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
         """Count a backward pass, before its gradient is added to that of the earlier ones."""
         before = self._passes.get(parameter, 0)
-        self._has_lost |= parameter.grad is None and 0 < before < self._num_micro_batches
+        self._has_lost |= parameter.grad is None and 0 < before < self._parts.args.gradient_accumulation_steps
         self._passes[parameter] = 1 if parameter.grad is None else before + 1
 
     def _check_first(self) -> None:
-        if not self._is_first:
+        parts, task, optimizer, pending = self._parts, self._ready.task, self._ready.optimizer, self._parts.pending
+        if self._first.close in pending:
             return
-        self._is_first = False
-        self._parts.pending.append(self._end_first)
+        # Not now: the optimizer's step goes through its hooks.
+        pending.append(self._first.close)
+        self._first.callback(pending.remove, self._first.close)
         self._check_passes()
-        is_separate = not isinstance(self._optimizer, UpdatesInBackward)
-        model = self._unwrap(self._task.model)
-        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        if self._needs_all and is_separate and unused:
+        is_separate = not isinstance(optimizer, UpdatesInBackward)
+        unused = [name for name, p in self._ready.model.named_parameters() if p.requires_grad and p.grad is None]
+        is_searching = getattr(self._ready.wrapped, "find_unused_parameters", None)  # None: this is not DDP
+        is_static = getattr(self._ready.wrapped, "static_graph", False)
+        if is_searching is False and not is_static and is_separate and unused:
             raise unused_parameters(unused)
-        if self._is_advised and not unused:
+        if is_searching and not unused and parts.strategy.is_main and parts.args.ddp_find_unused_parameters is None:
             # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
             logger.warning(
                 "DDP searches for unused parameters in each step, and the first update used them all. If every step "
                 "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
             )
-        held, task = self._held(), self._task
-        groups = self._optimizer.param_groups
+        held, groups = self._own.held(), optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(
                 "The first update changed nothing: no parameter had a gradient. Compute the loss from the model's "
                 "outputs: torch.tensor(loss.item(), requires_grad=True) does not depend on them. An override of "
                 "training_step must run the backward pass, as super().training_step(...) does."
             )
-        if is_separate and not self._parts.args.torch_compile:
-            left = self._parts.state.max_steps - self._parts.progress.step
-            self._cut_off = CutOff(task, self._optimizer, num_updates=left, pending=self._parts.pending)
+        if is_separate and not parts.args.torch_compile:
+            left = parts.state.max_steps - parts.progress.step
+            self._stack.callback(CutOff(task, optimizer, num_updates=left, pending=pending).close)
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
             warn_once(
@@ -148,23 +128,24 @@ class Untrained:
 
     def _check_passes(self) -> None:
         """Warn if a step ran a backward pass of its own over everything, or dropped gradients between micro-batches."""
-        num, fewest = self._num_micro_batches, min(self._passes.values(), default=0)
+        num, fewest = self._parts.args.gradient_accumulation_steps, min(self._passes.values(), default=0)
+        task = self._ready.task
+        is_plain = isinstance(task, ModelTask)
+        step = (
+            f"{type(self._parts.trainer).__name__}.compute_loss" if is_plain else f"{type(task).__name__}.training_step"
+        )
         if fewest > num:
             warn_once(
                 f"The first update added up the gradients of {fewest} backward passes, and it had {num} micro-"
-                f"batch{'es' * (num > 1)}: {self._step} seems to call backward(), which the Trainer calls for the loss "
+                f"batch{'es' * (num > 1)}: {step} seems to call backward(), which the Trainer calls for the loss "
                 "that it returns. Return the loss without calling backward()."
             )
         elif self._has_lost and fewest < num:
             warn_once(
-                f"The first update lost the gradients of earlier micro-batches: {self._step} seems to call "
+                f"The first update lost the gradients of earlier micro-batches: {step} seems to call "
                 f"zero_grad(). Remove zero_grad(); the Trainer drops the gradients after each update."
             )
         self._passes.clear()
-
-    def _held(self) -> set[int]:
-        optimizers = (self._optimizer, *self._own.optimizers())
-        return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) -> None:

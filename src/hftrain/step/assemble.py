@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
@@ -189,23 +187,3 @@ def _check_owns(strategy: Strategy, *, scales: bool) -> None:
             "Correct the strategy's `owns`.",
             owns=owns,
         )
-
-
-class Stepped:
-    """Note every optimizer of this process that steps, by identity, from `watch` until `hook` is removed.
-
-    Attributes:
-        found: Those that stepped, by their ids; an optimizer that is no longer in use is gone.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int, weakref.ref[Optimizer]] = {}
-        self.hook: Any = None
-
-    def watch(self) -> Any:
-        """Begin, and return the hook, which torch keeps for the whole process."""
-        self.hook = register_optimizer_step_post_hook(self._note)
-        return self.hook
-
-    def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        self.found[id(optimizer)] = weakref.ref(optimizer)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.unfreezing import follow_parameters
+from hftrain.strategies.unfreezing import AveragedParameters
 from hftrain.strategies.whole import check_trainable
 
 # Newer torch versions renamed the option and warn about the older name.
@@ -116,4 +116,4 @@ class DDPStrategy(DistributedStrategy):
 
     def _follow(self, wrapped: DistributedDataParallel) -> None:
         self._wrappers.add(wrapped)
-        follow_parameters(wrapped, self)
+        AveragedParameters.attach(wrapped, self)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.log import get_logger
-from hftrain.strategies.unfreezing import Follower, refuse_added, requires_grad
+from hftrain.strategies.unfreezing import Follower
 
 logger = get_logger(__name__)
 
@@ -20,33 +19,18 @@ _WRAPPER = "_fsdp_wrapped_module."
 class SplitParameters(Follower):
     """The parameters that FSDP has sharded, with either engine."""
 
-    def __init__(self, outermost: nn.Module) -> None:
-        super().__init__(outermost)
-        self._first = set(self._known)
-        self._is_within_update = False
+    syncs = "_sync_gradients"  # of the older engine only
 
-    def __call__(self, outermost: Any, inputs: Any) -> None:
-        # Compiled code must not contain this check.
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        if self._is_stale[0] or list(map(requires_grad, self._parameters)) != self._flags:
-            self._look(outermost)
-        self._passes[0] += 1
-        # An attribute of the older engine only.
-        self._is_within_update = not vars(outermost).get("_sync_gradients", True)
-
-    def _named(self, outermost: Any) -> list[tuple[str, nn.Parameter]]:
-        split_again(outermost)  # otherwise it holds gathered parameters instead of the sharded ones
+    def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+        split_again(model)  # otherwise it holds gathered parameters instead of the sharded ones
         # The older engine may also hold gathered parameters.
-        known = list(zip(self._names, self._parameters, strict=True))
-        found = [(name.replace(_WRAPPER, ""), p) for name, p in outermost.named_parameters()]
-        return known + [(name, p) for name, p in found if id(p) not in self._known]
+        known = set(map(id, self._parameters))
+        found = [(name.replace(_WRAPPER, ""), p) for name, p in model.named_parameters() if id(p) not in known]
+        return [*zip(self._names, self._parameters, strict=True), *found]
 
-    def _check(self, outermost: Any, begun: list[nn.Parameter]) -> None:
-        names = self._trained()
-        refuse_added([names[id(p)] for p in begun if id(p) not in self._first and not isinstance(p, DTensor)])
-
-    def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
+    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
+        self._refuse_added({name: p for name, p in begun.items() if not isinstance(p, DTensor)})
+        super()._act(model, begun, ended)
         if self._is_within_update:
             logger.warning(
                 "The set of trained parameters changed between two micro-batches of an update. strategy='fsdp1' "

@@ -24,7 +24,6 @@ from hftrain.strategies.fsdp.changes import SplitParameters, split_again
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
-from hftrain.strategies.unfreezing import follow
 from hftrain.strategies.whole import check_trainable
 
 logger = get_logger(__name__)
@@ -169,7 +168,7 @@ class FSDPStrategy(SplittingStrategy):
             if self.activation_checkpointing:
                 recompute_activations(units)
             root = self._split(model, units, policy)
-        follow(root, self, SplitParameters)
+        SplitParameters.attach(root, self)
         return super().setup(root, make_optimizer, policy)
 
     def place(self, model: nn.Module) -> nn.Module:
