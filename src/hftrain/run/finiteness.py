@@ -42,22 +42,12 @@ class Finiteness:
     """Check weights and losses once per save, and act as the policy says. Steps cost nothing.
 
     Losses count unless the precision is fp16, whose scaler skips the updates of losses that overflow.
-
-    Args:
-        own: The optimizers and schedules that user code keeps.
-        unfreezing: Undoes the changes since a checkpoint.
     """
 
     def __init__(
-        self,
-        parts: RunParts,
-        ready: Ready,
-        manager: CheckpointManager,
-        own: OwnOptimizers,
-        unfreezing: Unfreezing,
+        self, parts: RunParts, ready: Ready, manager: CheckpointManager, own: OwnOptimizers, unfreezing: Unfreezing
     ) -> None:
-        self._unfreezing = unfreezing
-        self._parts, self._ready, self._manager, self._own = parts, ready, manager, own
+        self._parts, self._ready, self._manager, self._own, self._unfreezing = parts, ready, manager, own, unfreezing
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
@@ -160,15 +150,14 @@ class Finiteness:
     @contextmanager
     def _schedules_go_on(self) -> Iterator[None]:
         """Restore the current state of schedules after optimizers and schedules were loaded."""
-        own = list(self._own.find().values())
-        schedules = [each for each in own if isinstance(each, LRScheduler)]
-        if self._parts.trainer.lr_scheduler is not None:
-            schedules.append(self._parts.trainer.lr_scheduler)
-        optimizers = [each for each in (self._ready.optimizer, *own) if isinstance(each, torch.optim.Optimizer)]
+        saved, schedule = self._own.saved(), self._parts.trainer.lr_scheduler
+        optimizers = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
         groups = [
             [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]
             for each in optimizers
         ]
+        schedules = [each for each in saved if isinstance(each, LRScheduler)]
+        schedules += [] if schedule is None else [schedule]
         states = [copy.deepcopy(each.state_dict()) for each in schedules]
         yield
         for optimizer, kept in zip(optimizers, groups, strict=True):

@@ -5,7 +5,7 @@ A model that saves only its adapters may have other weights that train.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
+from hftrain.step.stepper import Stepper
 from hftrain.storage.tensors import load_tensors
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
@@ -27,11 +28,14 @@ class OutsideWeights:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self._is_engines = Owns.STEP in strategy.owns
+        self._is_averaged = strategy.world_size > 1 and not self._is_engines
         # By their position in the optimizer, the indices of group and parameter, or by their name in the model.
         self._by_place: dict[str, torch.Tensor] = {}
         # The same list object for the whole run; a callback may add a group.
         self.parameters: list[torch.Tensor] = []
 
+    @torch.no_grad()
     def find(self, optimizer: torch.optim.Optimizer, task: TaskModule) -> None:
         """Find the optimizer's parameters that the task does not contain; synchronise new ones. Collective."""
         own = set(map(id, task.parameters()))
@@ -44,8 +48,11 @@ class OutsideWeights:
         known = set(map(id, self.parameters))
         self.parameters[:] = self._by_place.values()
         self._add_beside_adapters(self._strategy.unwrap(task.model))
-        if self.is_averaged:
-            self._share([parameter for parameter in self.parameters if id(parameter) not in known])
+        for parameter in self.parameters if self._is_averaged else ():
+            if id(parameter) not in known:
+                # As the model's wrapper does: the values of the main process.
+                value = parameter.detach() if self._strategy.is_main else torch.zeros_like(parameter)
+                parameter.copy_(self._strategy.reduce(value))
 
     def _add_beside_adapters(self, model: nn.Module) -> None:
         """Add what a model that saves only its adapters leaves out; a strategy that splits it saves it in parts."""
@@ -60,18 +67,16 @@ class OutsideWeights:
                 "in modules_to_save of the adapter's configuration, or save them yourself."
             )
 
-    @property
-    def is_averaged(self) -> bool:
-        """Whether `average` has anything to do in this run."""
-        return self._strategy.world_size > 1 and Owns.STEP not in self._strategy.owns
+    def averaging(self, stepper: Stepper) -> Stepper:
+        """Return a stepper that averages the gradients before it clips, if several processes have their own."""
+        if not self._is_averaged:
+            return stepper
 
-    @torch.no_grad()
-    def _share(self, parameters: list[torch.Tensor]) -> None:
-        """Copy the values of the main process to all others, as the model's wrapper does."""
-        strategy = self._strategy
-        for parameter in parameters:
-            value = parameter.detach() if strategy.is_main else torch.zeros_like(parameter)
-            parameter.copy_(strategy.reduce(value))
+        def clip() -> Any:
+            self.average()
+            return stepper.clip()
+
+        return replace(stepper, clip=clip)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -93,37 +98,34 @@ class OutsideWeights:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return them by their positions in the optimizer; None if there are none to save."""
-        if not self._by_place or Owns.STEP in self._strategy.owns:
+        if not self._by_place or self._is_engines:
             return None
         return {name: value.detach() for name, value in self._by_place.items()}
 
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore them from a checkpoint's folder.
 
         Raises:
             CheckpointError: The parameters in the file have other shapes.
         """
-        if not self._by_place or Owns.STEP in self._strategy.owns:
+        path, own = folder / OUTSIDE_WEIGHTS, self.state_dict()
+        if own is None:
             return
-        path = folder / OUTSIDE_WEIGHTS
         if not path.exists():
             warn_once(
-                f"The checkpoint does not hold {len(self._by_place)} parameters that the optimizer trains and the "
-                "model's files do not have, such as the weights of a loss: they start from their initial values."
+                f"The checkpoint does not hold {len(own)} parameters that the optimizer trains and the model's files "
+                "do not have, such as the weights of a loss: they start from their initial values."
             )
             return
-        self._restore(path, load_tensors(path))
-
-    @torch.no_grad()
-    def _restore(self, path: Path, saved: Mapping[str, Any]) -> None:
-        shapes = {name: tuple(value.shape) for name, value in self._by_place.items()}
-        if {name: tuple(value.shape) for name, value in saved.items()} != shapes:
+        saved = load_tensors(path)
+        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
             raise CheckpointError(
                 f"Cannot restore {path}:",
                 "the optimizer's parameters outside the model are not those that were saved.",
                 "Use the same loss and optimizer, or start a new run.",
                 saved=sorted(saved),
-                optimizer=sorted(shapes),
+                optimizer=sorted(own),
             )
-        for name, parameter in self._by_place.items():
+        for name, parameter in own.items():
             parameter.copy_(saved[name])

@@ -68,9 +68,9 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: M
         args=args,
         unclipped=outside.parameters,
         unheld=unheld,
-        average_unclipped=outside.average if outside.is_averaged else None,
         computing=parts.computing,
     )
+    stepper = outside.averaging(stepper)
     parts.computing.use(stepper, optimizer)
     return Ready(
         task=task,

@@ -109,7 +109,7 @@ class Run:
         left = self.checkpoints.left
         with self._interrupts:
             with training_weights(ready.optimizer), self._salvage:
-                self._loop.attach(self._fit_parts())
+                self._loop.attach(self._salvage.watch(self._fit_parts()))
                 self.checkpoints.loops.hand_over(self._loop)
                 self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
             self.checkpoints.settle()
@@ -174,7 +174,7 @@ class Run:
                 empty_cache_every=args.torch_empty_cache_steps,
             ),
             hooks=FitHooks(
-                get_batch_samples=self._salvage.watching(self.counts.watching(take)),
+                get_batch_samples=self.counts.watching(take),
                 training_step=training_step,
                 before_epoch=self._before_epoch,
                 restore_rng=self._restore_rng,
@@ -192,7 +192,7 @@ class Run:
             ),
             feed=self._data.feed,
             dataset=trainer.train_dataset,
-            stepper=self._salvage.watch(ready.stepper),
+            stepper=ready.stepper,
             model=ready.wrapped,
             optimizer=ready.optimizer,
             schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,23 +12,13 @@ from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import map_tensors
+from hftrain.loops.fit import FitParts
 from hftrain.optim.in_backward import UpdatesInBackward
-from hftrain.run.counting import RunCounts, Take
+from hftrain.run.counting import RunCounts
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.saving import RunCheckpoints
-from hftrain.step.stepper import Stepper
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Boundary:
-    """The state at the start of a step that the step changes before it updates the weights."""
-
-    step: int
-    own: dict[str, Any]
-    buffers: list[torch.Tensor]
-    counts: Any
 
 
 class Salvage:
@@ -44,14 +34,14 @@ class Salvage:
     def __init__(
         self, parts: RunParts, ready: Ready, counts: RunCounts, checkpoints: RunCheckpoints, save: Callable[[], None]
     ) -> None:
-        self._task, self._optimizer = ready.task, ready.optimizer
-        self._progress, self._control, self._phase = parts.progress, parts.control, parts.phase
-        self._counts, self._checkpoints, self._save = counts, checkpoints, save
+        self._parts, self._ready, self._counts, self._checkpoints, self._save = parts, ready, counts, checkpoints, save
         is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
         # Whether an evaluation is running: if it fails, the resumed run starts with it.
         self.is_evaluating = False
-        self._boundary: _Boundary | None = None
+        # The step that was complete at the last boundary, and what restores the state there until the update.
+        self._step = 0
+        self._go_back: Callable[[], None] | None = None
         self._is_updating = False
         if is_asked and not self.is_on:
             warn_once(
@@ -63,64 +53,58 @@ class Salvage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        is_early = isinstance(error, TrainingStopped) and error.is_early and not self._is_saving()
+        is_saving = (self._parts.phase.text or "").startswith("save")
+        is_early = isinstance(error, TrainingStopped) and error.is_early and not is_saving
         if self.is_on and error is not None and (is_early or isinstance(error, Exception)):
             try:
                 self._save_after(error)
             except Exception as another:
                 logger.error("Nothing was saved after the error, for that failed too: %s", another)
 
-    def watching(self, take: Take) -> Take:
-        """Return a function that stores the state at the step boundary, and then takes a step's batches."""
+    def watch(self, parts: FitParts) -> FitParts:
+        """Return a loop's parts that store the state before a step takes its batches, and note the start of updates."""
         if not self.is_on:
-            return take
+            return parts
 
-        def remembered(epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        def take(*args: Any) -> tuple[list[Any], Any]:
             self._remember()
-            return take(epoch_iterator, num_batches, device)
-
-        return remembered
-
-    def watch(self, stepper: Stepper) -> Stepper:
-        """Return a stepper that marks the start of updates."""
-        if not self.is_on:
-            return stepper
+            return parts.hooks.get_batch_samples(*args)
 
         def step() -> bool:
             self._is_updating = True
-            return stepper.step()
+            return parts.stepper.step()
 
-        return replace(stepper, step=step)
+        hooks, stepper = replace(parts.hooks, get_batch_samples=take), replace(parts.stepper, step=step)
+        return replace(parts, hooks=hooks, stepper=stepper)
 
     def _remember(self) -> None:
-        self._is_updating = isinstance(self._optimizer, UpdatesInBackward)
-        self._boundary = _Boundary(
-            step=self._progress.step,
-            own=map_tensors(self._checkpoints.own_state(), torch.Tensor.clone),
-            buffers=[buffer.clone() for buffer in self._task.buffers()],
-            counts=self._counts.mark(),
-        )
+        task, checkpoints = self._ready.task, self._checkpoints
+        own = map_tensors(checkpoints.own_state(), torch.Tensor.clone)
+        buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
-    def _is_saving(self) -> bool:
-        return (self._phase.text or "").startswith("save")
+        @torch.no_grad()
+        def go_back() -> None:
+            checkpoints.past_state = own
+            for buffer, value in zip(task.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+            self._counts.reset(counts)
+
+        self._step, self._go_back = self._parts.progress.step, go_back
+        self._is_updating = isinstance(self._ready.optimizer, UpdatesInBackward)
 
     def _save_after(self, error: BaseException) -> None:
-        boundary, step = self._boundary, self._progress.step
-        if boundary is None or isinstance(error, CheckpointError) or self._checkpoints.saved_step == step:
+        step, checkpoints = self._parts.progress.step, self._checkpoints
+        if self._go_back is None or isinstance(error, CheckpointError) or checkpoints.saved_step == step:
             # Nothing was trained, saving failed, or this step is already saved.
             return
-        if step == boundary.step:
+        if step == self._step:
             if self._is_updating:
                 logger.error("Nothing was saved: the error came while step %d changed the weights.", step + 1)
                 return
             if step == 0:
                 return
-            self._checkpoints.past_state = boundary.own
-            with torch.no_grad():
-                for buffer, value in zip(self._task.buffers(), boundary.buffers, strict=True):
-                    buffer.copy_(value)
-            self._counts.reset(boundary.counts)
-        self._control.should_evaluate |= self.is_evaluating
+            self._go_back()
+        self._parts.control.should_evaluate |= self.is_evaluating
         self._save()
-        self._checkpoints.settle()
+        checkpoints.settle()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

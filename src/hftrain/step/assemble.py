@@ -36,7 +36,6 @@ def assemble_stepper(
     args: Any = None,
     unclipped: Sequence[torch.Tensor] = (),
     unheld: Iterable[torch.Tensor] = (),
-    average_unclipped: Callable[[], None] | None = None,
     computing: Computing | None = None,
 ) -> Stepper:
     """Choose the implementation of each part of a step: the precision's, or that of the strategy's own engine.
@@ -51,8 +50,6 @@ def assemble_stepper(
         unheld: Parameters of the model that the optimizer does not hold; a callback may unfreeze them at any time.
             Their gradients are cleared after each step. They are clipped and counted with the others, unless those are
             unscaled first: nothing unscales these.
-        average_unclipped: Averages the gradients of `unclipped` over all processes; called once the gradients of a
-            step are complete, if `unclipped` is not empty.
         computing: Its accelerator, if there is one, clips; read at each step.
 
     Raises:
@@ -66,20 +63,19 @@ def assemble_stepper(
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
-    average = average_unclipped or (lambda: None)
-    clip: Callable[[], torch.Tensor | None] = (
+    norm = getattr(strategy, "last_norm", None) if max_grad_norm else None
+    clip: Callable[[], Any] = (
         _make_clip(
             strategy,
             optimizer,
             args,
             unscale=partial(precision.unscale, optimizer) if unscales else None,
             unclipped=unclipped,
-            average=average,
             unheld=[] if unscales else left,
             computing=computing,
         )
         if Owns.CLIP not in owns
-        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None, unclipped, average)
+        else lambda: norm
     )
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
@@ -116,13 +112,10 @@ def _make_clip(
     *,
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
-    average: Callable[[], None],
     unheld: list[torch.Tensor],
     computing: Computing | None,
 ) -> Callable[[], torch.Tensor | None]:
     def clip() -> torch.Tensor | None:
-        if unclipped:
-            average()
         max_norm = args.max_grad_norm
         if not max_norm or max_norm < 0:
             return None
@@ -155,17 +148,6 @@ def _make_zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callabl
             parameter.grad = None
 
     return zero_grad
-
-
-def _read_norm(norm: Any, unclipped: Sequence[torch.Tensor], average: Callable[[], None]) -> Callable[[], Any]:
-    """Return the replacement for clipping if the engine clips or clipping is off."""
-
-    def read() -> Any:
-        if unclipped:
-            average()
-        return norm
-
-    return read
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:
