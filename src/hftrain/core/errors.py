@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -61,6 +61,12 @@ def shorten(value: object, width: int = 120) -> str:
     """Return a value's `repr` on one line, cut to a width."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def listed(names: Sequence[Any], most: int = 3) -> str:
+    """Return the first of some names as text, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def a_kind(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrain.core.errors import StrategyError
+from hftrain.core.errors import StrategyError, listed
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.data.samplers import samplers_of
@@ -194,8 +194,7 @@ def _open_batch(iterator: Any, number: int) -> str:
     samples = _sent(iterator, waiting[0])
     if not samples:
         return f"Its oldest open batch is number {waiting[0]} of this pass."
-    more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
-    return f"Its oldest open batch has the samples {', '.join(map(str, samples[:_MOST_SAMPLES]))}{more}."
+    return f"Its oldest open batch has the samples {listed(samples, most=_MOST_SAMPLES)}."
 
 
 def open_samples(trace: TracebackType | None) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
+from hftrain.core.errors import listed
 from hftrain.core.notes import describe, facts_of
 from hftrain.data.workers import open_samples
 
@@ -26,7 +27,7 @@ def locate_in_data(error: BaseException) -> str | None:
     samples = frame.f_locals.get("data")
     if samples is not None:
         is_known = isinstance(indices, list) and any(index is not None for index in indices)
-        which = f"samples {_listed(indices)}" if is_known else "a batch"  # type: ignore[arg-type]
+        which = f"samples {listed(indices, most=_MAX_SAMPLES)}" if is_known else "a batch"  # type: ignore[arg-type]
         shown = f" The first: {describe(samples[0])}." if isinstance(samples, (list, tuple)) and samples else ""
         odd = facts_of(error).get("place")
         if odd is not None and is_known:
@@ -67,13 +68,8 @@ def _in_worker(frame: FrameType | None, trace: TracebackType | None) -> str | No
         asked += f"in the data_collator {_name(collator)}, for"
     else:
         asked += f"while reading {type(dataset).__name__}, in one of"
-    which = f" the samples {_listed(samples)}." if samples else " a batch."
+    which = f" the samples {listed(samples, most=_MAX_SAMPLES)}." if samples else " a batch."
     return f"{asked}{which} Set dataloader_num_workers=0 to debug it in this process."
-
-
-def _listed(samples: list[Any]) -> str:
-    more = f" and {len(samples) - _MAX_SAMPLES} more" if len(samples) > _MAX_SAMPLES else ""
-    return f"{', '.join(map(str, samples[:_MAX_SAMPLES]))}{more}"
 
 
 def _name(collator: Any) -> str:

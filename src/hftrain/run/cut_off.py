@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,28 +41,28 @@ class CutOff:
         silent = {p for p in held if p.grad is None}
         is_asked = silent != held and num_updates > 1
         found = dict(_silent_parts(task, silent, "")) if is_asked else {}
-        self._task, self._pending, self._num_updates = task, pending, min(num_updates, NUM_UPDATES)
+        self._task, self._num_updates = task, min(num_updates, NUM_UPDATES)
         self._num_seen = 0
         self._watched = {name: _Watched(module) for name, module in found.items()}
-        self._hooks: list[Any] = []
-        self._readers: list[Any] = []
+        # Outputs are looked for in the second update only.
+        self._second, self._stack = ExitStack(), ExitStack()
         if found:
             inside = {part for module in found.values() for part in module.modules()}
-            others = [part for part in task.modules() if part not in inside]
-            self._readers += [part.register_forward_pre_hook(self._read, with_kwargs=True) for part in others]
+            for part in (part for part in task.modules() if part not in inside):
+                self._second.callback(part.register_forward_pre_hook(self._read, with_kwargs=True).remove)
             for each in self._watched.values():
-                self._hooks.append(each.module.register_forward_hook(self._note(each)))
+                self._stack.callback(each.module.register_forward_hook(self._note(each)).remove)
                 parameters: list[Any] = [p for p in each.module.parameters() if p in silent]
-                self._hooks += [p.register_hook(each.note_gradient) for p in parameters]
+                for parameter in parameters:
+                    self._stack.callback(parameter.register_hook(each.note_gradient).remove)
             pending.append(self._end_step)
+            self._stack.callback(pending.remove, self._end_step)
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
-        for hook in (*self._readers, *self._hooks):
-            hook.remove()
+        self._second.close()
+        self._stack.close()
         self._watched.clear()
-        if self._end_step in self._pending:
-            self._pending.remove(self._end_step)
 
     def _note(self, watched: _Watched) -> Any:
         def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -88,8 +89,8 @@ class CutOff:
         self._watched = {name: each for name, each in self._watched.items() if not each.has_gradient}
         for each in self._watched.values():
             each.outputs.clear()
-        for hook in self._readers if self._num_seen > 1 else ():
-            hook.remove()
+        if self._num_seen > 1:
+            self._second.close()
         if self._watched and self._num_seen < self._num_updates:
             return
         for reason, flag in (

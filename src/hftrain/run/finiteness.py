@@ -21,7 +21,7 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.rotation import finite_of, last_finite_name
-from hftrain.core.errors import NonFiniteError, explain
+from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.run.nodes import own_checkpoint
@@ -31,7 +31,6 @@ from hftrain.run.unfreezing import Unfreezing
 from hftrain.run.writing import saves_at_all
 
 _MAX_RESTORES = 3
-_NUM_NAMES = 3
 # Set by schedules and callbacks in an optimizer's groups: the position of a run, not what it has learned.
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr")
 
@@ -222,7 +221,6 @@ def _describe(told: list[Any], *, since: int) -> str:
     """Describe what all processes have found."""
     names = list(dict.fromkeys(chain.from_iterable(found for found, _ in told)))
     num_losses = sum(number for _, number in told)
-    shown = ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if names[_NUM_NAMES:] else "")
-    parts = [f"NaN or infinity in {shown}"] if names else []
+    parts = [f"NaN or infinity in {listed(names)}"] if names else []
     parts += [f"{num_losses} loss{'es' * (num_losses != 1)}"] if num_losses else []
     return f"{' and '.join(parts)}, after step {since}"

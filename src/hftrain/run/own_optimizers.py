@@ -54,9 +54,15 @@ class OwnOptimizers:
         # Those of which nothing is left to say.
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
+        # What callbacks and the task keep, when training began; empty after the first save.
+        self._marks: dict[str, Any] | None = None
 
-    def begin(self) -> None:
-        """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
+    def begin(self, *, saves: bool) -> None:
+        """Restore what exists once training has begun; the rest is restored before its optimizer's first step.
+
+        Args:
+            saves: Whether the run saves its objects; otherwise it notes optimizers in its first step only.
+        """
         self._has_begun = True
         self._hooks.append(register_optimizer_step_post_hook(self._note))
         missing = sorted(self.find().keys() - self._awaited.keys())
@@ -65,10 +71,13 @@ class OwnOptimizers:
         self._restore()
         if self._awaited:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self._restore()))
+        if saves:
+            self._marks = {name: _mark(value) for name, value in self._kept()}
+        else:
+            self._parts.pending.append(self._forget)
 
-    def forget(self) -> None:
-        """Stop noting which optimizers step, after the first step of a run that saves none of them."""
-        self._parts.pending.remove(self.forget)
+    def _forget(self) -> None:
+        self._parts.pending.remove(self._forget)
         self._hooks[0].remove()
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
@@ -111,8 +120,12 @@ class OwnOptimizers:
     def state_dict(self) -> dict[str, Any] | None:
         """Return their states by name, without the generators; None if there are none to save."""
         found = self.find()
-        states = _states(found)
-        self._tell_of_unsaved(states)
+        states = {
+            name: each.detach() if isinstance(each, torch.Tensor) else each.state_dict()
+            for name, each in found.items()
+            if not isinstance(each, torch.Generator)
+        }
+        self._tell_of_optimizers(states)
         if states and self._is_split:
             warn_once(
                 f"Checkpoints do not hold {', '.join(states)}, and a resumed run starts them from scratch: "
@@ -176,7 +189,7 @@ class OwnOptimizers:
                 else:
                     owner.load_state_dict(state)
 
-    def _tell_of_unsaved(self, states: Mapping[str, Any]) -> None:
+    def _tell_of_optimizers(self, states: Mapping[str, Any]) -> None:
         """Warn of optimizers that stepped and whose state no part of the checkpoint holds."""
 
         def unknown() -> list[Optimizer]:
@@ -221,56 +234,23 @@ class OwnOptimizers:
                     "starts from scratch. Return it from checkpoint_objects(), too."
                 )
 
-
-def _states(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of objects other than generators, which each process saves for itself."""
-    return {
-        name: each.detach() if isinstance(each, torch.Tensor) else each.state_dict()
-        for name, each in found.items()
-        if not isinstance(each, torch.Generator)
-    }
-
-
-def _identities(states: Iterable[Any]) -> set[Any]:
-    """Return what identifies the tensors of nested structures."""
-    found: set[Any] = set()
-    map_tensors(list(states), lambda tensor: found.add(tensor_identity(tensor)))
-    return found - {None}
-
-
-class UnsavedState:
-    """Compare what callbacks and the task hold at the first save with what they held when training began.
-
-    What is found here only causes a warning: it never decides what is saved.
-    """
-
-    def __init__(self, parts: RunParts, ready: Ready, own: OwnOptimizers) -> None:
-        self._trainer, self._ready, self._own = parts.trainer, ready, own
-        # None before training, and after the first save.
-        self._marks: dict[str, Any] | None = None
-
-    def begin(self) -> None:
-        """Look at what they hold before the first step."""
-        self._marks = {name: _mark(value) for name, value in self._held()}
-
-    def check(self) -> None:
-        """Warn of what has changed since; does nothing after the first call."""
+    def tell_of_changes(self) -> None:
+        """Warn, at the first save, of what callbacks and the task keep and is not saved, if it has changed since."""
+        if self._marks is None:
+            return
         marks, self._marks = self._marks, None
-        held = self._held() if marks is not None else []
-        changed = [
-            f"{name} ({type(value).__name__})" for name, value in held if (marks or {}).get(name) != _mark(value)
-        ]
+        changed = [(name, type(value).__name__) for name, value in self._kept() if marks.get(name) != _mark(value)]
         if changed:
+            shown = ", ".join(f"{name} ({kind})" for name, kind in changed)
             warn_once(
-                f"Checkpoints do not hold {', '.join(changed)}, which changes in training: a resumed run starts it "
-                "from scratch. Return it from checkpoint_objects() of the task or callback that keeps it: "
-                "{'name': object}."
+                f"Checkpoints do not hold {shown}, which changes in training: a resumed run starts it from scratch. "
+                "Return it from checkpoint_objects() of the task or callback that keeps it: {'name': object}."
             )
 
-    def _held(self) -> list[tuple[str, Any]]:
-        """Return what they hold directly or in a container, except what is saved, by attribute."""
-        task = self._ready.task
-        saved = [task, self._ready.wrapped, self._trainer.lr_scheduler, *self._own.saved()]
+    def _kept(self) -> list[tuple[str, Any]]:
+        """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
+        task, trainer = self._ready.task, self._parts.trainer
+        saved = [task, self._ready.wrapped, trainer.lr_scheduler, *self.saved()]
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
@@ -278,12 +258,19 @@ class UnsavedState:
         memory = {_memory(each) for each in (*tensors, *saved)} - {None}
         return [
             (f"{owner}.{name}", value)
-            for owner, holder in holders_of(self._trainer)
+            for owner, holder in holders_of(trainer)
             # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
             if owner != "trainer" and not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
             for name, value in members(holder)
             if isinstance(value, _KINDS) and id(value) not in known and _memory(value) not in memory
         ]
+
+
+def _identities(states: Iterable[Any]) -> set[Any]:
+    """Return what identifies the tensors of nested structures."""
+    found: set[Any] = set()
+    map_tensors(list(states), lambda tensor: found.add(tensor_identity(tensor)))
+    return found - {None}
 
 
 def members(holder: Any) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ from hftrain.run.capture import frozen_state, model_writer, saved_tool
 from hftrain.run.data import RunData
 from hftrain.run.finiteness import Finiteness
 from hftrain.run.loop_states import LoopStates
-from hftrain.run.own_optimizers import OwnOptimizers, UnsavedState
+from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.unfinished import left_in, to_do
@@ -89,7 +89,6 @@ class RunCheckpoints:
         self.writes = CheckpointWrites(parts, ready, manager, best=self.best)
         self.loops = LoopStates(parts.loops)
         self.own = OwnOptimizers(parts, ready, self.loops)
-        self.unsaved = UnsavedState(parts, ready, self.own)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         self._unfreezing = Unfreezing(parts, ready)
         self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
@@ -106,12 +105,8 @@ class RunCheckpoints:
 
     def begin(self) -> None:
         """Restore what the user declares, and look at what else callbacks hold, once training has begun."""
-        self.own.begin()
-        parts = self._parts
-        if saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model:
-            self.unsaved.begin()
-        else:
-            parts.pending.append(self.own.forget)
+        args = self._parts.args
+        self.own.begin(saves=saves_at_all(args, self._parts.save_policy) and not args.save_only_model)
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
@@ -133,7 +128,7 @@ class RunCheckpoints:
         self.tried_step = state.global_step
         if not writes.has_room(num_bytes, step=state.global_step):
             return
-        self.unsaved.check()
+        self.own.tell_of_changes()
         self.metric.link()
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:

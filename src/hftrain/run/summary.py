@@ -12,6 +12,7 @@ from hftrain.callbacks.lines import LogLines, number_text, seconds_text
 from hftrain.callbacks.progress import ProgressCallback
 from hftrain.callbacks.summary import Rows, SummaryCallback
 from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.core.errors import listed
 from hftrain.core.progress import Progress
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import Ready, RunParts
@@ -130,8 +131,7 @@ def _shown(path: Path) -> str:
 
 
 def _steps(steps: list[int]) -> str:
-    shown = ", ".join(map(str, steps[:5]))
-    return f"step{'s' * (len(steps) > 1)} {shown}" + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+    return f"step{'s' * (len(steps) > 1)} {listed(steps, most=5)}"
 
 
 def _stop_reason(callbacks: list[Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.loops.window import KeptGraphs
@@ -23,7 +23,6 @@ from hftrain.strategies.base import has_engine
 from hftrain.strategies.whole import unused_parameters
 from hftrain.task.model_task import ModelTask
 
-_MAX_NAMES = 3
 logger = get_logger(__name__)
 
 
@@ -68,7 +67,7 @@ class Untrained:
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             if names:
                 warn_once(
-                    f"{_listed(names)} no longer frozen, and no optimizer holds them: they are not trained. Add them "
+                    f"{_subject(names)} no longer frozen, and no optimizer holds them: they are not trained. Add them "
                     "where they are unfrozen: optimizer.add_param_group({'params': [...]})."
                 )
 
@@ -115,13 +114,13 @@ class Untrained:
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
             warn_once(
-                f"The loss depends on {len(reached)} parameters that no optimizer holds ({_listed(reached)} not "
+                f"The loss depends on {len(reached)} parameters that no optimizer holds ({_subject(reached)} not "
                 "trained). Give them to an optimizer, or freeze them with requires_grad_(False)."
             )
         hidden = [name for name, p in _hidden(task) if p.grad is not None and id(p) not in held]
         if hidden:
             warn_once(
-                f"The loss depends on parameters that are kept in a plain list, tuple or dict ({_listed(hidden)} not "
+                f"The loss depends on parameters that are kept in a plain list, tuple or dict ({_subject(hidden)} not "
                 "trained, not saved and not moved to the device). Keep them in nn.ModuleList, nn.ModuleDict or "
                 "nn.ParameterList, inside the model."
             )
@@ -176,6 +175,5 @@ def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from (pair for pair in found if id(pair[1]) not in registered)
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{', '.join(names[:_MAX_NAMES])}{more} {'is' if len(names) == 1 else 'are'}"
+def _subject(names: list[str]) -> str:
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"

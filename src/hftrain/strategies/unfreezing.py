@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hftrain.core.errors import StrategyError
+from hftrain.core.errors import StrategyError, listed
 
 if TYPE_CHECKING:
     from hftrain.strategies.distributed import DistributedStrategy
@@ -25,7 +25,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _FOLLOWER = "_hftrain_follower"
 _POLL_S = 0.02
 _WITHIN_UPDATE = (1 << 20) - 1
-_MAX_NAMES = 3
 
 
 class Trained:
@@ -156,10 +155,10 @@ class _Agreement:
         deadline = time.monotonic() + self._timeout_s
         while others := {rank: names for rank in self._ranks if (names := self._told(rank, at)) != change}:
             if any(names is not None for names in others.values()) or time.monotonic() > deadline:
-                told = "; ".join(f"rank {rank}: {_listed(names)}" for rank, names in others.items())
+                told = "; ".join(f"rank {rank}: {_told(names)}" for rank, names in others.items())
                 raise StrategyError(
                     "Cannot change which parameters are trained on some ranks only.",
-                    f"Rank {self._rank}: {_listed(change)}; {told}.",
+                    f"Rank {self._rank}: {_told(change)}; {told}.",
                     "Freeze, unfreeze or add the same parameters on every rank, in the same step.",
                 )
             time.sleep(_POLL_S)
@@ -241,8 +240,5 @@ class AveragedParameters(Follower):
             torch.distributed._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
 
 
-def _listed(names: list[str] | None) -> str:
-    if names is None:
-        return "no answer"
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more if names else "no change"
+def _told(change: list[str] | None) -> str:
+    return "no answer" if change is None else listed(change) or "no change"

@@ -6,11 +6,10 @@ import re
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.errors import ConfigError, StrategyError, listed
 from hftrain.core.parameters import is_partitioned
 
 _UNUSED = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
-_MAX_NAMES = 5
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
@@ -51,10 +50,9 @@ def check_trainable(model: nn.Module, *, name: str) -> None:
 
 def unused_parameters(names: list[str]) -> StrategyError:
     """Return the error for parameters that a step left without a gradient while DDP waited for it."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return StrategyError(
         "Cannot average the gradients over the processes:",
-        f"a step left parameters without a gradient ({', '.join(names[:_MAX_NAMES])}{more}), and DDP waits for each.",
+        f"a step left parameters without a gradient ({listed(names, most=5)}), and DDP waits for each.",
         "Set ddp_find_unused_parameters=True (or strategy='ddp_find_unused') if some steps do not use them; otherwise "
         "remove them, or freeze them with requires_grad_(False).",
     )
