@@ -46,18 +46,19 @@ def change(model: Any, optimizer: Any, event: str, step: int, held_in: str) -> N
         optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.05})
 
 
+def changing(event: str) -> Any:
+    def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        change(kwargs["model"], kwargs["optimizer"], event, state.global_step, self.held_in)
+
+    return call
+
+
 class Change(TrainerCallback):
     def __init__(self, held_in: str) -> None:
         self.held_in = held_in
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        change(kwargs["model"], kwargs["optimizer"], "on_substep_end", state.global_step, self.held_in)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        change(kwargs["model"], kwargs["optimizer"], "on_pre_optimizer_step", state.global_step, self.held_in)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        change(kwargs["model"], kwargs["optimizer"], "on_step_end", state.global_step, self.held_in)
+    on_substep_end, on_pre_optimizer_step = changing("on_substep_end"), changing("on_pre_optimizer_step")
+    on_step_end = changing("on_step_end")
 
 
 def plain_loop(batches: list[Any], held_in: str, max_norm: float) -> tuple[nn.Module, list[float]]:

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
@@ -31,6 +27,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.optim.added_groups import dismiss_groups
 from hftrain.run.loop_states import LoopStates
 from hftrain.run.parts import Ready, RunParts, holders_of
+from hftrain.step.assemble import note_steps
 from hftrain.storage.tensors import load_containers, tensor_identity
 from hftrain.strategies.base import has_engine
 from hftrain.task.model_task import ModelTask
@@ -64,7 +61,7 @@ class OwnOptimizers:
             saves: Whether the run saves its objects; otherwise it notes optimizers in its first step only.
         """
         self._has_begun = True
-        self._hooks.append(register_optimizer_step_post_hook(self._note))
+        self._hooks.append(note_steps(self._stepped))
         missing = sorted(self.find().keys() - self._awaited.keys())
         if missing and self._path.name:
             warn_once(f"The checkpoint has no state for {', '.join(missing)}: they start from scratch.")
@@ -79,9 +76,6 @@ class OwnOptimizers:
     def _forget(self) -> None:
         self._parts.pending.remove(self._forget)
         self._hooks[0].remove()
-
-    def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped[id(optimizer)] = weakref.ref(optimizer)
 
     def find(self) -> dict[str, Any]:
         """Return the declared objects that exist now, by holder and name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
@@ -169,3 +171,12 @@ def _check_owns(strategy: Strategy, *, scales: bool) -> None:
             "Correct the strategy's `owns`.",
             owns=owns,
         )
+
+
+def note_steps(found: dict[int, weakref.ref[Optimizer]]) -> Any:
+    """Note in `found` every optimizer of this process that steps, by its id, until the returned hook is removed."""
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        found[id(optimizer)] = weakref.ref(optimizer)
+
+    return register_optimizer_step_post_hook(note)
