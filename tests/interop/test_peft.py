@@ -60,9 +60,9 @@ def make_other(kind: str) -> Any:
         model.add_adapter(lora, adapter_name="mine")
         return model
     if kind == "beside":
-        model = peft.get_peft_model(model, lora)
-        model.base_model.model.model.norm.requires_grad_(True)
-        return model
+        wrapped = peft.get_peft_model(model, lora)
+        model.model.norm.requires_grad_(True)
+        return wrapped
     prompts = {
         "prompt": peft.PromptTuningConfig,
         "prefix": peft.PrefixTuningConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,10 @@ OF_PACKAGES = [
 
 
 def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32) -> None:
-    whole, cut, resumed = (
-        make_run(tmp_path / folder, optim, *callbacks)
-        for folder, *callbacks in (("whole",), ("cut", StopAt(2)), ("cut",))
-    )
-    for trainer in (whole, cut, resumed):
+    runs = [make_run(tmp_path / folder, optim, *stop) for folder, *stop in (("whole",), ("cut", StopAt(2)), ("cut",))]
+    for trainer in runs:
         trainer.model.to(dtype)
+    whole, cut, resumed = runs
     before = weights_of(whole)
     whole.train()
     cut.train()
@@ -66,13 +65,10 @@ def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32) -> Non
     assert rates == pytest.approx([1e-2] * 4 if is_constant else [1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
 
 
-@pytest.mark.parametrize("optim", OF_TORCH)
-def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, optim: str) -> None:
-    check(tmp_path, optim)
-
-
-def test_averages_in_float32_beside_16_bit_weights_resume_exactly(tmp_path: Path) -> None:
-    check(tmp_path, "adafactor", torch.bfloat16)
+# Adafactor keeps averages in float32 beside 16-bit weights.
+@pytest.mark.parametrize("options", [*zip(OF_TORCH), ("adafactor", torch.bfloat16)], ids=lambda options: options[0])
+def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, options: tuple[Any, ...]) -> None:
+    check(tmp_path, *options)
 
 
 @pytest.mark.optimizers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_rows, train
+from support.tiny import Net, Task, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import TrainerCallback
@@ -26,11 +26,12 @@ class Average(TrainerCallback):
 
 
 class Sum(TrainerCallback):
-    def __init__(self) -> None:
-        self.total = torch.zeros(())
+    def __init__(self, helper: Any = None) -> None:
+        self.total, self.helper = torch.zeros(()), helper or TrainerCallback()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.total = self.total + 1
+        self.helper.on_step_end(args, state, control)
 
 
 class Draw(TrainerCallback):
@@ -57,6 +58,7 @@ SAVES = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 CASES = {
     "module": (None, Average, r"Average.shadow \(Net\)"),
     "tensor": (None, Sum, r"Sum.total \(Tensor\)"),
+    "helper": (None, lambda: Sum(Sum()), r"Sum.total \(Tensor\), Sum.helper.total \(Tensor\)"),
     "generator": (None, Draw, r"Draw.parts\[0\] \(Generator\)"),
     "task": (Bank, TrainerCallback, r"task.memory\['keys'\] \(Tensor\)"),
 }
@@ -67,6 +69,13 @@ def test_state_that_changes_and_is_not_saved_is_named(tmp_path: Path, name: str)
     model, callback, wanted = CASES[name]
     with pytest.warns(UserWarning, match=rf"Checkpoints do not hold {wanted}, which changes in training"):
         train(tmp_path, model and model(), callback(), **SAVES)
+
+
+def test_state_of_a_trainer_that_changes_is_named(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, None, callback := Average(), **SAVES)
+    trainer.teacher = callback.shadow
+    with pytest.warns(UserWarning, match=r"do not hold trainer.teacher \(Net\)"):
+        trainer.train()
 
 
 class Declared(Average):
@@ -112,10 +121,9 @@ def test_tensors_that_are_declared_resume_to_the_last_bit(tmp_path: Path) -> Non
         def checkpoint_objects(self) -> dict[str, Any]:
             return {"total": self.total}
 
-    whole, resumed = Keeps(), Keeps()
-    train(tmp_path, None, whole, **{**SAVES, "max_steps": 4})
-    train(tmp_path, None, resumed, resume=str(tmp_path / "checkpoint-2"), **{**SAVES, "max_steps": 4})
-    assert resumed.total == whole.total == 4
+    for callback, resume in ((Keeps(), None), (Keeps(), str(tmp_path / "checkpoint-2"))):
+        train(tmp_path, None, callback, resume=resume, **{**SAVES, "max_steps": 4})
+        assert callback.total == 4
 
 
 def test_metrics_of_a_task_are_not_named(tmp_path: Path) -> None:

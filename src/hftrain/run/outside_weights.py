@@ -5,6 +5,7 @@ A model that saves only its adapters may have other weights that train.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ class OutsideWeights:
             return
         beside = missing_from_adapters(model)
         self._by_place.update(beside)
-        if lost := [name for name in beside if not name.startswith("prompt_encoder.")]:
+        # PEFT's own, which end in the adapter's name or encode a prompt: its files hold what an adapter needs.
+        own = re.compile(rf"prompt_encoder\.|.*\.({'|'.join(map(re.escape, model.peft_config))})$")
+        if lost := [name for name in beside if not own.match(name)]:
             warn_once(
                 f"The files of the adapters do not hold {', '.join(lost[:3])}{' and others' * (len(lost) > 3)}, which "
                 "change in training. Checkpoints hold them for a resume, but save_model() does not: list their modules "

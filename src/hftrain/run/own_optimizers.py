@@ -34,6 +34,8 @@ from hftrain.task.model_task import ModelTask
 
 _KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
 _NUM_COMPARED = 256
+# Objects of these packages are arguments, data and the run's own; their state is saved, or is none of training's.
+_LIBRARIES = ("hftrain", "transformers", "accelerate", "datasets", "torch", "builtins")
 
 
 class OwnOptimizers:
@@ -238,7 +240,7 @@ class OwnOptimizers:
             shown = ", ".join(f"{name} ({kind})" for name, kind in changed)
             warn_once(
                 f"Checkpoints do not hold {shown}, which changes in training: a resumed run starts it from scratch. "
-                "Return it from checkpoint_objects() of the task or callback that keeps it: {'name': object}."
+                "Return it from checkpoint_objects() of the Trainer, task or callback that keeps it: {'name': object}."
             )
 
     def _kept(self) -> list[tuple[str, Any]]:
@@ -248,15 +250,19 @@ class OwnOptimizers:
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
-        known = {id(each) for each in (*saved, *inside)}
+        known = {id(each) for each in (*saved, *inside, *(holder for _, holder in holders_of(trainer)))}
         memory = {_memory(each) for each in (*tensors, *saved)} - {None}
         return [
             (f"{owner}.{name}", value)
             for owner, holder in holders_of(trainer)
             # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
-            if owner != "trainer" and not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
-            for name, value in members(holder)
-            if isinstance(value, _KINDS) and id(value) not in known and _memory(value) not in memory
+            if not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
+            for name, value in _with_helpers(holder, known)
+            if isinstance(value, _KINDS) and id(value) not in known
+            # A Trainer's schedules are named with their optimizers.
+            if not (owner == "trainer" and isinstance(value, LRScheduler))
+            # A wrapper of the model has its parameters.
+            if memory.isdisjoint(map(_memory, value.parameters() if isinstance(value, nn.Module) else [value]))
         ]
 
 
@@ -279,6 +285,17 @@ def members(holder: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{number}]", member) for number, member in enumerate(value))
         else:
             yield name, value
+
+
+def _with_helpers(holder: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield an object's members, and those of helpers that it keeps, such as an object that averages weights."""
+    for name, value in members(holder):
+        yield name, value
+        kind = type(value)
+        is_helper = hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _LIBRARIES
+        is_data = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+        if is_helper and not is_data and not isinstance(value, _KINDS) and id(value) not in known:
+            yield from ((f"{name}.{part}", member) for part, member in members(value))
 
 
 def _memory(value: Any) -> Any:
