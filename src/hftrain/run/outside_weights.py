@@ -55,7 +55,7 @@ class OutsideWeights:
                 value = parameter.detach() if self._strategy.is_main else torch.zeros_like(parameter)
                 parameter.copy_(self._strategy.reduce(value))
 
-    def _add_beside_adapters(self, model: nn.Module) -> None:
+    def _add_beside_adapters(self, model: Any) -> None:
         """Add what a model that saves only its adapters leaves out; a strategy that splits it saves it in parts."""
         if self._strategy.shards_model or not saves_adapters(model):
             return
