@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
