@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import free_port
 
 from hftrain.step.legality import legality_table
 
@@ -124,7 +125,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
 def test_deepspeeds_own_launcher_starts_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(tests=str(TESTS), folder=str(tmp_path)))
-    run(["deepspeed", "--num_gpus", "2", "--master_port", "29611", str(script)])
+    run(["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(script)])
     first, second = answers(tmp_path)
     assert (first["world"], first["local_rank"], second["local_rank"]) == (2, 0, 1)
     # As the launcher hands it on, for scripts that parse it.

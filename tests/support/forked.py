@@ -76,7 +76,7 @@ def run_cases(
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -99,7 +99,7 @@ def _run_all(num_ranks: int, cases: list[dict[str, Any]]) -> dict[str, Any] | No
     """Run the cases one after the other; returns the keyword arguments in a rank, None in the parent at the end."""
     ended = []
     for index, case in enumerate(cases):
-        folder, port, start_s = Path(str(index)).absolute(), _free_port(), time.monotonic()
+        folder, port, start_s = Path(str(index)).absolute(), free_port(), time.monotonic()
         folder.mkdir()
         ranks: dict[int, int] = {}
         for rank in range(num_ranks):
