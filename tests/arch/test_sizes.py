@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import pytest
 from support.source import Function, Module, functions, modules
 
 MAX_FILE_LINES = 400
@@ -52,10 +51,3 @@ def test_functions_are_short() -> None:
         if (module.path.name, function.name) != ("trainer.py", "__init__")
         if lines_without_docstring(function) > MAX_FUNCTION_LINES
     ] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"), [("def f():\n    return 1", 2), ('def f():\n    """One.\n\n    Two.\n    """\n    return 1', 2)]
-)
-def test_lines_without_docstring_counts(text: str, lines: int) -> None:
-    assert lines_without_docstring(next(functions(ast.parse(text)))) == lines
