@@ -229,7 +229,13 @@ CALLBACKS = [
     calling(
         "returns True", "Mine.on_step_end returned: a bool", "'should_training_stop'", on_step_end=lambda *a, **k: True
     ),
-    calling("flag", "'stop', which Mine.on_log returned", "Known names", on_log=lambda *a, **k: {"stop": True}),
+    calling(
+        "flag",
+        "Mine.on_log returned",
+        "no flag 'stop'",
+        "'should_training_stop'",
+        on_log=lambda *a, **k: {"stop": True},
+    ),
     calling(
         "control", "control.should_stop_training", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop
     ),

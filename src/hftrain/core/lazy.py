@@ -41,13 +41,14 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
             value = getattr(_imported(home_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
-        if name in LIGHTNING_NAMES or name in TRANSFORMERS_NAMES:
-            # `from package import name` would replace the message of an AttributeError by its own.
-            remedy = TRANSFORMERS_NAMES.get(name) or f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}"
-            raise ImportError(f"module {package!r} has no {name!r}. {remedy}", name=package)
-        hint = suggest(name, public)
+        lightnings = f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}" if name in LIGHTNING_NAMES else ""
+        remedy = TRANSFORMERS_NAMES.get(name, lightnings)
+        hint = remedy or suggest(name, public)
         message = f"module {package!r} has no attribute {name!r}."
-        message = f"{message} {hint}" if hint.startswith("Did") and not name.startswith("__") else message
+        message = f"{message} {hint}" if remedy or (hint.startswith("Did") and not name.startswith("__")) else message
+        if remedy and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            # `from package import name` asks from here, and replaces the message of an AttributeError by its own.
+            raise ImportError(message, name=package)
         raise AttributeError(message, name=name, obj=sys.modules[package])
 
     def list_names() -> list[str]:

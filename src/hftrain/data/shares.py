@@ -35,7 +35,8 @@ def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callabl
         lengths = [None if mark is None else mark[0] for mark in marks]
         raise ConfigError(
             f"Cannot split the {type(loader.dataset).__name__} among {len(marks)} processes.",
-            "It is not the same on all of them, as if it had been split before: a part of each would never be read.",
+            "It is not the same on all of them, as if split before or made of random numbers without a common seed: a "
+            "part of each would never be read.",
             "Pass the whole dataset in every process. To read parts of your own, return a DataLoader of this process's "
             "part from get_train_dataloader, get_eval_dataloader or get_test_dataloader.",
             lengths_by_rank=lengths,

@@ -246,7 +246,7 @@ class OwnOptimizers:
     def _kept(self) -> list[tuple[str, Any]]:
         """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
         task, trainer = self._ready.task, self._parts.trainer
-        saved = [task, self._ready.wrapped, trainer.lr_scheduler, *self.saved()]
+        saved = [task, self._ready.wrapped, trainer.lr_scheduler, *trainer.loops.values(), *self.saved()]
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]

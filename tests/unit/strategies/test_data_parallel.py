@@ -136,7 +136,7 @@ def test_several_visible_gpus_are_taken_by_one_process(
     tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "device", property(lambda self: torch.device("cuda", 0)))
-    monkeypatch.setattr("hftrain.trainer.trainer.check_legal", lambda *_: None)
+    monkeypatch.setattr("hftrain.trainer.choices.check_legal", lambda *_: None)
     with pytest.warns(UserWarning, match="torchrun --nproc_per_node=2"):
         Trainer(Net(), make_arguments(tmp_path, use_cpu=False))
     with warnings.catch_warnings():
