@@ -46,10 +46,36 @@ OF_PACKAGES = [
 ]
 
 
-def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32) -> None:
+class Wrapped(torch.optim.Optimizer):
+    """A second copy of the weights around an optimizer, as public code wraps one: torch's __init__ never runs."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, {}  # type: ignore[assignment]
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for slow, fast in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+            fast.copy_(slow.lerp_(fast, 0.5))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.inner.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["fast"])
+        self.param_groups, self.slow = self.inner.param_groups, state["slow"]
+
+
+def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32, *, is_wrapped: bool = False) -> None:
     runs = [make_run(tmp_path / folder, optim, *stop) for folder, *stop in (("whole",), ("cut", StopAt(2)), ("cut",))]
     for trainer in runs:
         trainer.model.to(dtype)
+        if is_wrapped:
+            trainer.optimizer = Wrapped(trainer.create_optimizer())
     whole, cut, resumed = runs
     before = weights_of(whole)
     whole.train()
@@ -69,6 +95,10 @@ def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32) -> Non
 @pytest.mark.parametrize("options", [*zip(OF_TORCH), ("adafactor", torch.bfloat16)], ids=lambda options: options[0])
 def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, options: tuple[Any, ...]) -> None:
     check(tmp_path, *options)
+
+
+def test_optimizer_that_wraps_another_in_a_format_of_its_own_resumes_exactly(tmp_path: Path) -> None:
+    check(tmp_path, "adamw_torch", is_wrapped=True)
 
 
 @pytest.mark.optimizers

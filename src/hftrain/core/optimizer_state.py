@@ -14,6 +14,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     16-bit parameters, as Adafactor does.
     """
     optimizer.load_state_dict(state)
+    if not {"state", "param_groups"} <= state.keys():
+        return  # a format of its own
     keys = [key for group in state["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=True):

@@ -91,7 +91,7 @@ def by_multiplier(
             from `adapt`.
         adapt: Converts facts and its own options to arguments of the multiplier.
     """
-    base_lr = optimizer.defaults.get("lr")
+    base_lr = getattr(optimizer, "defaults", {}).get("lr")  # a wrapper may have none
     facts = {"warmup": config.num_warmup_steps, "total": config.num_training_steps, "base_lr": base_lr}
     takes = inspect.signature(multiplier).parameters
     adapts = inspect.signature(adapt).parameters if adapt else {}

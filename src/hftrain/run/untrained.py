@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, listed
@@ -47,7 +48,8 @@ class Untrained:
         if is_split or not isinstance(optimizer, torch.optim.Optimizer):
             return
         self._frozen = [(name, p) for name, p in ready.task.model.named_parameters() if not p.requires_grad]
-        self._first.callback(optimizer.register_step_post_hook(lambda *_: self._check_first()).remove)
+        # Of a wrapper that never called Optimizer.__init__, torch runs the hooks of the optimizer inside.
+        self._first.callback(register_optimizer_step_post_hook(self._check_first).remove)
         # Other steps and loops may run as many passes as they like.
         if not (
             parts.trainer._is_overridden("training_step")
@@ -81,9 +83,9 @@ class Untrained:
         self._has_lost |= parameter.grad is None and 0 < before < self._parts.args.gradient_accumulation_steps
         self._passes[parameter] = 1 if parameter.grad is None else before + 1
 
-    def _check_first(self) -> None:
+    def _check_first(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         parts, task, optimizer, pending = self._parts, self._ready.task, self._ready.optimizer, self._parts.pending
-        if self._first.close in pending:
+        if self._first.close in pending or stepped.param_groups is not optimizer.param_groups:
             return
         # Not now: the optimizer's step goes through its hooks.
         pending.append(self._first.close)
