@@ -152,11 +152,11 @@ def test_a_checkpoint_of_the_hugging_face_trainer_is_read(foreign, caplog):
     groups = [[name for name in names if "norm" not in name], [name for name in names if "norm" in name]]
     optimizer = torch.optim.AdamW([{"params": [model.get_parameter(name) for name in group]} for group in groups])
     optimizer.load_state_dict(parts.load_optimizer(foreign))
-    assert parts.load_scheduler(foreign)["last_epoch"] == 2
+    assert parts.load_part(foreign, "scheduler.pt")["last_epoch"] == 2
     assert parts.load_trainer_state(foreign).global_step == 2
     restore_rng(parts.load_rng(foreign, rank=0, world_size=1))
     with pytest.raises(CheckpointError, match=r"training_args\.bin"):
-        parts.load_arguments(foreign)  # a pickle
+        parts.load_part(foreign, "training_args.bin")  # a pickle
 
 
 def test_the_hugging_face_trainer_reads_our_generators(tmp_path):

@@ -221,7 +221,11 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     swapped = {**state, "state": {**state["state"], 0: state["state"][1], 1: state["state"][0]}}
     fewer = {**state, "param_groups": groups[:1]}
     coupled = {**state, "param_groups": [{**group, "decoupled_weight_decay": False} for group in groups]}
-    for bad, reason in ((swapped, "another shape"), (fewer, "groups of parameters"), (coupled, "state of a AdamW")):
+    for bad, reason in (
+        (swapped, "the shape of its parameter"),
+        (fewer, "parameter groups"),
+        (coupled, "state of a AdamW"),
+    ):
         torch.save(bad, folder / "optimizer.pt")
         with pytest.raises(CheckpointError, match=reason):
             make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))

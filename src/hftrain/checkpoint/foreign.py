@@ -14,17 +14,13 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
+from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import Manifest, verify
-from hftrain.checkpoint.parts import load_arguments, load_rng, load_trainer_state
+from hftrain.checkpoint.parts import load_part, load_rng, load_trainer_state
 from hftrain.checkpoint.shape import Grid
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
-# Options that newer versions of torch added to optimizers; they are filled in when an older state is loaded.
-_ADDED = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-# Optimizer states with the shape of their parameter.
-_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # In the state that an override of `_save_checkpoint` lets a process write.
 UNCOMMITTED = "uncommitted"
 # The limit of counters.
@@ -100,19 +96,14 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manife
 
 
 def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Raise for the state of another optimizer, or of other parameters; the checkpoint does not name its class."""
-    groups, own = state.get("param_groups", []), optimizer.param_groups
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
-        raise _unusable(folder / OPTIMIZER, "Its groups of parameters are not those of this run's optimizer")
-    for group, present in zip(groups, own, strict=True):
-        missing = present.keys() - group.keys() - _ADDED - {"initial_lr"}
-        other = group.get("decoupled_weight_decay") != present.get("decoupled_weight_decay")
-        if missing or ("decoupled_weight_decay" in group and other):
+    """Raise for Adam's state in AdamW, or the reverse, which torch converts; the checkpoint does not name its class.
+
+    The rest is checked as in our own checkpoints, see `check_optimizer`.
+    """
+    name = "decoupled_weight_decay"
+    for group, own in zip(state.get("param_groups", []), optimizer.param_groups, strict=False):
+        if name in group and group[name] != own.get(name):
             raise _unusable(folder / OPTIMIZER, f"It is not the state of a {type(optimizer).__name__}")
-        for number, parameter in zip(group["params"], present["params"], strict=True):
-            for name, value in state.get("state", {}).get(number, {}).items():
-                if name in _LIKE_PARAMETER and value is not None and value.shape != parameter.shape:
-                    raise _unusable(folder / OPTIMIZER, f"{name!r} of parameter {number} has another shape than it")
 
 
 def _position(folder: Path, state: TrainerState, *, num_batches: int | None, accumulation: int) -> tuple[int, int]:
@@ -138,7 +129,7 @@ def _was_committed(folder: Path) -> bool:
     """Tell whether arguments and state are those of a commit, which always writes a manifest."""
     try:
         # transformers pickles an object.
-        is_ours = bool(load_arguments(folder))
+        is_ours = bool(load_part(folder, ARGUMENTS))
         own = load_rng(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
     except CheckpointError:
         return False

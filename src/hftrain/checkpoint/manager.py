@@ -97,7 +97,6 @@ class CheckpointManager:
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
         self._parcels = parcels
         self._committed: Path | None = None
-        self._begun: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
 
     def save(
@@ -136,8 +135,6 @@ class CheckpointManager:
         # In this order, because `each` may be collective: no process may wait for one that has failed in `main`.
         writers = [*each, *main] if self.is_committer else each
         self._together(target, self._begin, group, is_for_main=self._parcels is None)
-        if self.config.on_each_node:
-            self._together(target, self._check_own_storage, group, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers), group)
         if self._parcels is not None:
             self._together(target, lambda path: self._send(path, step), group)
@@ -329,17 +326,7 @@ class CheckpointManager:
         elif self._parcels is not None and not self._parcels.is_sender:
             return
         files.sweep(target.parent, is_ours=_is_ours)
-        self._begun = files.begin(target)
-
-    def _check_own_storage(self, target: Path) -> None:
-        """Raise if machines share storage that should be separate: they would overwrite each other's files."""
-        found = sorted(target.parent.glob(f".staging-*-{target.name}"))
-        if found != [self._begun]:
-            raise CheckpointError(
-                "Cannot use save_on_each_node=True.",
-                f"Another machine writes to {target.parent} as well.",
-                "On storage that machines share leave save_on_each_node out.",
-            )
+        files.begin(target)
 
     def _write(self, target: Path, writers: Sequence[Writer]) -> None:
         staged = files.find_staging(target)

@@ -129,30 +129,6 @@ def refuse_links(folder: Path) -> None:
             raise _refused(path, "It is a link or no regular file")
 
 
-def check_geometry(manifest: Manifest, **current: Any) -> None:
-    """Raise if a run differs from that of the checkpoint in a value that must not change.
-
-    Args:
-        manifest: The checkpoint's; its facts contain the saved configuration as ``geometry``.
-        **current: Values of this run, such as ``optimizer``.
-
-    Raises:
-        CheckpointError: Values differ or were not recorded; the message names all of them.
-    """
-    saved = manifest.facts.get("geometry", {})
-    differing = [
-        f"{name}={value!r} (the checkpoint has {saved.get(name)!r})"
-        for name, value in current.items()
-        if name not in saved or saved[name] != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"Cannot resume from step {manifest.step} with {', '.join(differing)}.",
-            "What the checkpoint holds means something else there.",
-            "Resume with the values of the checkpoint, or start a new run from its weights.",
-        )
-
-
 def inner_path(folder: Path, name: str) -> Path:
     """Return the path of a file in a manifest; raises if it is outside the folder."""
     parts = PurePosixPath(name).parts

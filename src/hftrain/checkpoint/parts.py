@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import (
-    ARGUMENTS,
-    MANIFEST,
-    OPTIMIZER,
-    OPTIMIZER_SHARDS,
-    SCHEDULER,
-    TRAINER_STATE,
-    rng_name,
-)
+from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OPTIMIZER_SHARDS, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.history import HistoryText
@@ -46,11 +38,6 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
             index, _, key = name.partition(".")
             state["state"].setdefault(int(index), {})[key] = tensor
     return state
-
-
-def load_scheduler(folder: Path) -> dict[str, Any]:
-    """Read the learning rate schedule's state dict; raises `CheckpointError` if it is missing or damaged."""
-    return load_part(folder, SCHEDULER)
 
 
 def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int) -> None:
@@ -102,16 +89,6 @@ def load_trainer_state(folder: Path) -> TrainerState:
     if (folder / MANIFEST).exists() and state.global_step != read_manifest(folder).step:
         raise _unusable(path, f"It says step {state.global_step}, and the manifest another")
     return state
-
-
-def save_arguments(arguments: dict[str, Any], folder: Path) -> None:
-    """Write the training arguments as a dictionary of plain values."""
-    save_containers(arguments, folder / ARGUMENTS)
-
-
-def load_arguments(folder: Path) -> dict[str, Any]:
-    """Read the training arguments as a dictionary; raises `CheckpointError` if they are absent or damaged."""
-    return load_part(folder, ARGUMENTS)
 
 
 def check_complete(folder: Path, name: str) -> None:

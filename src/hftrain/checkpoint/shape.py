@@ -52,6 +52,30 @@ class Grid:
         return max(1, -(-(self.num_batches or 0) // self.accumulation))
 
 
+def check_geometry(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
+    """Raise if a run differs from that of the checkpoint in a value that must not change.
+
+    Args:
+        saved: The checkpoint's ``geometry``.
+        current: Values of this run, such as ``optimizer``.
+        step: The checkpoint's step, for the message.
+
+    Raises:
+        CheckpointError: Values differ or were not recorded; the message names all of them.
+    """
+    differing = [
+        f"{name}={value!r} (the checkpoint has {saved.get(name)!r})"
+        for name, value in current.items()
+        if name not in saved or saved[name] != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"Cannot resume from step {step} with {', '.join(differing)}.",
+            "With that the position in the data is lost, or the optimizer's state means something else.",
+            "Resume with the values of the checkpoint, or start a new run from its weights.",
+        )
+
+
 def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int) -> list[str]:
     """Raise if a run cannot continue where the checkpoint was saved; return what else has changed.
 
@@ -76,18 +100,8 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     fixed += ["world_size"] if is_within_epoch and alone else []
     if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):
         fixed += ["world_size", "batch_size"]
-    missing = object()
-    differing = [
-        f"{name}={current[name]!r} (the checkpoint has {saved.get(name)!r})"
-        for name in dict.fromkeys(fixed)
-        if name in current and saved.get(name, current[name] if name in _FIXED_WITHIN else missing) != current[name]
-    ]
-    if differing:
-        raise CheckpointError(
-            f"Cannot resume from step {step} with {', '.join(differing)}.",
-            "With that the position in the data is lost, or the optimizer's state means something else.",
-            "Resume with the values of the checkpoint, or start a new run from its weights.",
-        )
+    assumed = {name: current.get(name) for name in _FIXED_WITHIN}
+    check_geometry({**assumed, **saved}, {name: current[name] for name in fixed if name in current}, step=step)
     changed = [name for name in _FREE if name in current and saved.get(name) != current[name]]
     return [f"{name} {saved.get(name)} -> {current[name]}" for name in changed]
 

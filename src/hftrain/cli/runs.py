@@ -15,7 +15,7 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import is_foreign
 from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
-from hftrain.checkpoint.parts import load_arguments
+from hftrain.checkpoint.parts import load_part
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
@@ -348,7 +348,7 @@ def _arguments(paths: Sequence[Path]) -> dict[str, Any] | None:
     for path in reversed(paths):
         if not is_foreign(path):
             try:
-                return changed_settings(load_arguments(path), TrainingArguments)
+                return changed_settings(load_part(path, ARGUMENTS), TrainingArguments)
             except CheckpointError:
                 continue
     return None

@@ -18,10 +18,10 @@ from hftrain.checkpoint import states
 from hftrain.checkpoint.fitting import check_state, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
 from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager, Writer
-from hftrain.checkpoint.manifest import check_geometry, read_manifest
+from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.parts import save_rng
 from hftrain.checkpoint.places import check_places
-from hftrain.checkpoint.shape import check_shape
+from hftrain.checkpoint.shape import check_geometry, check_shape
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
@@ -328,8 +328,8 @@ class Engine:
             reason, remedy = "A Trainer saved it.", "Resume it with that Trainer, or read its model.safetensors."
             raise CheckpointError(f"Cannot load {folder} into an Engine:", reason, remedy)
         with restoring(folder):
-            check_geometry(manifest, **self._kind(optimizer))
             saved, facts = manifest.facts["geometry"], manifest.facts["batches"]
+            check_geometry(saved, self._kind(optimizer), step=manifest.step)
             check_shape(saved, self._shape(), is_within_epoch=False, step=manifest.step)
             load_weights(bare, folder, load=strategy.load_model_state, own=strategy.own_state(bare))
             check = partial(states.check_engine, path=folder / OPTIMIZER, is_deepspeed=strategy.name == "deepspeed")

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.parts import save_arguments
+from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.states import Keep
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
@@ -65,7 +66,7 @@ def write_model(
     save_task_state(own, folder)
     if hasattr(tool, "save_pretrained"):
         tool.save_pretrained(str(folder))
-    save_arguments(arguments, folder)
+    save_containers(arguments, folder / ARGUMENTS)
 
 
 def saved_tool(trainer: Tools) -> Any:

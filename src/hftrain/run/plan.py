@@ -12,9 +12,10 @@ from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
+from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
-from hftrain.checkpoint.parts import load_arguments
+from hftrain.checkpoint.parts import load_part
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
@@ -232,7 +233,7 @@ def find_geometry(
 def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
     """Warn of changed arguments that the checkpoint's state overrides, and of changed intervals."""
     try:
-        saved, current = load_arguments(folder), args.to_dict()
+        saved, current = load_part(folder, ARGUMENTS), args.to_dict()
     except CheckpointError as error:
         # An override may have written them in another form; they are only read for this warning.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)

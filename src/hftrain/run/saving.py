@@ -23,9 +23,10 @@ from hftrain.checkpoint.layout import (
     checkpoint_name,
 )
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import check_geometry, read_manifest
+from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
-from hftrain.checkpoint.parts import load_scheduler, save_rng, save_trainer_state
+from hftrain.checkpoint.parts import load_part, save_rng, save_trainer_state
+from hftrain.checkpoint.shape import check_geometry
 from hftrain.checkpoint.states import (
     as_it_is,
     check_engine,
@@ -212,7 +213,7 @@ class RunCheckpoints:
 
         def load_schedule(folder: Path) -> None:
             if schedule is not None:
-                state = load_scheduler(folder)
+                state = load_part(folder, SCHEDULER)
                 check_state(folder / SCHEDULER, state, schedule, own=schedule.state_dict())
                 schedule.load_state_dict(state)
                 refresh_rate(schedule)
@@ -311,7 +312,9 @@ class RunCheckpoints:
         parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
         assert saved is not None
         if not is_foreign(folder):
-            check_geometry(saved, optimizer=type(self._ready.optimizer).__name__)
+            check_geometry(
+                saved.facts.get("geometry", {}), {"optimizer": type(self._ready.optimizer).__name__}, step=saved.step
+            )
         for fact in self._facts():
             if fact.load_state_dict is not None:
                 fact.load_state_dict(saved.facts)

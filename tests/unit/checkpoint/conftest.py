@@ -61,7 +61,7 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
             lambda folder: save_containers({"last_epoch": step}, folder / "scheduler.pt"),
             lambda folder: save_containers({"scale": 2.0}, folder / "scaler.pt"),
             lambda folder: parts.save_trainer_state(TrainerState(global_step=step), folder),
-            lambda folder: parts.save_arguments({"learning_rate": 0.1}, folder),
+            lambda folder: save_containers({"learning_rate": 0.1}, folder / "training_args.bin"),
         ]
         each = [lambda folder: parts.save_rng(capture_rng(), folder, rank=0, world_size=1)]
         facts = {"progress": {"step": step}, "geometry": {"world_size": 1, "batch_size": 8}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.manifest import check_geometry, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import read_manifest, verify, write_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
@@ -186,14 +186,3 @@ def test_read_manifest_refuses_a_position_that_no_run_reaches(checkpoint, change
     forge(checkpoint, lambda body: body["facts"]["progress"].update(change))
     with pytest.raises(CheckpointError, match=f"position in the data is impossible: {reason}"):
         read_manifest(checkpoint)
-
-
-def test_check_geometry_accepts_the_same_shape(checkpoint):
-    check_geometry(verify(checkpoint), world_size=1, batch_size=8, accumulation=1)
-
-
-def test_check_geometry_names_both_values(checkpoint):
-    with pytest.raises(
-        CheckpointError, match=r"batch_size=4 \(the checkpoint has 8\), samples=9 \(the checkpoint has None"
-    ):
-        check_geometry(verify(checkpoint), world_size=1, batch_size=4, samples=9)

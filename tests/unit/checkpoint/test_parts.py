@@ -18,10 +18,10 @@ from hftrain.storage.tensors import save_containers
 
 LOADERS = {
     "optimizer.pt": parts.load_optimizer,
-    "scheduler.pt": parts.load_scheduler,
+    "scheduler.pt": lambda folder: parts.load_part(folder, "scheduler.pt"),
     "scaler.pt": lambda folder: parts.load_part(folder, "scaler.pt"),
     "trainer_state.json": parts.load_trainer_state,
-    "training_args.bin": parts.load_arguments,
+    "training_args.bin": lambda folder: parts.load_part(folder, "training_args.bin"),
     "rng_state.pth": lambda folder: parts.load_rng(folder, rank=0, world_size=1),
 }
 
@@ -47,7 +47,7 @@ def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
     again, optimizer_again, schedule_again = build()
     again.load_state_dict(model.state_dict())
     optimizer_again.load_state_dict(parts.load_optimizer(tmp_path))
-    schedule_again.load_state_dict(parts.load_scheduler(tmp_path))
+    schedule_again.load_state_dict(parts.load_part(tmp_path, "scheduler.pt"))
     for each in (model, again):
         each.zero_grad()
     train(model, optimizer, schedule)
@@ -60,8 +60,8 @@ def test_scaler_and_arguments_round_trip(tmp_path):
     save_containers(scaler.state_dict(), tmp_path / "scaler.pt")
     assert parts.load_part(tmp_path, "scaler.pt") == scaler.state_dict()
     arguments = {"lr": 0.1, "label_names": ["a"], "fsdp_config": {"x": None}}
-    parts.save_arguments(arguments, tmp_path)
-    assert parts.load_arguments(tmp_path) == arguments
+    save_containers(arguments, tmp_path / "training_args.bin")
+    assert parts.load_part(tmp_path, "training_args.bin") == arguments
 
 
 @pytest.mark.parametrize(("rank", "world_size", "name"), [(0, 1, "rng_state.pth"), (1, 2, "rng_state_1.pth")])

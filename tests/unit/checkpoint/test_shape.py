@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
+from hftrain.checkpoint.shape import Grid, check_geometry, check_shape, move, steps_left
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
@@ -111,6 +111,12 @@ def test_what_the_order_or_the_state_hangs_on_is_refused(change: dict[str, Any])
     for is_within_epoch in (True, False):
         with pytest.raises(CheckpointError, match=next(iter(change))):
             check(change, is_within_epoch=is_within_epoch)
+
+
+def test_check_geometry_accepts_the_same_and_names_both_values() -> None:
+    check_geometry(SAVED, {"world_size": 2, "batch_size": 4}, step=3)
+    with pytest.raises(CheckpointError, match=r"batch_size=8 \(the checkpoint has 4\), optimizer='SGD' .*has None"):
+        check_geometry(SAVED, {"batch_size": 8, "optimizer": "SGD"}, step=3)
 
 
 def test_a_value_that_was_not_recorded_is_refused() -> None:
