@@ -125,3 +125,12 @@ def test_best_checkpoint_named_by_an_override_stays(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert steps_in(tmp_path) == [4, 16]
+
+
+def test_best_step_without_a_checkpoint_is_told_of(tmp_path, caplog):
+    scores = {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True}
+    trainer = make(tmp_path, scores=scores, max_steps=8, **options)
+    trainer.train()
+    assert trainer.state.best_global_step == 6
+    assert "checkpoint-4 is loaded" in caplog.text

@@ -21,6 +21,7 @@ from hftrain.checkpoint.layout import (
     SCALER,
     SCHEDULER,
     checkpoint_name,
+    checkpoint_step,
 )
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
@@ -354,7 +355,14 @@ class RunCheckpoints:
         with restoring(best):
             self._parts.trainer._load_from_checkpoint(str(best))
             self._ready.outside.load(best)
-        logger.info("Loaded the best model from %s (%s).", best, self._parts.state.best_metric)
+        state = self._parts.state
+        logger.info("Loaded the best model from %s (%s).", best, state.best_metric)
+        if checkpoint_step(best.name) not in (None, state.best_global_step):
+            logger.warning(
+                "The best evaluation (%s, step %s) has no checkpoint: %s is loaded, the best before it that has one. "
+                "Save at every evaluation, for example with save_strategy='best'.",
+                *(state.best_metric, state.best_global_step, best.name),
+            )
 
 
 def load_task(
