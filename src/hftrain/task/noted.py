@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-# Operations that reveal nothing of the value, and operations that return the count itself in another form.
+# Operations that reveal nothing of the value.
 _IDLE = frozenset(
     {"__get__", "__hash__", "__len__", "dim", "ndimension", "size", "numel", "get_device", "element_size"}
-    | {"is_floating_point", "is_complex", "is_contiguous", "stride", "requires_grad_"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "stride"}
 )
-_PASSING = frozenset(
-    {"__get__", "to", "cpu", "cuda", "clone", "detach", "float", "double", "half", "bfloat16", "int", "long", "type"}
-    | {"contiguous", "view", "reshape", "squeeze", "unsqueeze", "expand", "requires_grad_", "__deepcopy__"}
+# Methods that return the count itself in another form.
+_PASSING = (
+    *("to", "cpu", "cuda", "clone", "detach", "float", "double", "half", "bfloat16", "int", "long", "type"),
+    *("contiguous", "view", "reshape", "squeeze", "unsqueeze", "expand", "requires_grad_", "__deepcopy__"),
 )
 
 
@@ -28,36 +29,64 @@ class Note:
 
 
 class NotedCount(torch.Tensor):
-    """A 0-d count that behaves like any other tensor and records whether it is read."""
+    """A 0-d count that behaves like any other tensor and records whether it is read, by Python or by compiled code."""
 
     note: Note
+    plain: torch.Tensor
 
     @classmethod
     def make(cls, count: int | torch.Tensor, note: Note) -> NotedCount:
         """Return a noted count of the same value."""
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None:
-            # Code that is compiled runs as written where it meets the count.
-            dynamo.config.nontraceable_tensor_subclasses.add(cls)
-        noted = torch.as_tensor(count).detach().as_subclass(cls)
-        noted.note = note
+        plain = torch.as_tensor(count).detach()
+        noted = plain.as_subclass(cls)
+        noted.note, noted.plain = note, plain
         return noted
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        for count in _counts_in(args, kwargs):
-            if name in _PASSING and isinstance(result, torch.Tensor):
+        counts, args, kwargs = _plain(args, kwargs)
+        result, name = function(*args, **kwargs), getattr(function, "__name__", "")
+        for count in counts:
+            if name == "__get__" and isinstance(result, torch.Tensor):
                 return cls.make(result, count.note)
             count.note.is_read |= name not in _IDLE
         return result
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Reached from TorchScript and extensions, which Python's operators do not see.
+        counts, args, kwargs = _plain(args, kwargs)
+        for count in counts:
+            count.note.is_read = True
+        return function(*args, **kwargs)
 
-def _counts_in(args: Any, kwargs: Any) -> Iterator[NotedCount]:
-    for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, NotedCount):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _counts_in(value, None)
+
+def _plain(args: Any, kwargs: Any) -> tuple[list[NotedCount], Any, Any]:
+    """Return the counts among arguments, and the arguments with plain tensors in their place."""
+    counts: list[NotedCount] = []
+
+    def unwrap(value: Any) -> Any:
+        if not isinstance(value, NotedCount):
+            return value
+        counts.append(value)
+        return value.plain
+
+    args, kwargs = tree_map(unwrap, (tuple(args), kwargs or {}))
+    return counts, args, kwargs
+
+
+def _passing(name: str) -> Callable[..., torch.Tensor]:
+    def method(self: NotedCount, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = getattr(self.plain, name)(*args, **kwargs)
+        if torch.compiler.is_compiling():  # which knows the methods of plain tensors only
+            self.note.is_read = True
+            return result
+        return NotedCount.make(result, self.note)
+
+    return method
+
+
+for _name in _PASSING:
+    setattr(NotedCount, _name, _passing(_name))
