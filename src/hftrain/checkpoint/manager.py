@@ -15,7 +15,6 @@ from hftrain.checkpoint.layout import (
     MANIFEST,
     TRAINER_STATE,
     checkpoint_name,
-    checkpoint_names,
     checkpoint_step,
     contents,
     nearby,
@@ -23,15 +22,7 @@ from hftrain.checkpoint.layout import (
 from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
-from hftrain.checkpoint.rotation import (
-    Manifests,
-    best_names,
-    by_commit,
-    highest_number,
-    last_finite_name,
-    readable,
-    surplus,
-)
+from hftrain.checkpoint.rotation import LocalCheckpoints, best_names, by_commit, last_finite_name
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files, hashing
@@ -90,7 +81,7 @@ class CheckpointManager:
         self.lock = FolderLock(config.output_dir)
         # A resumed run keeps its id; rotation does not touch checkpoints of other runs.
         self.run_id = uuid.uuid4().hex
-        self._manifests = Manifests(lambda name: readable(config.output_dir / name))
+        self.local = LocalCheckpoints(config.output_dir)
         # The highest known commit number; None until the folder has been read.
         self._number: int | None = None
         self._resumed_number = 0
@@ -199,9 +190,7 @@ class CheckpointManager:
 
     def names(self) -> list[str]:
         """List the folders with names of checkpoints in the output folder, or the remote one."""
-        if self.remote is not None:
-            return self.remote.names()
-        return checkpoint_names(self.config.output_dir)
+        return (self.remote or self.local).names()
 
     def open(self, path: str | Path) -> Manifest | None:
         """Verify a checkpoint given by its path, and return its manifest.
@@ -222,7 +211,7 @@ class CheckpointManager:
 
     def own_checkpoints(self) -> list[Path]:
         """List this run's checkpoints in the order of their commits."""
-        return [self.config.output_dir / name for name in self._own_manifests()]
+        return [self.config.output_dir / name for name in self.local.own(self.run_id)]
 
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; only the main process does this, others do nothing.
@@ -236,50 +225,33 @@ class CheckpointManager:
         if limit is None and self.config.keep_best is not None:
             limit = 1  # the newest one; the best are protected
         if self.remote is not None:
-            kept_names = {path.name for path in (best, self._committed) if path is not None}
-            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._kept_names)
+            self.remote.rotate(self.run_id, limit, lambda known: self._protected(known, best))
             limit = 1  # of the local copies
-        if limit is None or limit < 1:
-            return
-        known = self._own_manifests()
-        for name in surplus([*known], protected=self._protected(known, best), limit=limit):
-            self._delete(self.config.output_dir / name)
+        self.local.rotate(self.run_id, limit, lambda known: self._protected(known, best))
 
     def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
         """Return the newest, the last finite one, the best, the one committed last, and those `keep_best` keeps."""
-        folder, others = self.config.output_dir.resolve(), [best, self._committed]
-        protected = {path.name for path in others if path is not None and path.resolve().parent == folder}
-        return protected | {*[*known][-1:]} | self._kept_names(known)
-
-    def _own_manifests(self) -> dict[str, Manifest]:
-        """Map this run's checkpoints to their manifests, in the order of their commits."""
-        found = self._manifests.of(checkpoint_names(self.config.output_dir, with_links=False))
-        return {name: manifest for name, manifest in found.items() if manifest and self._is_own(name, manifest)}
-
-    def _delete(self, path: Path) -> None:
-        """Delete a checkpoint, if it is still one of this run's."""
-        self._manifests.note(path.name, None)
-        manifest = readable(path)
-        if manifest is not None and self._is_own(path.name, manifest) and not path.is_symlink():
-            files.discard(path)
-
-    def _kept_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
         config = self.config
-        good = best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
-        return good | last_finite_name(manifests)
+        good = best_names(known, number=config.keep_best, is_greater_better=config.is_greater_better)
+        return self._here(best, self._committed) | {*[*known][-1:]} | good | last_finite_name(known)
+
+    def _here(self, *paths: Path | None) -> set[str]:
+        """Return the names of the paths that are in the output folder."""
+        folder = self.config.output_dir.resolve()
+        return {path.name for path in paths if path is not None and path.resolve().parent == folder}
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is space; return whether any was deleted.
 
         Only for the committer. Keeps the newest, the last finite one, the best and those of `keep_best`.
         """
-        known = self._own_manifests() if self.is_committer else {}
+        known = self.local.own(self.run_id) if self.is_committer else {}
         protected = self._protected(known, best)
         has_deleted = False
         for name in known:
             if name in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
                 continue
-            self._delete(self.config.output_dir / name)
+            self.local.delete(name, self.run_id)
             has_deleted = has_deleted or not (self.config.output_dir / name).exists()
         return has_deleted
 
@@ -300,25 +272,22 @@ class CheckpointManager:
         """
         if not self.is_committer:
             return
-        known = self._own_manifests()
-        others = [name for name in known if (self.config.output_dir / name).resolve() != path.resolve()]
-        if not (others or self.remote):
+        chosen = self._here(path)
+        if not (self.local.own(self.run_id).keys() - chosen or self.remote):
             return
         try:
             is_finite = verify(path).is_finite
         except CheckpointError as error:
             logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
             return
-        choose: Callable[[Mapping[str, Manifest]], set[str]] = (lambda _: set()) if is_finite else last_finite_name
-        for name in others:
-            if name not in choose(known):
-                self._delete(self.config.output_dir / name)
-        if self.remote is not None:  # may contain more than the local copy
-            own, protected = self.run_id, {path.name}
-            self.remote.rotate(run_id=own, limit=1, protected=protected, keeps_newest=False, choose=choose)
 
-    def _is_own(self, name: str, manifest: Manifest) -> bool:
-        return manifest.step == checkpoint_step(name) and manifest.facts.get("run_id") == self.run_id
+        def kept(known: Mapping[str, Manifest]) -> set[str]:
+            whole = chosen if chosen <= known.keys() else {*known}
+            return whole if is_finite else whole | last_finite_name(known)
+
+        for each in (self.local, self.remote):
+            if each is not None:  # the remote folder may contain more than the local one
+                each.rotate(self.run_id, 1, kept)
 
     def _begin(self, target: Path) -> None:
         if self._parcels is not None and self.is_committer:
@@ -347,16 +316,15 @@ class CheckpointManager:
             self._parcels.collect(staged, step=step)
         manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
         files.commit(staged, target)
-        self._manifests.note(target.name, manifest)
+        self.local.note(target.name, manifest)
         if self.remote is not None:
             self.remote.publish(target, run_id=self.run_id)
 
     def _last_number(self) -> int:
         """Return the highest commit number in the folder, which only this run writes, and in the remote one."""
         if self._number is None:
-            here = self._manifests.of(checkpoint_names(self.config.output_dir))
             there = 0 if self.remote is None else self.remote.highest_number()
-            self._number = max(highest_number(here), there)
+            self._number = max(self.local.highest_number(), there)
         return max(self._number, self._resumed_number)
 
     def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:

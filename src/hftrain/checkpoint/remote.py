@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify
-from hftrain.checkpoint.rotation import Manifests, by_commit, commit_order, highest_number, surplus
+from hftrain.checkpoint.rotation import Checkpoints, LocalCheckpoints, commit_order
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -25,7 +25,7 @@ class UnreachableError(CheckpointError):
     """A store cannot be used; its checkpoints may be intact."""
 
 
-class RemoteCheckpoints:
+class RemoteCheckpoints(Checkpoints):
     """Publish, list, fetch and delete the checkpoints of a remote folder; used by one process only.
 
     A folder is a checkpoint as long as it contains a manifest. Before the first file of an upload, and before the
@@ -42,10 +42,10 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, url: str, *, mirror: Path) -> None:
+        super().__init__()
         self.folder = RemoteFolder(url)
         self.mirror = mirror
         self._has_swept = False
-        self._known = Manifests(self._manifest)
 
     def publish(self, path: Path, *, run_id: str) -> None:
         """Upload a committed checkpoint of the mirror, replacing one of the same name; committed on return.
@@ -66,17 +66,23 @@ class RemoteCheckpoints:
                 f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
             ) from error
 
-    def highest_number(self) -> int:
-        """Return the highest ``commit_number`` there, 0 if there is none.
-
-        Raises:
-            UnreachableError: The store cannot be used.
-        """
-        return highest_number(self._manifests())
-
     def names(self) -> list[str]:
-        """List the folders with names of checkpoints in commit order; see `commit_order`."""
-        return list(self._manifests())
+        """List the folders with names of checkpoints; raises `UnreachableError` if the store cannot be used."""
+        try:
+            return [name for name in self.folder.names() if checkpoint_step(name) is not None]
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def read(self, name: str) -> Manifest | None:
+        """Return a checkpoint's manifest, None if it is missing, damaged or of another step."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                manifest = self._download_manifest(name, Path(folder) / name)
+            except (CheckpointError, FileNotFoundError):
+                return None
+            except OSError as error:
+                raise self._unreachable(error) from error
+        return manifest if manifest.step == checkpoint_step(name) else None
 
     def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
         """Fetch the newest intact checkpoint, or return None; a warning lists those that were skipped.
@@ -87,8 +93,8 @@ class RemoteCheckpoints:
         Raises:
             UnreachableError: The store cannot be used; no older one is taken instead.
         """
-        self._known = Manifests(self._manifest)  # read them again
-        manifests = self._manifests()
+        self._known = {}  # read them again
+        manifests = self.manifests()
         found = None
         for name, manifest in reversed(manifests.items()):
             try:
@@ -104,37 +110,12 @@ class RemoteCheckpoints:
         self._report_unpublished(manifests, None if found is None else found.name)
         return found
 
-    def rotate(
-        self,
-        *,
-        run_id: str,
-        limit: int | None,
-        protected: set[str],
-        keeps_newest: bool = True,
-        choose: Callable[[Mapping[str, Manifest]], set[str]] = lambda manifests: set(),
-    ) -> None:
-        """Delete a run's oldest checkpoints beyond the limit; failures only warn.
-
-        Args:
-            run_id: The run's id; other runs' checkpoints are kept.
-            limit: How many are kept; None, or a number below 1, keeps all.
-            protected: The names of those that are kept regardless of the limit.
-            keeps_newest: Whether to keep the newest, too.
-            choose: Returns the names of others to keep, given all of the run's.
-        """
-        if limit is None or limit < 1:
-            return
+    def rotate(self, run_id: str, limit: int | None, kept: Callable[[Mapping[str, Manifest]], set[str]]) -> None:
+        """Delete a run's oldest checkpoints beyond the limit; failures only warn."""
         try:
-            manifests = self._manifests()
+            super().rotate(run_id, limit, kept)
         except UnreachableError as error:
-            logger.warning("Deleted no old checkpoints: %s", error)
-            return
-        known = {name: m for name, m in manifests.items() if m and m.facts.get("run_id") == run_id}
-        own = [*known]
-        if protected & {*own}:
-            kept = protected | {*(own[-1:] if keeps_newest else [])} | choose(known)
-            for name in surplus(own, protected=kept, limit=limit):
-                self.delete(name, run_id=run_id)
+            logger.warning("Could not delete old checkpoints: %s", error)
 
     def fetch(self, name: str) -> Path:
         """Return a checkpoint's folder in the mirror, verified, and downloaded unless it is already there.
@@ -152,13 +133,9 @@ class RemoteCheckpoints:
         except OSError as error:
             raise self._unreachable(error) from error
 
-    def delete(self, name: str, *, run_id: str) -> None:
-        """Delete a run's checkpoint, its manifest first; failures only warn."""
-        self._known.note(name, None)
+    def remove(self, name: str, run_id: str) -> None:
+        """Delete a checkpoint of a run, its manifest first; failures only warn."""
         try:
-            now = self._manifest(name)
-            if now is None or now.facts.get("run_id") != run_id:
-                return  # another program replaced it
             self._claim(name, run_id)
             self.folder.delete_file(f"{name}/{MANIFEST}")
             self.folder.delete_folder(name)
@@ -166,7 +143,7 @@ class RemoteCheckpoints:
             logger.warning("Could not delete %s/%s: %s", self.folder.url, name, error)
 
     def _upload(self, path: Path, run_id: str) -> None:
-        self._known.note(path.name, None)
+        self.note(path.name, None)
         claim = self._claim(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
         there = self.folder.sizes(path.name).keys() - {claim}
@@ -177,7 +154,7 @@ class RemoteCheckpoints:
             if name == MANIFEST:
                 self._check_sizes(path, names)
             self.folder.upload(path / name, f"{path.name}/{name}")
-        self._known.note(path.name, read_manifest(path))
+        self.note(path.name, read_manifest(path))
         self.folder.delete_file(f"{path.name}/{claim}")
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
@@ -195,29 +172,14 @@ class RemoteCheckpoints:
 
     def _sweep(self, run_id: str, *, besides: str) -> None:
         """Delete leftovers of killed processes of this run, once: no other process can leave any later."""
-        for name in [] if self._has_swept else self.folder.names():
-            if checkpoint_step(name) is not None and name != besides:
+        for name in [] if self._has_swept else self.names():
+            if name != besides:
                 found = self.folder.sizes(name)
                 if MANIFEST not in found and f"{_CLAIM}{run_id}" in found:
                     self.folder.delete_folder(name)
         self._has_swept = True
 
-    def _manifests(self) -> dict[str, Manifest | None]:
-        """Map the folders with names of checkpoints to their manifests, in commit order."""
-        try:
-            return self._known.of(name for name in self.folder.names() if checkpoint_step(name) is not None)
-        except OSError as error:
-            raise self._unreachable(error) from error
-
-    def _manifest(self, name: str) -> Manifest | None:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                manifest = self._read(name, Path(folder) / name)
-            except (CheckpointError, FileNotFoundError):
-                return None
-        return manifest if manifest.step == checkpoint_step(name) else None
-
-    def _read(self, name: str, folder: Path) -> Manifest:
+    def _download_manifest(self, name: str, folder: Path) -> Manifest:
         self.folder.download(f"{name}/{MANIFEST}", folder / MANIFEST)
         return read_manifest(folder)
 
@@ -230,7 +192,7 @@ class RemoteCheckpoints:
         target = self.mirror / name
         staged = files.begin(target)
         try:
-            manifest = self._read(name, staged) if MANIFEST in sizes else None
+            manifest = self._download_manifest(name, staged) if MANIFEST in sizes else None
             if manifest is not None and _holds(target, manifest):
                 files.discard(staged)
                 return target
@@ -255,22 +217,19 @@ class RemoteCheckpoints:
     def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
         """Warn of a checkpoint in the mirror whose upload failed, if it is newer than the one found."""
         newest = manifests[found] if found is not None else None
-        for path in reversed(by_commit(self.mirror)):
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                continue
+        for name, manifest in reversed(LocalCheckpoints(self.mirror).manifests().items()):
             is_newer = newest is None or (
-                manifest.facts.get("run_id") == newest.facts.get("run_id")
+                manifest is not None
+                and manifest.facts.get("run_id") == newest.facts.get("run_id")
                 and commit_order(manifest, step=manifest.step) > commit_order(newest, step=newest.step)
             )
-            if is_newer and path.name not in manifests:
+            if manifest is not None and is_newer and name not in manifests:
                 logger.warning(
                     "%s is newer than what %s holds, and was never uploaded. It is not taken by itself: "
                     "resume_from_checkpoint=%r takes it.",
-                    path,
+                    self.mirror / name,
                     self.folder.url,
-                    str(path),
+                    str(self.mirror / name),
                 )
                 return
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,26 +17,63 @@ from hftrain.storage.files import discard
 T = TypeVar("T")
 
 
-class Manifests:
-    """The manifests of one folder's checkpoints, each read only once.
+class Checkpoints(ABC):
+    """The checkpoints of one folder, by name; each manifest is read only once.
 
-    Changes by other programs are not noticed: read a manifest again before you delete its checkpoint.
-
-    Args:
-        read: Returns a checkpoint's manifest by the folder's name, None if it is not valid.
+    Changes by other programs are not noticed, except before a checkpoint is deleted.
     """
 
-    def __init__(self, read: Callable[[str], Manifest | None]) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._known: dict[str, Manifest] = {}
 
-    def of(self, names: Iterable[str]) -> dict[str, Manifest | None]:
-        """Map checkpoints to their manifests, without the file records, in commit order."""
-        found = {name: self._known.get(name) or self._read(name) for name in names}
+    @abstractmethod
+    def names(self) -> list[str]:
+        """List the folders with names of checkpoints."""
+
+    @abstractmethod
+    def read(self, name: str) -> Manifest | None:
+        """Return a checkpoint's manifest, None if it is missing, damaged or of another step."""
+
+    @abstractmethod
+    def remove(self, name: str, run_id: str) -> None:
+        """Delete a checkpoint of a run; failures only warn."""
+
+    def manifests(self) -> dict[str, Manifest | None]:
+        """Map checkpoints to their manifests, without the file records, in commit order; see `commit_order`."""
+        found = {name: self._known.get(name) or self.read(name) for name in self.names()}
         self._known = {}
         for name, manifest in found.items():
             self.note(name, manifest)
         return {name: self._known.get(name) for name in sorted(found, key=lambda name: _order(name, found[name]))}
+
+    def own(self, run_id: str) -> dict[str, Manifest]:
+        """Map a run's checkpoints to their manifests, in commit order."""
+        found = self.manifests().items()
+        return {name: manifest for name, manifest in found if manifest and manifest.facts.get("run_id") == run_id}
+
+    def highest_number(self) -> int:
+        """Return the highest ``commit_number``, 0 if no checkpoint has one."""
+        return max((each.facts.get("commit_number", 0) for each in self.manifests().values() if each), default=0)
+
+    def rotate(self, run_id: str, limit: int | None, kept: Callable[[Mapping[str, Manifest]], set[str]]) -> None:
+        """Delete a run's oldest checkpoints beyond the limit.
+
+        Args:
+            run_id: The run's id; other runs' checkpoints are kept.
+            limit: How many are kept; None, or a number below 1, keeps all.
+            kept: Returns the names of those that are kept regardless of the limit, given all of the run's.
+        """
+        if limit is not None and limit > 0:
+            known = self.own(run_id)
+            for name in surplus([*known], protected=kept(known), limit=limit):
+                self.delete(name, run_id)
+
+    def delete(self, name: str, run_id: str) -> None:
+        """Delete a checkpoint, unless another program has replaced it by one of another run."""
+        self.note(name, None)
+        now = self.read(name)
+        if now is not None and now.facts.get("run_id") == run_id:
+            self.remove(name, run_id)
 
     def note(self, name: str, manifest: Manifest | None) -> None:
         """Store the manifest of a checkpoint that was just written; None removes it."""
@@ -45,10 +83,35 @@ class Manifests:
             self._known[name] = replace(manifest, files={}) if manifest.files else manifest
 
 
+class LocalCheckpoints(Checkpoints):
+    """The checkpoints of a local folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        """List the folders with names of checkpoints, and the links to such."""
+        return checkpoint_names(self.folder)
+
+    def read(self, name: str) -> Manifest | None:
+        """Return a checkpoint's manifest, None if it is missing, damaged or of another step."""
+        manifest = readable(self.folder / name)
+        return manifest if manifest is not None and manifest.step == checkpoint_step(name) else None
+
+    def remove(self, name: str, run_id: str) -> None:
+        """Delete a checkpoint; failures only warn."""
+        discard(self.folder / name)
+
+    def own(self, run_id: str) -> dict[str, Manifest]:
+        """Map a run's checkpoints, without links, to their manifests, in commit order."""
+        folders = {*checkpoint_names(self.folder, with_links=False)}
+        return {name: manifest for name, manifest in super().own(run_id).items() if name in folders}
+
+
 def by_commit(output_dir: Path) -> list[Path]:
     """List the folders with names of checkpoints in commit order; see `commit_order`."""
-    manifests = Manifests(lambda name: readable(output_dir / name))
-    return [output_dir / name for name in manifests.of(checkpoint_names(output_dir))]
+    return [output_dir / name for name in LocalCheckpoints(output_dir).manifests()]
 
 
 def readable(folder: Path) -> Manifest | None:
@@ -69,11 +132,6 @@ def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, float,
     if manifest is None:
         return math.inf, math.inf, step
     return manifest.facts.get("commit_number", 0), manifest.facts.get("saved_at_s", 0.0), step
-
-
-def highest_number(manifests: Mapping[str, Manifest | None]) -> int:
-    """Return the highest ``commit_number``, 0 if no checkpoint has one."""
-    return max((each.facts.get("commit_number", 0) for each in manifests.values() if each is not None), default=0)
 
 
 def _order(name: str, manifest: Manifest | None) -> tuple[float, float, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hftrain.checkpoint import manager as manager_module
+from hftrain.checkpoint import rotation
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import _checksum
 from hftrain.checkpoint.rotation import by_commit
@@ -137,8 +138,8 @@ def test_what_a_killed_commit_set_aside_counts(make_manager, output_dir):
 def test_a_save_reads_no_manifest_but_that_of_what_it_deletes(make_manager, output_dir, monkeypatch, limit):
     save(make_manager(), *range(100, 140))
     reads: list[str] = []
-    whole = manager_module.readable
-    monkeypatch.setattr(manager_module, "readable", lambda path: reads.append(path.name) or whole(path))
+    whole = rotation.readable
+    monkeypatch.setattr(rotation, "readable", lambda path: reads.append(path.name) or whole(path))
     manager = make_manager(save_total_limit=limit, keep_best=None if limit is None else 1)
     manager.claim()
     assert len(reads) == 40

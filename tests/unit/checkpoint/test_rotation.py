@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.rotation import Manifests, commit_order, finite_of, surplus
+from hftrain.checkpoint.rotation import LocalCheckpoints, commit_order, finite_of, surplus
 
 
 def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manifest_come_last():
@@ -22,27 +24,30 @@ def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manife
     assert len({*orders}) == len(orders)
 
 
-def test_manifests_are_read_once_and_forgotten_with_their_checkpoints():
-    reads: list[str] = []
+class Counted(LocalCheckpoints):
+    def __init__(self) -> None:
+        super().__init__(Path("out"))
+        self.listed, self.reads = ["checkpoint-1", "checkpoint-2"], []
 
-    def read(name: str) -> Manifest | None:
-        reads.append(name)
+    def names(self) -> list[str]:
+        return self.listed
+
+    def read(self, name: str) -> Manifest | None:
+        self.reads.append(name)
         step = int(name.partition("-")[2])
         return None if step == 3 else Manifest(step=step, facts={"commit_number": 9 - step}, files={"a": {}})
 
-    manifests, names = Manifests(read), ["checkpoint-1", "checkpoint-2"]
-    manifests.note("checkpoint-2", Manifest(step=2, facts={"commit_number": 8}, files={"a": {}}))
-    assert list(manifests.of(names)) == names
-    assert list(manifests.of([*names, "checkpoint-3", "checkpoint-4"])) == [
-        "checkpoint-4",
-        "checkpoint-1",
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
-    assert reads == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    assert not any(each.files for each in manifests.of(names).values() if each)
-    manifests.of([*names, "checkpoint-3", "checkpoint-4"])
-    assert reads[3:] == ["checkpoint-3", "checkpoint-4"]
+
+def test_manifests_are_read_once_and_forgotten_with_their_checkpoints():
+    checkpoints = Counted()
+    checkpoints.note("checkpoint-2", Manifest(step=2, facts={"commit_number": 8}, files={"a": {}}))
+    assert list(checkpoints.manifests()) == ["checkpoint-1", "checkpoint-2"]
+    checkpoints.listed += ["checkpoint-3", "checkpoint-4"]
+    assert list(checkpoints.manifests()) == ["checkpoint-4", "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert checkpoints.reads == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    checkpoints.note("checkpoint-4", None)
+    assert not any(each.files for each in checkpoints.manifests().values() if each)
+    assert checkpoints.reads[3:] == ["checkpoint-3", "checkpoint-4"]
 
 
 @pytest.mark.parametrize(
