@@ -29,7 +29,7 @@ class TrainerState:
     Source: the documented `TrainerState`.
     """
 
-    epoch: float | None = None
+    epoch: float | None = 0.0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500

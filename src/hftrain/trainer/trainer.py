@@ -882,8 +882,7 @@ class Trainer:
                 metric_key_prefix=metric_key_prefix,
             )
             self._slot_log(metrics)
-            if self.state.epoch is not None:
-                metrics["epoch"] = self.state.epoch
+            metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
             self._own_stages.report_memory(metrics)
         return metrics
@@ -1078,8 +1077,7 @@ class Trainer:
 
         Source: the documented `Trainer.log`.
         """
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
+        logs["epoch"] = self.state.epoch or 0.0
         if self.args.include_num_input_tokens_seen:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:

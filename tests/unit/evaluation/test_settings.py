@@ -244,7 +244,8 @@ def test_evaluation_shows_a_bar(tmp_path: Path) -> None:
 
 def test_metrics_of_an_evaluation_are_the_documented_ones(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=share, train_dataset=make_rows(4))
-    documented = {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_share"}
+    speeds = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    documented = {"eval_loss", "eval_share", "epoch", *speeds}
     assert trainer.evaluate(make_rows(9)).keys() == documented
     trainer.train()
     assert trainer.evaluate(make_rows(9)).keys() == documented | {"epoch"}
