@@ -52,7 +52,7 @@ def sampling(name: str, sample: Callable[[int], Any], *says: str) -> Mistake:
 
 def collating(name: str, collator: Any, *says: str, model: Any = Net) -> Mistake:
     """Make the mistake of training with a collator."""
-    return Mistake(name, lambda folder: train(folder, model(), data_collator=collator, max_steps=1), says, TaskError)
+    return Mistake(name, lambda folder: train(folder, model(), data_collator=collator, max_steps=1), says, TypeError)
 
 
 def stacked(samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ DATA = [
         lambda folder: train(folder, train_dataset={"train": Own(lambda i: None), "test": Own(lambda i: None)}),
         ("the keys 'train', 'test'", "such as ['train']"),
     ),
-    reading("texts", ["a"] * 8, "list of 4 str", "Let the dataset return dicts"),
+    reading("texts", ["a"] * 8, "list of 4 str", "let the dataset return dicts", error=TypeError),
     reading("set", {1, 2}, "a set as train_dataset", "no order", error=ValueError),
     reading("class", Own, "it is a class", "Pass an instance: Own(...)", error=ValueError),
     reading("function", lambda: None, "it is a function", "Pass what it returns", error=ValueError),
@@ -160,12 +160,21 @@ DATA = [
     collating(
         "list for a task", lambda samples: samples, "a list of samples (list of 4 dict)", "join them", model=Task
     ),
-    collating("collator None", lambda samples: None, "None as a batch of Net", "the data_collator returned it"),
-    collating("None for a task", lambda samples: None, "None as a batch of Task", "the data_collator", model=Task),
+    collating("collator None", lambda samples: None, "The data_collator returned None", "Let it return the batch"),
+    collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
     collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "the batch has no labels", "label_names"),
-    collating("lists", lambda samples: {"x": [s["x"] for s in samples]}, "the batch's x are not tensors"),
     collating(
-        "arrays", lambda samples: {k: v.numpy() for k, v in stacked(samples).items()}, "not tensors", "as_tensor"
+        "lists",
+        lambda samples: {"x": [s["x"] for s in samples]},
+        "must be Tensor, not list",
+        "The batch: x list of",
+        "as_tensor",
+    ),
+    collating(
+        "arrays",
+        lambda samples: {k: v.numpy() for k, v in stacked(samples).items()},
+        "must be Tensor, not numpy.ndarray",
+        "as_tensor",
     ),
     collating("two arguments", lambda samples, more: samples, "as data_collator", "'more'", "data_collator(samples)"),
     collating("collator class", NeedsInstance, "NeedsInstance as data_collator", "Pass an instance: NeedsInstance()"),
@@ -198,8 +207,9 @@ METRICS = [
     ),
     tracking(
         "swapped",
-        "Cannot update a metric",
+        "should have the (same) shape",
         "the model's outputs first, then the labels",
+        error=ValueError,
         metric=accuracy,
         evaluation_step=lambda s, b: s.acc.update(b["labels"], s.model.layers(b["x"])),
     ),
@@ -207,6 +217,7 @@ METRICS = [
         "number of classes",
         "number of classes",
         "num_classes must be the number of outputs",
+        error=ValueError,
         metric=lambda: tm.Accuracy("multiclass", num_classes=2),
         evaluation_step=update_of(lambda own: own.acc),
     ),

@@ -41,7 +41,8 @@ def table(rows: Iterable[Mistake]) -> Any:
 def check(mistake: Mistake, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Make the mistake and check its message: that of the error, or of a warning if `error` is a kind of warning.
 
-    A warning must point at the file that made the mistake.
+    The notes of an error are part of its message, but for the place. A warning must point at the file that made the
+    mistake.
     """
     for name, value in mistake.environment.items():
         patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
@@ -59,7 +60,9 @@ def check(mistake: Mistake, folder: Path, patch: pytest.MonkeyPatch) -> None:
             warnings.simplefilter("ignore")
             with pytest.raises(mistake.error) as raised:
                 mistake.make(folder)
-        text = str(raised.value)
+        # What torch says is torch's; the notes are ours.
+        notes = getattr(raised.value, "__notes__", [])
+        text = " ".join((str(raised.value).replace("\n", " "), *(note for note in notes if not note.startswith("At "))))
     check_text(text, mistake.says, (*mistake.unsaid, *(STILTED if issubclass(mistake.error, HFTrainError) else ())))
 
 

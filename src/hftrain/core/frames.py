@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import traceback
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -40,23 +38,24 @@ def user_line(thread: int) -> str:
     return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"
 
 
-def raising_line(trace: TracebackType | None) -> str | None:
-    """Return the innermost line of user code in a traceback; None if it has none.
+def raising_line(error: BaseException, *, only_above: bool = False) -> str | None:
+    """Return the innermost line of user code in an error's traceback; None if it has none.
+
+    Args:
+        only_above: Return None if the traceback ends with that line, which Python then prints last.
 
     Example:
         >>> try:
         ...     1 / 0
         ... except ZeroDivisionError as error:
-        ...     raising_line(error.__traceback__).partition(":")[0]
+        ...     raising_line(error).partition(":")[0]
         '<doctest hftrain.core.frames.raising_line[0]>'
     """
-    found = None
-    for frame, number in traceback.walk_tb(trace):
-        file = frame.f_code.co_filename
-        if not _is_library(file) and "site-packages" not in file:
-            line = linecache.getline(file, number, frame.f_globals).strip()
-            found = f"{file}:{number}, in {frame.f_code.co_name}" + (f": {line}" if line else "")
-    return found
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [each for each in lines if not (_is_library(each.filename) or "site-packages" in each.filename)]
+    if not own or (only_above and own[-1] is lines[-1]):
+        return None
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}".removesuffix(": ")
 
 
 def _is_library(path: str) -> bool:

@@ -61,15 +61,18 @@ def check_overrides(kind: type, base: type) -> None:
         try:
             inspect.signature(override).bind(*[None] * (len(fixed) - len(named)), **named)
         except TypeError as error:
-            plain = expected.replace(
-                parameters=[p.replace(annotation=p.empty) for p in expected.parameters.values()],
-                return_annotation=expected.empty,
-            )
             raise TaskError(
                 f"Cannot call {kind.__name__}.{name}{inspect.signature(override)}:",
                 f"it overrides {base.__name__}.{name} and is called with its arguments ({error}).",
-                f"Define {name}{plain}.",
+                f"Define {name}{plain_signature(method)}.",
             ) from None
+
+
+def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a function's signature without annotations, for messages."""
+    found = inspect.signature(function)
+    parameters = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=found.empty)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -26,6 +26,7 @@ from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
 from hftrain.rules.evaluation import check_evaluating
+from hftrain.rules.functions import read_parts
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.parts import TrainerHooks
@@ -203,7 +204,8 @@ class Evaluation:
         is_prediction, compute_metrics = self._stages.name == "predict", None if loss_only else trainer.compute_metrics
 
         def step(batch: Any) -> StepOutput:
-            loss, outputs, labels = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
+            found = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
+            loss, outputs, labels = read_parts(found, "prediction_step", "loss", "logits", "labels")
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._logs)
 
         def evaluate_batch(batch: Any) -> StepOutput:
@@ -256,7 +258,8 @@ class Evaluation:
             mean.open(inputs)
 
         def compute(batch: Any) -> Any:
-            return trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            found = trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            return read_parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:
             computing.past = read_memory(outputs, trainer.args.past_index, has_loss=False)

@@ -53,8 +53,7 @@ class Stages:
                 report_late_ranks(trainer.strategy, error)
             maker = f"{type(trainer).__name__}.compute_loss" if trainer._is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
-            names, sets = trainer.label_names, (trainer.train_dataset, trainer.eval_dataset)
-            explain_mistake(error, trainer.task, trainer.model, label_names=names, loss_maker=maker, datasets=sets)
+            explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker)
             raise
         finally:
             self.depth -= 1

@@ -13,7 +13,7 @@ from support.tiny import make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hftrain import ConfigError, TaskError, Trainer, set_seed
+from hftrain import ConfigError, Trainer, set_seed
 from hftrain.task.recompute import recompute_activations
 
 
@@ -71,7 +71,7 @@ def test_layers_are_as_they_were_after_an_error(tmp_path: Path) -> None:
         tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"layer_classes": ["Block"]}
     )
     rows = [{"x": torch.zeros(5), "labels": torch.tensor(0)}]
-    with pytest.raises(TaskError, match=r"Cannot apply blocks\.0\.linear"):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         Trainer(model, arguments, train_dataset=rows).train()
     assert "forward" not in vars(model.blocks[0])
     assert model.config.use_cache is True

@@ -183,8 +183,9 @@ def test_a_step_that_runs_backward_itself_is_told_so(tmp_path: Path) -> None:
             output.loss.backward()  # type: ignore[union-attr]
             return output
 
-    with pytest.raises(TaskError, match=r"Return the loss without calling backward\(\)"):
+    with pytest.raises(RuntimeError, match="already been freed") as caught:
         fit(Backward(), tmp_path)
+    assert "Return the loss without calling backward()" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(("value", "found"), [("high", "str"), (torch.ones(2), r"a tensor of shape \(2,\)")])
