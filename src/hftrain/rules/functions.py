@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from hftrain.core.errors import TaskError
-from hftrain.core.notes import describe
 
 # Role -> the number of positional arguments, a keyword that may be passed, and the signature for errors.
 _CALLS: dict[str, tuple[int, str, str]] = {
@@ -47,15 +46,4 @@ def check_call(role: str, function: Callable[..., Any]) -> None:
         f"Cannot call {name} as {role} ({reason}):",
         f"it is called as {role}{written}.",
         f"Pass an instance: {name}()." if isinstance(function, type) else "Give it these parameters.",
-    )
-
-
-def read_parts(returned: Any, maker: str, *names: str) -> Any:
-    """Return what an override returned; raise unless it is a tuple or a list of the named parts."""
-    if isinstance(returned, (tuple, list)) and len(returned) == len(names):
-        return returned
-    raise TaskError(
-        f"Cannot use what {maker} returned:",
-        f"it is {describe(returned)}, and not {len(names)} parts.",
-        f"Return ({', '.join(names)}).",
     )

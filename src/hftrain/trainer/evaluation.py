@@ -25,8 +25,7 @@ from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
-from hftrain.rules.evaluation import check_evaluating
-from hftrain.rules.functions import read_parts
+from hftrain.rules.evaluation import check_evaluating, read_parts
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.parts import TrainerHooks
