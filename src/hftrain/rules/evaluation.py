@@ -11,7 +11,6 @@ from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
-from hftrain.core.notes import describe
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
 from hftrain.data.eval_sets import EvalSet
@@ -186,14 +185,3 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
             "Leave one of the two out.",
             spill_dir=spill_dir,
         )
-
-
-def read_parts(returned: Any, maker: str, *names: str) -> Any:
-    """Return what an override returned; raise unless it is a tuple or a list of the named parts."""
-    if isinstance(returned, (tuple, list)) and len(returned) == len(names):
-        return returned
-    raise TaskError(
-        f"Cannot use what {maker} returned:",
-        f"it is {describe(returned)}, and not {len(names)} parts.",
-        f"Return ({', '.join(names)}).",
-    )

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from hftrain.adapter.configs import evaluate_config
+from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
+from hftrain.core.notes import describe
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.dispatch import takes_turns
@@ -25,7 +27,7 @@ from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
-from hftrain.rules.evaluation import check_evaluating, read_parts
+from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.parts import TrainerHooks
@@ -204,7 +206,7 @@ class Evaluation:
 
         def step(batch: Any) -> StepOutput:
             found = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
-            loss, outputs, labels = read_parts(found, "prediction_step", "loss", "logits", "labels")
+            loss, outputs, labels = _parts(found, "prediction_step", "loss", "logits", "labels")
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._logs)
 
         def evaluate_batch(batch: Any) -> StepOutput:
@@ -258,7 +260,7 @@ class Evaluation:
 
         def compute(batch: Any) -> Any:
             found = trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
-            return read_parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
+            return _parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:
             computing.past = read_memory(outputs, trainer.args.past_index, has_loss=False)
@@ -295,3 +297,14 @@ class Evaluation:
         elif stage == "train":
             warn_of_unread(TaskModule.metrics(task, "eval"), metrics)
         return read_metrics(metrics, stage=where, gather_object=self._trainer.strategy.gather_object)
+
+
+def _parts(returned: Any, maker: str, *names: str) -> Any:
+    """Return what an override returned; raise unless it is a tuple or a list of the named parts."""
+    if isinstance(returned, (tuple, list)) and len(returned) == len(names):
+        return returned
+    raise TaskError(
+        f"Cannot use what {maker} returned:",
+        f"it is {describe(returned)}, and not {len(names)} parts.",
+        f"Return ({', '.join(names)}).",
+    )
