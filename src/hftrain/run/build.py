@@ -12,12 +12,12 @@ from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
-from hftrain.checkpoint.grace import GracePeriod
 from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.run.counting import RunCounts, token_counter
 from hftrain.run.data import RunData
+from hftrain.run.grace import GracePeriod
 from hftrain.run.nodes import own_checkpoint
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, find_geometry, plan_run, report_changed_arguments

@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from hftrain.checkpoint.consensus import SAVE, STOPS, Consensus, strongest
-from hftrain.checkpoint.grace import GracePeriod, Watched
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
+from hftrain.run.grace import GracePeriod
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import RunCheckpoints
 from hftrain.run.writing import saves_at_all
@@ -45,9 +46,9 @@ class Interrupts:
         save: Callable[[], None],
         where: Callable[[], str],
     ) -> None:
-        self._parts, self._grace, self._where = parts, grace, where
+        self._parts, self._grace, self.where = parts, grace, where
         self._args, self._policy = parts.args, parts.save_policy
-        self._strategy, self._output, self._events = parts.strategy, parts.output, parts.events
+        self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
         self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
         self._marker = checkpoints.manager.config.output_dir / MARKER
@@ -64,7 +65,7 @@ class Interrupts:
         if not (policy.on_signal or policy.every_s is not None or policy.save_async):
             return None
         try:
-            board = self._strategy.make_board()
+            board = self.strategy.make_board()
         except StrategyError as error:
             if policy.every_s is not None:
                 raise
@@ -75,7 +76,7 @@ class Interrupts:
         return Consensus(
             self.act,
             parts.pending,
-            group=self._strategy,
+            group=self.strategy,
             board=board,
             progress=self._progress,
             timeout_s=parts.args.ddp_timeout,
@@ -83,21 +84,22 @@ class Interrupts:
         )
 
     def __enter__(self) -> Interrupts:
-        if self._strategy.is_main:
+        if self.strategy.is_main:
             self._remove_marker()
         self._first_step = self._progress.step
         if self.consensus is not None:
             self.consensus.start()
             if self._policy.on_signal:
                 self.consensus.on_stop = self._grace.ring
-                handlers = SignalHandlers(self.consensus, lambda: self._grace.start(self._watched(handlers)))
-                self._open.enter_context(handlers)
+                self.ask = self.consensus.ask
+                self.handlers = SignalHandlers(self.consensus, lambda: self._grace.start(self))
+                self._open.enter_context(self.handlers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._open.close()
         if isinstance(error, TrainingStopped) and error.is_early:
-            logger.warning("%s. %s", error, self._last_words())
+            logger.warning("%s. %s", error, self.last_words())
         if self.consensus is not None:
             self.consensus.close(is_failed=kind is not None and not self._is_stopped)
             late = self.consensus.left_over()
@@ -132,8 +134,8 @@ class Interrupts:
         """End a complete run like a stopped one, if the stop was requested too late; collective."""
         if self.consensus is not None and self._policy.on_signal:
             # The main process may take long to finish the run; the others must check for requests only afterwards.
-            self._strategy.barrier()
-            asked = strongest(self._strategy.gather_object(self.consensus.left_over()))
+            self.strategy.barrier()
+            asked = strongest(self.strategy.gather_object(self.consensus.left_over()))
             if asked is not None:
                 self._stop(asked, "when it was complete", is_complete=True)
 
@@ -159,45 +161,41 @@ class Interrupts:
         step = self._checkpoints.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
         message = f"{name} stopped the training {when}. {saved}."
-        if self._strategy.is_main:
+        if self.strategy.is_main:
             logger.warning("%s", message)
             if step is not None:
                 self._leave_marker(name, step)
         if not is_complete:
             self._events.fire("on_train_end")
         # Processes end together, because a launcher would kill the slower ones.
-        self._strategy.barrier()
+        self.strategy.barrier()
         raise stopped_by(name, message)
 
-    def _watched(self, handlers: SignalHandlers) -> Watched:
-        """Return what the grace period's thread needs from the run."""
-        parts, strategy, folder, consensus = self._parts, self._strategy, self._marker.parent, self.consensus
-        assert consensus is not None
-        progress, losses, fired = parts.progress, parts.losses, parts.events.num_fired
+    # -- for the grace period's thread, or another one that it can abandon ----------------------------------------
 
-        def is_writing() -> bool:
-            is_under_way = (parts.phase.text or "").startswith("save") or staged_bytes(folder) > 0
-            return is_under_way and not consensus.is_waiting
+    def pulse(self) -> tuple[Any, ...]:
+        """Return a value that changes whenever this process makes progress; fast."""
+        parts = self._parts
+        return self._progress.step, parts.losses.num_micro_steps, *self._events.num_fired, parts.phase.text
 
-        return Watched(
-            label="" if strategy.world_size == 1 else f"rank {strategy.rank}: ",
-            ask=lambda: consensus.ask("SIGTERM"),
-            pulse=lambda: (progress.step, losses.num_micro_steps, *fired, parts.phase.text),
-            share=lambda pulse: consensus.share([*pulse, staged_bytes(folder), is_writing()]),
-            where=self._where,
-            # A process that had ended before the signal has no note.
-            is_saving=lambda notes: is_writing() or any(json.loads(note or "[false]")[-1] for note in notes or ()),
-            missing=None if strategy.watch is None else strategy.watch.missing,
-            interrupt=handlers.interrupt,
-            last_words=self._last_words,
-        )
+    def share_pulse(self) -> list[str | None]:
+        """Post the pulse, the bytes being written and whether it writes, and return the last note of each process."""
+        assert self.consensus is not None
+        return self.consensus.share([*self.pulse(), staged_bytes(self._marker.parent), self.is_saving()])
 
-    def _last_words(self) -> str:
+    def is_saving(self, notes: list[str | None] | None = None) -> bool:
+        """Tell whether this process, or one of those with a note, writes a checkpoint."""
+        is_under_way = (self._parts.phase.text or "").startswith("save") or staged_bytes(self._marker.parent) > 0
+        is_here = is_under_way and self.consensus is not None and not self.consensus.is_waiting
+        # A process that had ended before the signal has no note.
+        return is_here or any(json.loads(note or "[false]")[-1] for note in notes or ())
+
+    def last_words(self) -> str:
         """Write the marker of a run that ends within a step, and describe what is saved and what is lost."""
         step, done = self._checkpoints.saved_step or self._first_step, self._progress.step
         if not step:
             return "There is no checkpoint."
-        if self._strategy.is_main:
+        if self.strategy.is_main:
             self._leave_marker("SIGTERM", step)
         return f"The last checkpoint is {checkpoint_name(step)}; {max(done - step, 0)} whole steps after it are lost."
 

@@ -16,7 +16,6 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
-from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.core.log import get_logger
@@ -31,6 +30,7 @@ from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.run.announce import announce_training
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
+from hftrain.run.grace import GracePeriod
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import Ready, RunParts

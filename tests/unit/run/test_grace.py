@@ -22,9 +22,9 @@ from support.forked import Ended, run_cases
 from support.tiny import make_resumable
 
 from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback
-from hftrain.checkpoint import grace
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
+from hftrain.run import grace
 from hftrain.storage import files
 
 pytestmark = [

@@ -18,10 +18,10 @@ from support.tiny import make_resumable, make_rows, train
 
 from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
 from hftrain.checkpoint.consensus import Consensus
-from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.run.grace import GracePeriod
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
 

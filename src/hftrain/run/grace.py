@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.log import get_logger
+
+if TYPE_CHECKING:
+    from hftrain.run.interrupts import Interrupts
 
 logger = get_logger(__name__)
 
@@ -29,34 +31,6 @@ LAST_S = 5.0
 # Factors on the longest pause so far, and on the time while a checkpoint is written: flushing a large file to a slow
 # disk shows no progress.
 _FACTOR, _SAVING_FACTOR = 1.5, 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
-    """What the thread needs from the run; called in that thread, or in another one that it can abandon.
-
-    Args:
-        label: Prefix of each message: the rank, if there are several.
-        ask: Requests a stop of all processes, as the signal handler does.
-        pulse: Returns a value that changes whenever the run makes progress; fast.
-        share: Takes this process's pulse and returns that of all, with the bytes being written.
-        where: Returns a description of what the run does.
-        is_saving: Takes the last result of `share` (None if none), and tells whether a process writes a checkpoint.
-        missing: Returns which ranks have not arrived where this one waits, and where they are; None for one process.
-        interrupt: Takes a message, and raises `TrainingStopped` with it in the main thread; returns whether it could
-            send the signal.
-        last_words: Writes what an ended run leaves behind, and describes what is saved and what is lost.
-    """
-
-    label: str
-    ask: Callable[[], Any]
-    pulse: Callable[[], Any]
-    share: Callable[[Any], Any]
-    where: Callable[[], str]
-    is_saving: Callable[[Any], bool]
-    missing: Callable[[], tuple[str, str]] | None
-    interrupt: Callable[[str], bool]
-    last_words: Callable[[], str]
 
 
 class GracePeriod:
@@ -81,9 +55,9 @@ class GracePeriod:
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
 
-    def start(self, watched: Watched) -> int:
+    def start(self, run: Interrupts) -> int:
         """Start the thread, and return the descriptor to write signal numbers to."""
-        self._watched = watched
+        self._run, self._strategy = run, run.strategy
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="hftrain-grace", daemon=True)
@@ -123,15 +97,15 @@ class GracePeriod:
         longest_s = self._until_asked()
         if longest_s is None:
             return
-        self._watched.ask()
+        self._run.ask("SIGTERM")
         reason = self._wait(longest_s)
         if reason is not None:
             self._end(reason)
 
     def _until_asked(self) -> float | None:
         """Wait for SIGTERM, and return the longest pause of the run; None if the run ends first."""
-        watched, longest_s, is_under_way = self._watched, 0.0, False
-        pulse, changed_s = watched.pulse(), time.monotonic()
+        longest_s, is_under_way = 0.0, False
+        pulse, changed_s = self._run.pulse(), time.monotonic()
         pause_s = None if self._grace_s is None else min(self._grace_s / 4, _LONGEST_POLL_S)
         while True:
             heard = self._hear(pause_s)
@@ -139,7 +113,7 @@ class GracePeriod:
                 return None
             if heard in (signal.SIGTERM, _ELSEWHERE):
                 return longest_s
-            latest, now_s = watched.pulse(), time.monotonic()
+            latest, now_s = self._run.pulse(), time.monotonic()
             if latest != pulse:
                 # Without the first step, which compiles and warms up.
                 longest_s = max(longest_s, now_s - changed_s) if is_under_way else 0.0
@@ -164,7 +138,7 @@ class GracePeriod:
             latest = self._pulse()
             if latest is not None and latest != pulse:
                 pulse, changed_s = latest, now_s
-            is_saving, quiet_s = self._watched.is_saving(latest), now_s - changed_s
+            is_saving, quiet_s = self._run.is_saving(latest), now_s - changed_s
             if is_hurried and (not is_saving or quiet_s > LAST_S):
                 return "a second SIGTERM came"
             if patience_s is not None and quiet_s > patience_s * (_SAVING_FACTOR if is_saving else 1.0):
@@ -178,7 +152,7 @@ class GracePeriod:
         place = self._place()
         self._say(f"SIGTERM interrupts {place}, because {reason}.")
         # The thread receives the interrupting signal, too.
-        is_own = self._watched.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
+        is_own = self._run.handlers.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
         pulse, changed_s = self._pulse(), time.monotonic()
         while time.monotonic() - changed_s < LAST_S:
             heard = self._hear(_POLL_S)
@@ -190,29 +164,30 @@ class GracePeriod:
             latest = self._pulse()
             if latest is not None and latest != pulse:
                 pulse, changed_s = latest, time.monotonic()
-        words = _within(_SAY_S, self._watched.last_words) or ""
+        words = _within(_SAY_S, self._run.last_words) or ""
         self._say(f"SIGTERM ends the process at once: it is still in {self._place()}. {words}")
         os._exit(128 + signal.SIGTERM)
 
     def _place(self) -> str:
-        return f"{self._watched.where()}, at {user_line(self._main)}"
+        return f"{self._run.where()}, at {user_line(self._main)}"
 
     def _pulse(self) -> Any:
-        return _within(_SAY_S, lambda: self._watched.share(self._watched.pulse()))
+        return _within(_SAY_S, self._run.share_pulse)
 
     def _say_who_is_missing(self) -> None:
-        missing = self._watched.missing
-        if missing is not None and waits_for_others(self._main):
+        watch = self._strategy.watch
+        if watch is not None and waits_for_others(self._main):
 
             def say() -> None:
-                late, places = missing()
-                logger.warning("%s%s: %s.", self._watched.label, late, places)
+                late, places = watch.missing()
+                logger.warning("rank %d: %s: %s.", self._strategy.rank, late, places)
 
             threading.Thread(target=say, name="hftrain-missing", daemon=True).start()
 
     def _say(self, text: str) -> None:
         """Log from another thread, because the log's pipe may be closed, and the main thread may hold its lock."""
-        _within(_SAY_S, lambda: logger.warning("%s%s", self._watched.label, text))
+        label = "" if self._strategy.world_size == 1 else f"rank {self._strategy.rank}: "
+        _within(_SAY_S, lambda: logger.warning("%s%s", label, text))
 
 
 def _within(limit_s: float, call: Callable[[], Any]) -> Any:
