@@ -140,61 +140,71 @@ class _Reader:
                 num_containers += 1
                 if num_containers > _MAX_SHORT_CONTAINERS + (place or 0) // _CONTAINER_BYTES:
                     raise ValueError("it holds more containers than torch.save writes in as many bytes")
-            if opcode.name in _VALUES:
-                self._stack.append(_VALUES[opcode.name](argument))
-            elif opcode.name == "STOP":
+            if opcode.name == "STOP":
                 return self._stack.pop(), number
-            elif (act := _ACTIONS.get(opcode.name)) is not None:
-                act(self, argument)
-            else:
-                raise ValueError(f"it holds more than plain data: the instruction {opcode.name}")
+            self._follow(opcode.name, argument)
         raise ValueError("its structure has no end")
 
-    def _since_mark(self) -> list[Any]:
-        found, self._stack = self._stack, self._marks.pop()
-        return found
-
-    def _mark(self, _: Any) -> None:
-        self._marks.append(self._stack)
-        self._stack = []
-
-    def _remember(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
-
-    def _tuple(self, num: int | None) -> None:
-        items = self._since_mark() if num is None else self._stack[-num:]
-        if num is not None:
-            del self._stack[-num:]
-        self._stack.append(tuple(items))
-
-    def _append(self, _: Any) -> None:
-        item = self._stack.pop()
-        _expect(self._stack[-1], list).append(item)
-
-    def _extend(self, _: Any) -> None:
-        items = self._since_mark()
-        _expect(self._stack[-1], list).extend(items)
-
-    def _set(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._put([key, value])
-
-    def _update(self, _: Any) -> None:
-        self._put(self._since_mark())
+    def _follow(self, name: str, argument: Any) -> None:
+        """Do what an instruction would do, with placeholders."""
+        stack = self._stack
+        match name:
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[argument])
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = stack[-1]
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINSTRING":
+                stack.append(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                stack.append(_CONSTANTS[name])
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "GLOBAL":
+                stack.append(_Global(argument))
+            case "MARK":
+                self._marks.append(stack)
+                self._stack = []
+            case "TUPLE":
+                self._stack = self._marks.pop()
+                self._stack.append(tuple(stack))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack[-int(name[-1]) :] = [tuple(stack[-int(name[-1]) :])]
+            case "APPEND":
+                item = stack.pop()
+                _expect(stack[-1], list).append(item)
+            case "APPENDS":
+                self._stack = self._marks.pop()
+                _expect(self._stack[-1], list).extend(stack)
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                self._put([key, value])
+            case "SETITEMS":
+                self._stack = self._marks.pop()
+                self._put(stack)
+            case "REDUCE":
+                self._call()
+            case "BUILD":
+                self._build()
+            case "BINPERSID":
+                self._load_storage()
+            case _ if name != "PROTO":
+                raise ValueError(f"it holds more than plain data: the instruction {name}")
 
     def _put(self, items: list[Any]) -> None:
         target = _expect(self._stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[_checked_key(key)] = value
 
-    def _call(self, _: Any) -> None:
+    def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         name = _expect(function, _Global).name
         if name not in self._callables:
             raise ValueError(f"it holds more than plain data: {name.replace(' ', '.')}")
         self._stack.append(self._callables[name](*_expect(arguments, tuple)))
 
-    def _build(self, _: Any) -> None:
+    def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, _Ordered) and isinstance(state, dict) and state.keys() <= {"_metadata"}:
             target.update(state)
@@ -207,7 +217,7 @@ class _Reader:
         else:
             raise ValueError("it holds more than plain data: an object with a state")
 
-    def _load_storage(self, _: Any) -> None:
+    def _load_storage(self) -> None:
         word, kind, key, _location, num = _expect(self._stack.pop(), tuple)
         module, _, name = _expect(kind, _Global).name.partition(" ")
         item_bytes = 1 if name == "UntypedStorage" else _STORAGE_BYTES[name.removesuffix("Storage")]
@@ -320,33 +330,4 @@ def _count(node: Any, known: dict[int, int | None], depth: int) -> int:
 
 
 _CONTAINERS = frozenset(("EMPTY_DICT", "EMPTY_LIST", "REDUCE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"))
-_PLAIN_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING")
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(_PLAIN_VALUES, lambda argument: argument),
-    "NONE": lambda _: None,
-    "NEWTRUE": lambda _: True,
-    "NEWFALSE": lambda _: False,
-    "EMPTY_TUPLE": lambda _: (),
-    "EMPTY_LIST": lambda _: [],
-    "EMPTY_DICT": lambda _: {},
-    "GLOBAL": _Global,
-}
-_ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
-    "PROTO": lambda reader, _: None,
-    "MARK": _Reader._mark,
-    "BINPUT": _Reader._remember,
-    "LONG_BINPUT": _Reader._remember,
-    "BINGET": lambda reader, number: reader._stack.append(reader._memo[number]),
-    "LONG_BINGET": lambda reader, number: reader._stack.append(reader._memo[number]),
-    "TUPLE": lambda reader, _: reader._tuple(None),
-    "TUPLE1": lambda reader, _: reader._tuple(1),
-    "TUPLE2": lambda reader, _: reader._tuple(2),
-    "TUPLE3": lambda reader, _: reader._tuple(3),
-    "APPEND": _Reader._append,
-    "APPENDS": _Reader._extend,
-    "SETITEM": _Reader._set,
-    "SETITEMS": _Reader._update,
-    "REDUCE": _Reader._call,
-    "BUILD": _Reader._build,
-    "BINPERSID": _Reader._load_storage,
-}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
