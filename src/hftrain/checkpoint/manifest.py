@@ -13,7 +13,7 @@ from typing import Any
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError
 from hftrain.core.optional import installed_versions
-from hftrain.storage.files import read_json, sha256, walk_files, write_text
+from hftrain.storage.files import read_json, sha256, unreadable, walk_files, write_text
 from hftrain.storage.hashing import Mark, mark
 
 FORMAT_VERSION = 1
@@ -75,23 +75,23 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: It is missing, damaged, or of a format unknown to this version.
     """
     if (folder / MANIFEST).is_symlink():
-        raise _refused(folder / MANIFEST, "It is a link")
+        raise unreadable(folder / MANIFEST, "It is a link")
     body = read_json(folder / MANIFEST)
     try:
         is_true = isinstance(body, dict) and body.pop("checksum", None) == _checksum(body)
     except (ValueError, RecursionError) as error:
-        raise _refused(folder / MANIFEST, f"It is not a manifest: {error}") from error
+        raise unreadable(folder / MANIFEST, f"It is not a manifest: {error}") from error
     if not is_true:
-        raise _refused(folder / MANIFEST, "Its content does not match its own checksum")
+        raise unreadable(folder / MANIFEST, "Its content does not match its own checksum")
     if body.get("format_version") != FORMAT_VERSION:
-        raise _refused(
+        raise unreadable(
             folder / MANIFEST, f"Its format is {body.get('format_version')!r}; this version reads {FORMAT_VERSION}"
         )
     if set(body) != set(Manifest.__dataclass_fields__) or not _is_well_typed(body):
-        raise _refused(folder / MANIFEST, "Its entries are not those of this format")
+        raise unreadable(folder / MANIFEST, "Its entries are not those of this format")
     impossible = _impossible(body["step"], body["facts"])
     if impossible:
-        raise _refused(folder / MANIFEST, f"Its position in the data is impossible: {impossible}")
+        raise unreadable(folder / MANIFEST, f"Its position in the data is impossible: {impossible}")
     return Manifest(**body)
 
 
@@ -108,12 +108,12 @@ def verify(folder: Path, *, hashes: bool = True) -> Manifest:
     """
     manifest = read_manifest(folder)
     if checkpoint_step(folder) not in (None, manifest.step):
-        raise _refused(folder / MANIFEST, f"It was saved at step {manifest.step}, as another folder")
+        raise unreadable(folder / MANIFEST, f"It was saved at step {manifest.step}, as another folder")
     for name, record in manifest.files.items():
         _verify_file(folder, name, record, hashes=hashes)
     for path in folder.iterdir():
         if is_part(path.name) and path.name not in manifest.files:
-            raise _refused(path, "It was not there when the checkpoint was saved")
+            raise unreadable(path, "It was not there when the checkpoint was saved")
     return manifest
 
 
@@ -126,14 +126,14 @@ def refuse_links(folder: Path) -> None:
     """Raise `CheckpointError` if a part of a checkpoint without a manifest is a link, or not a regular file."""
     for path in folder.iterdir():
         if is_part(path.name) and not stat.S_ISREG(path.lstat().st_mode):
-            raise _refused(path, "It is a link or no regular file")
+            raise unreadable(path, "It is a link or no regular file")
 
 
 def inner_path(folder: Path, name: str) -> Path:
     """Return the path of a file in a manifest; raises if it is outside the folder."""
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
-        raise _refused(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")
+        raise unreadable(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")
     return folder.joinpath(*parts)
 
 
@@ -145,15 +145,15 @@ def _verify_file(folder: Path, name: str, record: Any, *, hashes: bool) -> None:
         try:
             status = path.lstat()
         except OSError as error:
-            raise _refused(path, f"It cannot be found: {error}") from error
+            raise unreadable(path, f"It cannot be found: {error}") from error
         if stat.S_ISLNK(status.st_mode):
-            raise _refused(path, "It is a link")
+            raise unreadable(path, "It is a link")
     if not stat.S_ISREG(status.st_mode):
-        raise _refused(path, "It is not a regular file")
+        raise unreadable(path, "It is not a regular file")
     if status.st_size != record["size"]:
-        raise _refused(path, f"It has {status.st_size} bytes instead of {record['size']}")
+        raise unreadable(path, f"It has {status.st_size} bytes instead of {record['size']}")
     if hashes and sha256(path) != record["sha256"]:
-        raise _refused(path, "Its SHA-256 differs from the one in the manifest")
+        raise unreadable(path, "Its SHA-256 differs from the one in the manifest")
 
 
 def _record(path: Path, hashes: Mapping[Mark, str]) -> dict[str, Any]:
@@ -225,11 +225,6 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "earlier_metrics": lambda value: isinstance(value, dict),
     "added_groups": lambda value: isinstance(value, list) and all(isinstance(each, list) for each in value),
 }
-
-
-def _refused(path: Path, reason: str) -> CheckpointError:
-    remedy = "Use another checkpoint; without a path, resuming takes the newest complete one."
-    return CheckpointError(f"Cannot read {path}.", f"{reason}.", remedy)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.history import HistoryText
 from hftrain.core.state import TrainerState, find_misfit
-from hftrain.storage.files import read_json, write_text
+from hftrain.storage.files import read_json, unreadable, write_text
 from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
 
@@ -26,7 +26,7 @@ def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str,
     path = folder / name
     content = load_containers(path, with_numpy=with_numpy)
     if not isinstance(content, dict):
-        raise _unusable(path, f"It holds a {type(content).__name__} instead of a dictionary")
+        raise unreadable(path, f"It holds a {type(content).__name__} instead of a dictionary")
     return content
 
 
@@ -84,10 +84,10 @@ def load_trainer_state(folder: Path) -> TrainerState:
     content = read_json(path, scale=_HISTORY_SCALE)
     problem = find_misfit(content)
     if problem is not None:
-        raise _unusable(path, f"It is damaged: {problem}")
+        raise unreadable(path, f"It is damaged: {problem}")
     state = TrainerState.from_dict(content)
     if (folder / MANIFEST).exists() and state.global_step != read_manifest(folder).step:
-        raise _unusable(path, f"It says step {state.global_step}, and the manifest another")
+        raise unreadable(path, f"It says step {state.global_step}, and the manifest another")
     return state
 
 
@@ -100,7 +100,3 @@ def check_complete(folder: Path, name: str) -> None:
             "Name an older checkpoint that is complete, start a new run from its weights, or save without "
             "save_only_model.",
         )
-
-
-def _unusable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"Cannot read {path}.", f"{reason}.", "Use another checkpoint.")

@@ -234,8 +234,7 @@ class RemoteCheckpoints(Checkpoints):
                 return
 
     def _damaged(self, name: str, reason: str) -> CheckpointError:
-        remedy = "Use another checkpoint; without a path, resuming takes the newest complete one."
-        return CheckpointError(f"Cannot read {self.folder.url}/{name}.", f"{reason}.", remedy)
+        return files.unreadable(f"{self.folder.url}/{name}", reason)
 
     def _unreachable(self, error: OSError) -> UnreachableError:
         return UnreachableError(

@@ -19,7 +19,7 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
-from hftrain.storage.files import read_json
+from hftrain.storage.files import read_json, unreadable
 from hftrain.storage.shards import find_shards, load_shards
 from hftrain.storage.tensors import (
     check_tensors,
@@ -237,8 +237,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         return load_tensors(path)
     state = load_containers(path)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        found = f"It holds a {type(state).__name__}, not values by name."
-        raise CheckpointError(f"Cannot read weights from {path}.", found, "Use another checkpoint.")
+        raise unreadable(path, f"It holds a {type(state).__name__}, not values by name")
     return state
 
 
@@ -246,9 +245,7 @@ def _shards_of(index: Path) -> dict[str, str]:
     content = read_json(index)
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(_SHARD.fullmatch(str(name)) for name in shards.values()):
-        raise CheckpointError(
-            f"Cannot read {index}.", "It does not map names to files next to it.", "Use another checkpoint."
-        )
+        raise unreadable(index, "It does not map names to files next to it")
     return shards
 
 
@@ -258,10 +255,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
     for name in sorted(set(shards.values())):
         state.update(_read_file(folder / name))
     if state.keys() != shards.keys():
-        differing = sorted(state.keys() ^ shards.keys())
-        raise CheckpointError(
-            f"Cannot read {index}.", f"It and its files differ in {differing}.", "Use another checkpoint."
-        )
+        raise unreadable(index, f"It and its files differ in {sorted(state.keys() ^ shards.keys())}")
     return state
 
 

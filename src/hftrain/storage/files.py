@@ -96,9 +96,13 @@ def read_json(path: Path, *, scale: int = 1) -> Any:
             raise ValueError(f"it holds more than {scale * _MAX_JSON_VALUES} values")
         return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"Cannot read {path}.", f"It is absent or damaged: {error}.", "Use another checkpoint."
-        ) from error
+        raise unreadable(path, f"It is absent or damaged: {error}") from error
+
+
+def unreadable(path: Path | str, reason: str) -> CheckpointError:
+    """Return the error for a checkpoint, or a file of one, that cannot be used."""
+    remedy = "Use another checkpoint; without a path, resuming takes the newest complete one."
+    return CheckpointError(f"Cannot read {path}.", f"{reason}.", remedy)
 
 
 def sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Shard
+from hftrain.storage.files import unreadable
 from hftrain.storage.tensors import check_header, load_tensors, save_tensors
 
 _ROWS = "hftrain.rows"
@@ -72,6 +73,4 @@ def _rows_in(path: Path) -> dict[str, Any]:
             rows = json.loads((file.metadata() or {})[_ROWS])
         return {name: (int(start), int(length)) for name, (start, length) in rows.items()}
     except Exception as error:
-        raise CheckpointError(
-            f"Cannot read {path}.", f"It is damaged: {error!r}.", "Use another checkpoint."
-        ) from error
+        raise unreadable(path, f"It is damaged: {error!r}") from error

@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from hftrain.core.errors import CheckpointError
 from hftrain.storage.archives import MAX_DEPTH, MAX_INTEGER_BITS, check_archive, is_key
+from hftrain.storage.files import unreadable
 from hftrain.storage.hashing import create
 
 _ALIASES = "hftrain.aliases"
@@ -290,4 +291,4 @@ def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
-    return CheckpointError(f"Cannot read {path}.", f"{reason}.", "Use another checkpoint.")
+    return unreadable(path, reason)
