@@ -12,7 +12,6 @@ import torch
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.checkpoint.manager import CheckpointConfig
 from hftrain.core.log import warn_once
-from hftrain.hub.uploads import HubConfig
 from hftrain.loops.evaluate import EvaluateConfig
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.optim.schedules import ScheduleConfig
@@ -137,19 +136,6 @@ def compile_config(args: Any) -> CompileConfig | None:
             f"torch_compile_mode={mode!r} is an option of inductor; torch_compile_backend={backend!r} may ignore it."
         )
     return CompileConfig(backend=backend, mode=mode)
-
-
-def hub_config(args: Any, *, output_dir: Path) -> HubConfig:
-    """Return the config of pushes to the Hub; without `hub_model_id` the repository is named after the folder."""
-    return HubConfig(
-        output_dir=output_dir,
-        model_id=args.hub_model_id or output_dir.resolve().name,
-        strategy=str(args.hub_strategy),
-        token=args.hub_token,
-        private=args.hub_private_repo,
-        always_push=bool(args.hub_always_push),
-        revision=args.hub_revision,
-    )
 
 
 def told_hyperparameters(args: Any) -> dict[str, Any]:

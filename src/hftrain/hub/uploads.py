@@ -30,37 +30,13 @@ def require_hub(feature: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HubConfig:
-    """The repository of pushes, and when and how to push.
-
-    Args:
-        model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
-        strategy: ``end``, ``every_save``, ``checkpoint`` or ``all_checkpoints``.
-        token: Access token; None takes the stored login.
-        private: Whether a new repository is private; None follows the owner's default.
-        always_push: Whether a save is pushed although the previous push has not ended.
-        revision: The branch to push to; None is the main one.
-
-    Source: the documented `hub_model_id`, `hub_strategy`, `hub_token`, `hub_private_repo`, `hub_always_push`,
-    `hub_revision`.
-    """
-
-    output_dir: Path
-    model_id: str
-    strategy: str = "every_save"
-    token: str | None = field(default=None, repr=False)
-    private: bool | None = None
-    always_push: bool = False
-    revision: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Push:
     """One commit.
 
     Args:
         folders: Whole folders by their names in the repository; other files in these are deleted there.
-        token: Access token; None takes the configuration's.
+        revision: The branch; None is the main one.
+        token: Access token; None takes that of the `Uploads`.
     """
 
     message: str
@@ -72,13 +48,22 @@ class Push:
 
 
 class Uploads:
-    """Push to one repository, one commit at a time; only in the main process."""
+    """Push to one repository, one commit at a time; only in the main process.
 
-    def __init__(self, config: HubConfig) -> None:
+    Args:
+        output_dir: The folder of the files.
+        model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
+        token: Access token; None takes the stored login.
+        private: Whether a new repository is private; None follows the owner's default.
+    """
+
+    def __init__(
+        self, output_dir: Path, model_id: str, *, token: str | None = None, private: bool | None = None
+    ) -> None:
         from huggingface_hub import HfApi
 
-        self.config = config
-        self.api = HfApi(token=config.token, library_name="hftrain")
+        self.output_dir, self.model_id, self.private = output_dir, model_id, private
+        self.api = HfApi(token=token, library_name="hftrain")
         self.repo_id: str | None = None
         self.newest: Future[Any] | None = None
         self.num_pushes = self.num_failed = 0
@@ -94,20 +79,20 @@ class Uploads:
         """Create the repository unless it exists, and return its full name."""
         try:
             url = self.api.create_repo(
-                self.config.model_id, token=token, private=self.config.private, exist_ok=True, repo_type="model"
+                self.model_id, token=token, private=self.private, exist_ok=True, repo_type="model"
             )
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", 500)
             if not isinstance(error, ValueError) and (status >= 500 or status in (408, 429)):
                 raise
             raise ConfigError(
-                f"Cannot push to the Hub repository {self.config.model_id!r}.",
+                f"Cannot push to the Hub repository {self.model_id!r}.",
                 f"The Hub refuses it: {str(error).strip()}.",
                 "Set hub_model_id to a repository of yours, and log in with `hf auth login` or give a hub_token "
                 "that may write there.",
-                hub_model_id=self.config.model_id,
+                hub_model_id=self.model_id,
             ) from error
-        drop_abandoned(self.config.output_dir)
+        drop_abandoned(self.output_dir)
         self.repo_id = str(url.repo_id)
         return self.repo_id
 
@@ -127,7 +112,7 @@ class Uploads:
         Folders that could not be pushed are added to the next push.
         """
         push = self._with_folders(push)
-        snapshot = take_snapshot(_all_files(push), self.config.output_dir)
+        snapshot = take_snapshot(_all_files(push), self.output_dir)
         self._waiting = {}
         # A thread per push, which ends with it; those of `HfApi.run_as_future` live as long as the HfApi.
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hftrain-push")
@@ -154,7 +139,7 @@ class Uploads:
             logger.warning(
                 "Could not push %r to the Hub repository %s: %s Nothing is lost; what it left out goes with the next.",
                 push.message,
-                self.repo_id or self.config.model_id,
+                self.repo_id or self.model_id,
                 reason(error),
             )
             raise

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.configs import hub_config, told_hyperparameters
+from hftrain.adapter.configs import told_hyperparameters
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.hub.card import CardFacts, write_card
@@ -47,7 +46,7 @@ class TrainerHub:
         except Exception as error:
             logger.warning(
                 "The Hub cannot be reached to create %s: %s Training can start; the first push tries again.",
-                uploads.config.model_id,
+                uploads.model_id,
                 reason(error),
             )
 
@@ -60,21 +59,21 @@ class TrainerHub:
         if not self._trainer.strategy.is_main:
             return
         with self._warning(f"step {step}"):
-            uploads = self._made()
-            strategy = uploads.config.strategy
+            uploads, args = self._made(), self._trainer.args
+            strategy = str(args.hub_strategy)
             if strategy == "end":
                 return
             keeps_all = strategy == "all_checkpoints"
             if keeps_all or strategy == "checkpoint":
                 uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
             # A skipped checkpoint may be deleted before the next push, so "all_checkpoints" never skips one.
-            if uploads.is_busy and not (uploads.config.always_push or keeps_all):
+            if uploads.is_busy and not (args.hub_always_push or keeps_all):
                 logger.info("Skipped the push of step %d: the previous one has not ended.", step)
                 return
             self._write_card_of_push({})
             files = {**model_files(checkpoint), CARD: self._output.folder / CARD}
             message = f"Training in progress, step {step}"
-            uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
+            uploads.submit(Push(message=message, files=files, revision=args.hub_revision, shows_progress=False))
 
     def after_save_model(self, *, message: str, folder: Path | None = None) -> None:
         """Push the model, which was just saved to `folder`, and wait; a failed push only warns.
@@ -92,7 +91,7 @@ class TrainerHub:
         self.after_save_model(message="End of training")
         if self.uploads is not None and self.uploads.num_failed:
             counts = self.uploads.num_failed, self.uploads.num_pushes
-            logger.warning("%d of %d pushes to %s failed.", *counts, self.uploads.config.model_id)
+            logger.warning("%d of %d pushes to %s failed.", *counts, self.uploads.model_id)
 
     def push(
         self,
@@ -147,9 +146,11 @@ class TrainerHub:
 
     def _made(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
-            self.uploads = Uploads(hub_config(self._trainer.args, output_dir=self._output.folder))
+            args, folder = self._trainer.args, self._output.folder
+            model_id = args.hub_model_id or folder.resolve().name
+            self.uploads = Uploads(folder, model_id, token=args.hub_token, private=args.hub_private_repo)
         if private is not None:
-            self.uploads.config = replace(self.uploads.config, private=private)
+            self.uploads.private = private
         return self.uploads
 
     def _push_output(
@@ -166,7 +167,7 @@ class TrainerHub:
         push = Push(
             message=message,
             files=output_files(self._output.folder),
-            revision=revision or uploads.config.revision,
+            revision=revision or self._trainer.args.hub_revision,
             token=token,
         )
         return uploads.upload(push) if blocking else uploads.submit(push)
@@ -184,14 +185,13 @@ class TrainerHub:
             logger.warning(
                 "Could not push %r to %s: %s Nothing is lost, the files are in %s; try again with push_to_hub().",
                 what,
-                self.uploads.config.model_id if self.uploads is not None else "the Hub",
+                self.uploads.model_id if self.uploads is not None else "the Hub",
                 reason(error),
                 self._output.folder,
             )
 
     def _model_name(self) -> str:
-        config = hub_config(self._trainer.args, output_dir=self._output.folder)
-        return config.model_id.split("/")[-1]
+        return (self._trainer.args.hub_model_id or self._output.folder.resolve().name).split("/")[-1]
 
     def _license_of(self, base: str | None) -> str | None:
         """Return the license on the base model's page on the Hub; None if there is none or the Hub does not answer."""

@@ -1,29 +1,19 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hftrain.adapter.configs import hub_config, told_hyperparameters
+from hftrain.adapter.configs import told_hyperparameters
 from hftrain.arguments import TrainingArguments
 
 
-def test_hub_config_takes_every_setting(tmp_path: Path) -> None:
+def test_set_push_to_hub_takes_every_setting() -> None:
     args = TrainingArguments("out").set_push_to_hub(
         "me/model", strategy="checkpoint", token="secret", private_repo=True, always_push=True, revision="exp"
     )
-    config = hub_config(args, output_dir=tmp_path)
     assert args.push_to_hub
-    assert (config.model_id, config.strategy, config.private) == ("me/model", "checkpoint", True)
-    assert (config.token, config.always_push, config.revision) == ("secret", True, "exp")
-    assert config.output_dir == tmp_path
-    assert "secret" not in repr(config)
-
-
-def test_hub_config_names_the_repository_like_the_folder(tmp_path: Path) -> None:
-    config = hub_config(TrainingArguments("out"), output_dir=tmp_path / "x" / ".." / "my-model")
-    assert (config.model_id, config.private, config.revision, config.always_push) == ("my-model", None, None, False)
-    assert config.strategy == "every_save"
+    assert (args.hub_model_id, str(args.hub_strategy), args.hub_private_repo) == ("me/model", "checkpoint", True)
+    assert (args.hub_token, args.hub_always_push, args.hub_revision) == ("secret", True, "exp")
+    assert "secret" not in repr(args)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -35,10 +25,9 @@ def test_hub_config_names_the_repository_like_the_folder(tmp_path: Path) -> None
         ({"push_to_hub_organization": "lab"}, "lab/out"),
     ],
 )
-def test_hub_config_knows_the_older_names(tmp_path: Path, given: dict[str, str], model_id: str) -> None:
+def test_older_names_are_known(given: dict[str, str], model_id: str) -> None:
     args = TrainingArguments("out", push_to_hub_token="secret", **given)  # type: ignore[arg-type]
-    config = hub_config(args, output_dir=tmp_path / "out")
-    assert (config.model_id, config.token) == (model_id, "secret")
+    assert (args.hub_model_id, args.hub_token) == (model_id, "secret")
 
 
 def test_told_hyperparameters_hold_no_secret_and_the_length() -> None:
