@@ -9,13 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.log import get_logger
-
-if TYPE_CHECKING:
-    from hftrain.run.interrupts import Interrupts
 
 logger = get_logger(__name__)
 
@@ -55,8 +52,8 @@ class GracePeriod:
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
 
-    def start(self, run: Interrupts) -> int:
-        """Start the thread, and return the descriptor to write signal numbers to."""
+    def start(self, run: Any) -> int:
+        """Start the thread for a run, given by its `Interrupts`; return the descriptor to write signal numbers to."""
         self._run, self._strategy = run, run.strategy
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
