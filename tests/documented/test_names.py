@@ -29,7 +29,7 @@ from hftrain import (
     TrainerState,
     TrainingArguments,
 )
-from hftrain.core.transformers_names import TRANSFORMERS_NAMES
+from hftrain.core.elsewhere import TRANSFORMERS_NAMES
 
 # -- arguments ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from transformers.integrations import integration_utils  # noqa: E402
 
 import hftrain  # noqa: E402
 from hftrain.callbacks.base import TrainerCallback  # noqa: E402
-from hftrain.core.transformers_names import TRANSFORMERS_NAMES  # noqa: E402
+from hftrain.core.elsewhere import TRANSFORMERS_NAMES  # noqa: E402
 
 pytestmark = pytest.mark.interop
 

@@ -11,8 +11,8 @@ from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
 from hftrain.arguments.settle import settle
+from hftrain.core.elsewhere import TRAINER_KEYWORDS
 from hftrain.core.errors import UnknownArgumentError, suggest
-from hftrain.core.lightning import TRAINER_KEYWORDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +29,6 @@ _ELSEWHERE = {
     "early_stopping": "Pass callbacks=[EarlyStoppingCallback(...)] to the Trainer.",
     "early_stopping_patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
     "patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
-    "num_gpus": TRAINER_KEYWORDS["gpus"],
     "adam_betas": "Set adam_beta1 and adam_beta2.",
     "betas": "Set adam_beta1 and adam_beta2.",
     "dtype": "Set bf16=True for mixed precision, or load the model in that dtype.",

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hftrain.core.elsewhere import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.errors import HFTrainError, TaskError, a_kind
 from hftrain.core.events import EVENTS
-from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.notes import add_note
 from hftrain.core.uncalled import warn_of_uncalled
 
@@ -33,7 +33,7 @@ def check_callback(callback: Any) -> None:
             "on_step_end(self, args, state, control, **kwargs).",
         )
     if lightning_base(kind) is None:
-        warn_of_uncalled(kind, {**CALLBACK_METHODS, **CALLBACK_MISNOMERS})
+        warn_of_uncalled(kind, CALLBACK_METHODS)
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
         if isinstance(callback, (list, tuple)):

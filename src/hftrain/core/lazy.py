@@ -11,9 +11,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hftrain.core.elsewhere import LIGHTNING_NAMES, TRANSFORMERS_NAMES
 from hftrain.core.errors import suggest
-from hftrain.core.lightning import LIGHTNING_NAMES
-from hftrain.core.transformers_names import TRANSFORMERS_NAMES
 
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

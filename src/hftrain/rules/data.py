@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.elsewhere import lightning_base
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.core.lightning import lightning_base
 from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hftrain.core.elsewhere import TRAINER_ATTRIBUTES
 from hftrain.core.errors import ConfigError
-from hftrain.core.lightning import TRAINER_ATTRIBUTES
 from hftrain.core.uncalled import is_meant, warn_of_uncalled, word_uncalled
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.elsewhere import MODULE_ATTRIBUTES
 from hftrain.core.errors import HFTrainError, TaskError
 from hftrain.core.frames import raising_line
-from hftrain.core.lightning import MODULE_ATTRIBUTES
 from hftrain.core.notes import add_note, describe, facts_of
 from hftrain.core.signatures import plain_signature
 from hftrain.core.tree import is_samples

@@ -13,8 +13,8 @@ from torch import nn
 from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.elsewhere import TRAINER_KEYWORDS
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
-from hftrain.core.lightning import TRAINER_KEYWORDS
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call
 from hftrain.rules.task import check_not_lightning
@@ -179,4 +179,4 @@ def _remedy(name: str, known: list[str]) -> str:
     setting = name if name in settings else COMMON_NAMES.get(name)
     if name in TRAINER_KEYWORDS:
         return TRAINER_KEYWORDS[name]
-    return f"Set it in the arguments: TrainingArguments({setting}=...)." if setting else suggest(name, known)
+    return f"Set {setting} in TrainingArguments." if setting else suggest(name, known)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from hftrain.core.elsewhere import MODULE_METHODS, lightning_base
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
-from hftrain.core.lightning import MODULE_METHODS, MODULE_MISNOMERS, lightning_base
 from hftrain.core.uncalled import warn_of_uncalled
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
@@ -88,7 +88,7 @@ def _check_names(kind: type[TaskModule]) -> None:
         # The class works with both libraries.
         return
     hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS}
-    warn_of_uncalled(kind, {**hooks, **MODULE_METHODS, **MODULE_MISNOMERS})
+    warn_of_uncalled(kind, {**hooks, **MODULE_METHODS})
 
 
 def _check_signatures(task: TaskModule) -> None:
