@@ -23,34 +23,20 @@ class _Names(NamedTuple):
     local_world_size: str | None = None
 
 
+def _prefixed(launcher: str, prefix: str) -> _Names:
+    return _Names(launcher, *(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
 _TORCH = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The step's size is read, not SLURM_NTASKS, which a batch script and `salloc` also have although they run alone.
 _SLURM = _Names("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS")
-_LSF = _Names(
-    "LSF",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_SIZE",
-)
+_LSF = _prefixed("LSF", "JSM_NAMESPACE_")
 # The first entry whose variables, but the last, are set is used. mpirun before SLURM, which starts mpirun's helpers.
 _LAUNCHERS = (
-    _Names(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Names(
-        "MVAPICH2",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+    _prefixed("Open MPI", "OMPI_COMM_WORLD_"),
+    _prefixed("MVAPICH2", "MV2_COMM_WORLD_"),
     _Names("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Names("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _prefixed("PALS", "PMI_"),
     _SLURM,
     _LSF,
     _Names("PMI", "PMI_RANK", "PMI_SIZE"),

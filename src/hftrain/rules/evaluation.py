@@ -73,12 +73,8 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
         computes_loss: Whether the user's class overrides compute_loss; `compute_loss_func` is then not checked.
     """
     for name, function in functions.items():
-        is_loss = name == "compute_loss_func"
-        if function is None or (is_loss and computes_loss):
+        if function is None or (name == "compute_loss_func" and computes_loss):
             continue
-        if not callable(function):
-            more = ", or override compute_loss to return a loss that is divided already" if is_loss else ""
-            raise ConfigError(f"Cannot use {name}={function!r}:", "it is not callable.", f"Pass a function{more}.")
         check_call(name, function)
         is_by_batch = args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
         if is_by_batch and not accepts(function, "compute_result"):

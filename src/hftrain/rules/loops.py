@@ -24,21 +24,17 @@ def used_in_training(
     """
     saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
     has_length = dataset is not None and not isinstance(dataset, IterableDataset)
+    accumulation = args.gradient_accumulation_steps
     asked = {
-        "accumulation": (
-            args.gradient_accumulation_steps > 1,
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
-        ),
+        **_of_both(strategy),
+        "accumulation": (accumulation > 1, f"gradient_accumulation_steps={accumulation}"),
         "auto_find_batch_size": (
             bool(args.auto_find_batch_size),
             f"{args.auto_find_batch_size=}".removeprefix("args."),
         ),
-        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
         "loss_scaling": (precision.policy.name == "fp16", "precision='fp16'"),
-        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
         "resume": (resume is not None, "resume_from_checkpoint"),
         "saving": (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}"),
-        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
         "signals": (
             policy.on_signal or policy.every_s is not None,
             "SavePolicy(on_signal=True), the default," if policy.on_signal else saves_by_clock,
@@ -58,11 +54,18 @@ def used_in_evaluation(
         is_per_batch: Whether metrics are computed batch by batch.
     """
     asked = {
+        **_of_both(strategy),
         "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
         "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
-        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
-        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
-        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
         "streams": (isinstance(dataset, IterableDataset), "a stream"),
     }
     return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+
+
+def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
+    named = f"strategy={strategy.name!r}"
+    return {
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), named),
+        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
+        "sharded_models": (strategy.shards_model, named),
+    }

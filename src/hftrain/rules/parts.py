@@ -16,17 +16,12 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.elsewhere import TRAINER_KEYWORDS
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
 from hftrain.core.log import warn_once
-from hftrain.rules.functions import check_call
+from hftrain.rules.functions import check_call, check_callable
 from hftrain.rules.task import check_not_lightning
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
-_CALLED = {
-    "data_collator": "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., "
-    "eval_dataset=...).",
-    "compute_metrics": "Pass a function that takes an EvalPrediction and returns a dict of numbers by name.",
-}
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -60,12 +55,6 @@ def check_model(model: Any, model_init: Any) -> None:
             f"Cannot use {a_kind(model_init)} as model_init:",
             "it must be a function that returns a new model.",
             "Pass it as model=..., or a function." if isinstance(model_init, nn.Module) else "",
-        )
-    if isinstance(model_init, nn.Module):
-        raise ConfigError(
-            f"Cannot use a {type(model_init).__name__} as model_init:",
-            "it is a model already, and would be called for a batch.",
-            "Pass it as model, or a function that builds one.",
         )
     check_not_lightning(model)
     if isinstance(model, nn.Module) and "_modules" not in vars(model):
@@ -123,9 +112,8 @@ def check_parts(
             f"Pass optimizer_cls_and_kwargs=({name}, {{'lr': ...}}), or ({name}(model.parameters(), lr=...), None).",
         )
     for name, function in functions.items():
-        if function is not None and not callable(function):
-            asked = f"Cannot use {a_kind(function)} as {name}:"
-            raise ConfigError(asked, "it is not callable.", _CALLED[name])
+        if function is not None:
+            check_callable(name, function)
     if functions.get("data_collator") is not None:
         check_call("data_collator", functions["data_collator"])
 
