@@ -7,6 +7,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
+
 from hftrain.adapter.data import data_seed, length_config
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.enums import DebugOption
@@ -15,6 +17,7 @@ from hftrain.checkpoint.foreign import is_foreign
 from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
+from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts, token_counter
 from hftrain.run.data import RunData
 from hftrain.run.grace import GracePeriod
@@ -23,7 +26,8 @@ from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, find_geometry, plan_run, report_changed_arguments
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
-from hftrain.run.saving import RunCheckpoints
+from hftrain.run.saving import Saver
+from hftrain.run.untrained import Untrained, check_schedule
 from hftrain.run.whereabouts import report_late_ranks
 from hftrain.task.overflow import DebugUnderflowOverflow
 
@@ -56,16 +60,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     data = RunData(trainer._open_training_data, strategy, parts.events, seed=data_seed(args))
     stack.callback(data.close)
     plan = _plan(parts, resume, data.feed.loader)
-    names = "floating_point_ops", "num_parameters"
-    counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
-    counts = RunCounts(
-        args,
-        strategy,
-        parts.state,
-        counter=token_counter(args, model, trainer.processing_class),
-        count_flos=trainer.floating_point_ops if counts_flos else None,
-        add_flos=trainer._add_flos,
-    )
+    counts = _counts(parts, model)
     trainer._start_state(resume, plan)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
@@ -75,24 +70,42 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
         check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
     ready = stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
     stack.callback(loop.detach)
-    checkpoints = RunCheckpoints(
-        parts, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch
-    )
-    stack.callback(checkpoints.close)
+    contents = Contents(parts, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch)
+    stack.callback(contents.close)
+    saver = Saver(parts, ready, manager, contents, counts)
+    check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
+    untrained = Untrained(parts, ready, contents.own)
+    stack.callback(untrained.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(DebugUnderflowOverflow(ready.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
-    stack.enter_context(checkpoints.writes)
+    stack.enter_context(saver.writes)
     return Run(
         parts,
         ready,
         plan=plan,
         data=data,
         counts=counts,
-        checkpoints=checkpoints,
+        saver=saver,
+        untrained=untrained,
         grace=grace,
         loop=loop,
         resume=resume,
+    )
+
+
+def _counts(parts: RunParts, model: nn.Module) -> RunCounts:
+    """Return the counts of a run's tokens and operations."""
+    args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
+    counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
+    return RunCounts(
+        args,
+        parts.strategy,
+        parts.state,
+        counter=token_counter(args, model, trainer.processing_class),
+        count_flos=trainer.floating_point_ops if counts_flos else None,
+        add_flos=trainer._add_flos,
+        store_flos=lambda: trainer.store_flos(),
     )
 
 

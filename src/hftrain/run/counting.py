@@ -63,6 +63,7 @@ class RunCounts:
         counter: Counts a batch's tokens.
         count_flos: Returns a batch's floating-point operations; None if unknown.
         add_flos: Called with the counted operations when they are read.
+        store_flos: The documented hook.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class RunCounts:
         counter: TokenCounter,
         count_flos: Callable[[Any], float] | None,
         add_flos: Callable[[float], None],
+        store_flos: Callable[[], None],
     ) -> None:
         self._strategy, self._state, self._counter = strategy, state, counter
-        self._count_flos, self._add_flos = count_flos, add_flos
+        self._count_flos, self._add_flos, self._store_flos = count_flos, add_flos, store_flos
         self._counts_speed = bool(args.include_tokens_per_second)
         self._counts_tokens = self._counts_speed or bool(args.include_num_input_tokens_seen)
         self._tokens: Count = 0
@@ -114,6 +116,11 @@ class RunCounts:
             tokens = self._strategy.reduce(torch.as_tensor(self._tokens, device=self._strategy.device), op="sum")
             self._tokens = 0
             self._state.num_input_tokens_seen += int(tokens)
+
+    def store(self) -> None:
+        """Update the documented counts of tokens and floating-point operations; collective."""
+        self.read()
+        self._store_flos()
 
     def mark(self) -> tuple[Count, float]:
         """Return the counts that are not read yet, for `reset`."""

@@ -16,7 +16,7 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.run.grace import GracePeriod
 from hftrain.run.parts import RunParts
-from hftrain.run.saving import RunCheckpoints
+from hftrain.run.saving import Saver
 from hftrain.run.writing import saves_at_all
 from hftrain.storage.files import staged_bytes, write_text
 from hftrain.storage.remote import RemoteFolder
@@ -32,29 +32,29 @@ class Interrupts:
     Args:
         grace: Ends a run that SIGTERM cannot stop; closed by its owner after the last write.
         end_step: Runs the actions that are due at the end of a step.
-        save: Commits a checkpoint; collective.
         where: Returns a description of what the run is doing; from any thread.
     """
 
     def __init__(
         self,
         parts: RunParts,
-        checkpoints: RunCheckpoints,
+        saver: Saver,
         grace: GracePeriod,
         *,
         end_step: Callable[[], None],
-        save: Callable[[], None],
         where: Callable[[], str],
     ) -> None:
         self._parts, self._grace, self.where = parts, grace, where
         self._args, self._policy = parts.args, parts.save_policy
         self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
-        self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
-        self._marker = checkpoints.manager.config.output_dir / MARKER
+        self._saver, self._end_step = saver, end_step
+        self._marker = saver.manager.config.output_dir / MARKER
         # The reason why there is no consensus, if one is needed.
         self.silence = ""
         self.consensus = self._make_consensus(parts)
+        if self.consensus is not None:
+            saver.on_begin = self.consensus.note_save
         self._open = ExitStack()
         self._is_stopped = False
         # The step at which the run started: 0 if new, otherwise from a checkpoint.
@@ -107,11 +107,6 @@ class Interrupts:
                 # Received after the last check: treat it as if it had come a moment later.
                 signal.raise_signal(signal.Signals[late])
 
-    def note_save(self) -> None:
-        """Restart the clock, because a checkpoint was saved."""
-        if self.consensus is not None:
-            self.consensus.note_save()
-
     def act(self) -> None:
         """Handle a request, if this is the agreed step boundary; collective there, and may end the run.
 
@@ -126,7 +121,7 @@ class Interrupts:
         if asked == SAVE or asked in STOPS:
             self._save()
         elif asked is not None:
-            self._checkpoints.writes.settle_named(asked)
+            self._saver.writes.settle_named(asked)
         if asked in STOPS:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 
@@ -152,13 +147,13 @@ class Interrupts:
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.
             control.should_save = False
-        self._commit()
+        self._saver.save()
 
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True
         # No write may be pending.
-        self._checkpoints.settle()
-        step = self._checkpoints.saved_step
+        self._saver.settle()
+        step = self._saver.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
         message = f"{name} stopped the training {when}. {saved}."
         if self.strategy.is_main:
@@ -192,7 +187,7 @@ class Interrupts:
 
     def last_words(self) -> str:
         """Write the marker of a run that ends within a step, and describe what is saved and what is lost."""
-        step, done = self._checkpoints.saved_step or self._first_step, self._progress.step
+        step, done = self._saver.saved_step or self._first_step, self._progress.step
         if not step:
             return "There is no checkpoint."
         if self.strategy.is_main:

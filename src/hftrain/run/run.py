@@ -15,9 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import UNCOMMITTED
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
@@ -26,8 +23,9 @@ from hftrain.core.types import TrainOutput
 from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import merge_reports
-from hftrain.optim.weight_modes import evaluation_weights, training_weights
+from hftrain.optim.weight_modes import training_weights
 from hftrain.run.announce import announce_training
+from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
 from hftrain.run.grace import GracePeriod
@@ -36,11 +34,11 @@ from hftrain.run.journal import environment
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
-from hftrain.run.saving import RunCheckpoints
+from hftrain.run.saving import Saver
 from hftrain.run.setup import empty_cache, reset
 from hftrain.run.step_end import StepEnd
 from hftrain.run.summary import show_summary
-from hftrain.run.unfinished import END_EPOCH, END_RUN, EVALUATE, SAVE
+from hftrain.run.untrained import Untrained
 from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
@@ -61,28 +59,25 @@ class Run:
         plan: RunPlan,
         data: RunData,
         counts: RunCounts,
-        checkpoints: RunCheckpoints,
+        saver: Saver,
+        untrained: Untrained,
         grace: GracePeriod,
         loop: FitLoop,
         resume: Path | None,
     ) -> None:
-        self._parts, self._ready, self._plan, self._data, trainer = parts, ready, plan, data, parts.trainer
-        self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
-        self._loop, self._resume, self._num_saves = loop, resume, 0
-        folder, deletes = checkpoints.manager.config.output_dir, checkpoints.manager.is_committer
-        self._uncommitted = Uncommitted(folder, deletes=deletes and trainer._is_overridden("_save_checkpoint"))
+        self._parts, self._ready, self._plan, self._data = parts, ready, plan, data
+        self.progress, self.counts, self.saver, self.contents = parts.progress, counts, saver, saver.contents
+        self._loop, self._resume, self._untrained = loop, resume, untrained
         # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
-        self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
-        self._interrupts = Interrupts(
-            parts, checkpoints, grace, end_step=lambda: loop.end_step(), save=self.save_now, where=parts.where
-        )
+        self._salvage = Salvage(parts, ready, counts, saver)
+        self._interrupts = Interrupts(parts, saver, grace, end_step=lambda: loop.end_step(), where=parts.where)
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
         parts, ready, events, trainer = self._parts, self._ready, self._parts.events, self._parts.trainer
         if self._resume is None:
-            self.checkpoints.warn_of_others()
+            self.saver.warn_of_others()
         else:
             self._load_rest(self._resume)
         events.refresh(
@@ -91,8 +86,8 @@ class Run:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=self._data.feed.loader,
         )
-        self.checkpoints.writes.start(
-            own=self.checkpoints.own_state,
+        self.saver.writes.start(
+            own=self.contents.own_state,
             consensus=self._interrupts.consensus,
             silence=self._interrupts.silence,
         )
@@ -104,15 +99,15 @@ class Run:
         start_s, first = time.perf_counter(), replace(self.progress)
         ready.task.train()
         events.fire("on_train_begin")
-        self.checkpoints.begin()
+        self.contents.own.begin(saves=saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model)
         parts.phase.text = None
-        left = self.checkpoints.left
+        left = self.contents.left
         with self._interrupts:
             with training_weights(ready.optimizer), self._salvage:
                 self._loop.attach(self._salvage.watch(self._fit_parts()))
-                self.checkpoints.loops.hand_over(self._loop)
+                self.contents.loops.hand_over(self._loop)
                 self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
-            self.checkpoints.settle()
+            self.saver.settle()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
             self._interrupts.settle()
@@ -151,7 +146,7 @@ class Run:
     def _load_rest(self, folder: Path) -> None:
         """Load the state of a checkpoint other than the model."""
         with restoring(folder):
-            self._rng = self.checkpoints.load_rest(folder)
+            self._rng = self.contents.restore(folder)
         reset(self._parts.control)
         if self._parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
@@ -180,7 +175,7 @@ class Run:
                 restore_rng=self._restore_rng,
                 log=self._log,
                 evaluate=self._evaluate,
-                save=self.save_now,
+                save=self.saver.save,
                 evaluate_first=self._evaluate_first if args.eval_on_start else None,
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
@@ -219,10 +214,10 @@ class Run:
         """Store the random number state from which an epoch's order may be drawn, or restore the checkpoint's."""
         if self._rng is not None and self.progress.is_within_epoch:
             # A checkpoint of another trainer does not contain the state from which the epoch's order was drawn.
-            restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
+            restore_rng(self.contents.epoch_rng or dict(self._rng))
         else:
             self._load_numbers()
-            self.checkpoints.epoch_rng = capture_rng()
+            self.contents.epoch_rng = capture_rng()
             self._parts.computing.past = None
         if self._data.feed.draws_a_seed(self.progress.epoch):
             draw_as_a_loader()
@@ -236,12 +231,12 @@ class Run:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
         self._data.deaths.watch()
         self._load_numbers()
-        control, left = self._parts.control, self.checkpoints.left
-        self.checkpoints.left = frozenset()
+        control, left = self._parts.control, self.contents.left
+        self.contents.left = frozenset()
         if EVALUATE in left and self._parts.args.eval_strategy != "no":
             self._evaluate()
             if SAVE in left or control.should_save:
-                self.save_now()
+                self.saver.save()
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
@@ -253,8 +248,8 @@ class Run:
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""
         parts, trainer = self._parts, self._parts.trainer
-        self._count()
-        self.checkpoints.untrained.check_unfrozen()
+        self.counts.store()
+        self._untrained.check_unfrozen()
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         if trainer._is_overridden("_get_learning_rate"):
@@ -264,11 +259,6 @@ class Run:
             finally:
                 parts.base.rate = None
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
-
-    def _count(self) -> None:
-        """Update the documented counts of tokens and floating-point operations; collective."""
-        self.counts.read()
-        self._parts.trainer.store_flos()
 
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
@@ -292,76 +282,23 @@ class Run:
         yield
         self._salvage.is_evaluating = False
 
-    def save_now(self) -> None:
-        """Save through the hook, which an override may replace; collective."""
-        num_saves = self._num_saves
-        # Also set here: an override may wait for other processes before it calls the base method.
-        with self._saving():
-            self._parts.trainer._save_checkpoint(self._ready.wrapped, self._parts.trial)
-        if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
-            self._begin_save()
-            self._uncommitted.note(self._parts.state.global_step)
-            self._end_save()
-
-    def save(self) -> None:
-        """Commit a checkpoint; collective."""
-        self._begin_save()
-        if self._parts.strategy.all_true(not self._parts.args.should_save):
-            self._end_save()  # a subclass of the arguments turns saving off
-            return
-        with self._saving():
-            self._count()
-            with evaluation_weights(self._ready.optimizer):
-                self._ready.changes.save(self.checkpoints.save)
-
-    def _begin_save(self) -> None:
-        self._num_saves += 1
-        self._interrupts.note_save()
-        # If a signal saves before an evaluation, the requested save comes after it.
-        self._parts.control.should_save &= self._parts.control.should_evaluate
-
-    def _end_save(self) -> None:
-        """End a save that committed nothing."""
-        self.checkpoints.tried_step = self._parts.state.global_step
-        self._parts.events.fire("on_save")
-
-    def rotate(self) -> None:
-        """Delete the oldest checkpoints beyond the limit."""
-        best = self.checkpoints.best()
-        self.checkpoints.manager.rotate(best=best)
-        self._uncommitted.note(self._parts.state.global_step)  # called by an override that writes it
-        self._uncommitted.rotate(self._parts.args.save_total_limit, best=best)
-
-    def write_numbers(self, folder: Path) -> None:
-        """Write this process's state for an override of `_save_checkpoint`, whose folder has no manifest."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = self.checkpoints.past_state or self.checkpoints.own_state()
-        self.checkpoints.rank_writer({**state, UNCOMMITTED: True})(folder)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        self._parts.phase.text = f"save {checkpoint_name(self._parts.state.global_step)}"
-        with self._parts.journal.paused():
-            yield
-        self._parts.phase.text = None
-
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _save_end(self, first: Progress) -> None:
         """Save at the end if no event has: the evaluation at the end of the last epoch may have stopped the run."""
         has_trained = self.progress.step > first.step
-        is_saved = self.checkpoints.tried_step == self.progress.step
+        is_saved = self.saver.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
-            self.save_now()
-            self.checkpoints.settle()
+            self.saver.save()
+            self.saver.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase.text = "finish the training"
-        self.checkpoints.own.close(is_complete=True)
-        self.checkpoints.untrained.check_unfrozen()
+        self.contents.own.close(is_complete=True)
+        self._untrained.check_unfrozen()
         parts.losses.read()
-        self._count()
+        self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden
         metrics = speed_metrics(
             "train",
@@ -380,13 +317,8 @@ class Run:
             metrics["nonfinite_losses"] = num_nonfinite
         trainer._finish_training(metrics)
         trainer._slot_log(metrics)
-        best, keep_best = self.checkpoints.best(), parts.save_policy.keep_best
-        # SavePolicy(keep_best=1) keeps the newest in addition to the best.
-        with_newest = keep_best is not None and not args.load_best_model_at_end
-        if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
-            self.checkpoints.manager.keep_only(best)
-            self._uncommitted.rotate(1, best=best, keeps_newest=False)
+        self.saver.keep_only_best()
         parts.events.fire("on_train_end")
-        show_summary(parts, self.checkpoints, metrics, self._ready, first=first, resume=self._resume)
+        show_summary(parts, self.saver, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)

@@ -16,7 +16,7 @@ from hftrain.loops.fit import FitParts
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import Ready, RunParts
-from hftrain.run.saving import RunCheckpoints
+from hftrain.run.saving import Saver
 
 logger = get_logger(__name__)
 
@@ -26,15 +26,10 @@ class Salvage:
 
     Each step begins with a copy of what it may change before the update: random numbers, the open logging window,
     buffers. If the policy is off, nothing is copied or wrapped.
-
-    Args:
-        save: Commits a checkpoint.
     """
 
-    def __init__(
-        self, parts: RunParts, ready: Ready, counts: RunCounts, checkpoints: RunCheckpoints, save: Callable[[], None]
-    ) -> None:
-        self._parts, self._ready, self._counts, self._checkpoints, self._save = parts, ready, counts, checkpoints, save
+    def __init__(self, parts: RunParts, ready: Ready, counts: RunCounts, saver: Saver) -> None:
+        self._parts, self._ready, self._counts, self._saver = parts, ready, counts, saver
         is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
         # Whether an evaluation is running: if it fails, the resumed run starts with it.
@@ -78,13 +73,13 @@ class Salvage:
         return replace(parts, hooks=hooks, stepper=stepper)
 
     def _remember(self) -> None:
-        task, checkpoints = self._ready.task, self._checkpoints
-        own = map_tensors(checkpoints.own_state(), torch.Tensor.clone)
+        task, contents = self._ready.task, self._saver.contents
+        own = map_tensors(contents.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
         @torch.no_grad()
         def go_back() -> None:
-            checkpoints.past_state = own
+            contents.past_state = own
             for buffer, value in zip(task.buffers(), buffers, strict=True):
                 buffer.copy_(value)
             self._counts.reset(counts)
@@ -93,8 +88,8 @@ class Salvage:
         self._is_updating = isinstance(self._ready.optimizer, UpdatesInBackward)
 
     def _save_after(self, error: BaseException) -> None:
-        step, checkpoints = self._parts.progress.step, self._checkpoints
-        if self._go_back is None or isinstance(error, CheckpointError) or checkpoints.saved_step == step:
+        step, saver = self._parts.progress.step, self._saver
+        if self._go_back is None or isinstance(error, CheckpointError) or saver.saved_step == step:
             # Nothing was trained, saving failed, or this step is already saved.
             return
         if step == self._step:
@@ -105,6 +100,6 @@ class Salvage:
                 return
             self._go_back()
         self._parts.control.should_evaluate |= self.is_evaluating
-        self._save()
-        checkpoints.settle()
+        saver.save()
+        saver.settle()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

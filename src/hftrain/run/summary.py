@@ -16,12 +16,12 @@ from hftrain.core.errors import listed
 from hftrain.core.progress import Progress
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import Ready, RunParts
-from hftrain.run.saving import RunCheckpoints
+from hftrain.run.saving import Saver
 
 
 def show_summary(
     parts: RunParts,
-    checkpoints: RunCheckpoints,
+    saver: Saver,
     metrics: Mapping[str, Any],
     ready: Ready,
     *,
@@ -51,8 +51,8 @@ def show_summary(
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
     rows.update(_results(parts, metrics))
     rows.update(_decays(ready))
-    rows.update(_files(parts, checkpoints))
-    rows.update(_oddities(parts, checkpoints))
+    rows.update(_files(parts, saver))
+    rows.update(_oddities(parts, saver))
     for each in shown_by[:1]:
         each.show_summary(title, rows)
 
@@ -95,9 +95,9 @@ def _decays(ready: Ready) -> Rows:
     return {label: cells for label, cells in rows.items() if cells} if rows["weight decay"] else {}
 
 
-def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
+def _files(parts: RunParts, saver: Saver) -> Rows:
     rows: Rows = {}
-    best, step = checkpoints.best(), checkpoints.saved_step
+    best, step = saver.best(), saver.saved_step
     if best is not None and best.is_dir():
         rows["best checkpoint"] = [f"{_shown(best)}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]
     last = None if step is None else parts.output.folder / checkpoint_name(step)
@@ -106,7 +106,7 @@ def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
     return rows
 
 
-def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
+def _oddities(parts: RunParts, saver: Saver) -> Rows:
     """Return the problems of a run: losses or weights that are not finite, skipped updates and saves."""
     rows: Rows = {}
     if parts.losses.num_nonfinite:
@@ -114,7 +114,7 @@ def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
     num_skipped = parts.precision.logs().get("skipped_steps", 0)
     if num_skipped:
         rows["skipped updates"] = [f"{num_skipped:.0f}, whose gradients overflowed in {parts.precision.policy.name}"]
-    found, skipped = checkpoints.finiteness.found_steps, checkpoints.writes.skipped_steps
+    found, skipped = saver.contents.finiteness.found_steps, saver.writes.skipped_steps
     if found:
         was_restored = parts.save_policy.on_nonfinite == "restore"
         outcome = "the last finite checkpoint was restored" if was_restored else "saved all the same"

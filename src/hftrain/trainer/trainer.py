@@ -1058,7 +1058,7 @@ class Trainer:
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Record the best evaluation so far in the state; return whether this one is the best."""
         session = self._running_session("_determine_best_metric")
-        return session.checkpoints.metric.note(metrics, has_all_sets=self._own_evaluation.has_all_sets)
+        return session.contents.metric.note(metrics, has_all_sets=self._own_evaluation.has_all_sets)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Report the objective of an evaluation during training to the search backend, which may end the trial."""
@@ -1185,15 +1185,15 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks request a save."""
-        self._running_session("_save_checkpoint").save()
+        self._running_session("_save_checkpoint").saver.commit()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and schedule into a checkpoint; collective."""
-        self._running_session("_save_optimizer_and_scheduler").checkpoints.write_optimizer(Path(output_dir))
+        self._running_session("_save_optimizer_and_scheduler").contents.write_optimizer(Path(output_dir))
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
-        self._running_session("_rotate_checkpoints").rotate()
+        self._running_session("_rotate_checkpoints").saver.rotate()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a just committed checkpoint in the background; called only with `push_to_hub`.
@@ -1208,7 +1208,7 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Load the files of `_save_optimizer_and_scheduler`; called on resume. Collective."""
-        self._running_session("_load_optimizer_and_scheduler").checkpoints.read_optimizer(Path(checkpoint))
+        self._running_session("_load_optimizer_and_scheduler").contents.read_optimizer(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
@@ -1216,7 +1216,7 @@ class Trainer:
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights; called at the end of a run with `load_best_model_at_end`."""
-        self._running_session("_load_best_model").checkpoints.load_best()
+        self._running_session("_load_best_model").saver.load_best()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """Return the folder for checkpoints; during a search, `output_dir` is the trial's own folder."""
@@ -1628,7 +1628,7 @@ class Trainer:
         Source: the documented `Trainer.push_to_hub`.
         """
         if self._session is not None:
-            self._session.checkpoints.settle()
+            self._session.saver.settle()
         return self._hub.push(
             message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
         )
@@ -1944,7 +1944,7 @@ class Trainer:
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this process's random numbers and its position in the data, for an own `_save_checkpoint`."""
-        self._running_session("_save_rng_state").write_numbers(Path(output_dir))
+        self._running_session("_save_rng_state").saver.write_numbers(Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: `_save_optimizer_and_scheduler` writes the loss scale."""

@@ -170,7 +170,7 @@ def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> N
 
     def watching(**options: Any) -> Any:
         args = make_arguments(tmp_path, **options)
-        parts = {"counter": TokenCounter("input_ids"), "count_flos": None, "add_flos": float}
+        parts = {"counter": TokenCounter("input_ids"), "count_flos": None, "add_flos": float, "store_flos": dict}
         return RunCounts(args, Trainer(Net(), args).strategy, TrainerState(), **parts).watching(take)
 
     assert watching() is take

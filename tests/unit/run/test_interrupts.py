@@ -205,9 +205,9 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         trainer = make_trainer(tmp_path, save_policy=policy)
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
-        checkpoints: Any = SimpleNamespace(manager=trainer._make_manager())
-        parts = trainer._make_run_parts(None), checkpoints, GracePeriod(None)
-        return Interrupts(*parts, end_step=lambda: None, save=lambda: None, where=lambda: "")
+        saver: Any = SimpleNamespace(manager=trainer._make_manager())
+        parts = trainer._make_run_parts(None), saver, GracePeriod(None)
+        return Interrupts(*parts, end_step=lambda: None, where=lambda: "")
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None

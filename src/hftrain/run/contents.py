@@ -1,0 +1,242 @@
+"""What a checkpoint of a run holds besides the model, and how it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.fitting import check_state
+from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
+from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER
+from hftrain.checkpoint.manager import CheckpointManager, Writer
+from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
+from hftrain.checkpoint.parts import load_part, save_rng
+from hftrain.checkpoint.shape import check_geometry
+from hftrain.checkpoint.states import (
+    Keep,
+    as_it_is,
+    check_engine,
+    load_own,
+    restore_optimizer,
+    restore_scaler,
+    whole_state,
+)
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
+from hftrain.core.tree import map_tensors
+from hftrain.optim.schedules import refresh_rate
+from hftrain.run.best import BestMetric
+from hftrain.run.data import RunData
+from hftrain.run.finiteness import Finiteness
+from hftrain.run.loop_states import LoopStates
+from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.parts import Ready, RunParts
+from hftrain.run.plan import RunPlan
+from hftrain.run.unfreezing import Unfreezing
+from hftrain.storage.tensors import save_tensors
+from hftrain.strategies.base import has_engine
+from hftrain.task.metric_state import metric_states, restore_metric_states
+
+logger = get_logger(__name__)
+
+# Actions that may still be due at a step boundary when its checkpoint is saved; the resumed run does them first. One
+# requested by a signal does not wait for an evaluation that is due at the same boundary. One of a run's last step comes
+# before the actions at the end of the last epoch, and no further step would trigger them.
+EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", "end_run")
+
+
+class Contents:
+    """Lists of named participants, which a save and a resume use in the same order.
+
+    Args:
+        manager: Its folder is the run's.
+        plan: The run's plan.
+        data: The run's data.
+        is_within_epoch: Tells whether the actions at the end of the epoch are still due.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        ready: Ready,
+        manager: CheckpointManager,
+        *,
+        plan: RunPlan,
+        data: RunData,
+        is_within_epoch: Callable[[], bool],
+    ) -> None:
+        self._parts, self._ready, self._manager, self._plan, self._data = parts, ready, manager, plan, data
+        self._is_within_epoch = is_within_epoch
+        self.loops = LoopStates(parts.loops)
+        self.own = OwnOptimizers(parts, ready, self.loops)
+        self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
+        self._unfreezing = Unfreezing(parts, ready)
+        self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
+        self.epoch_rng: dict[str, Any] = {}
+        # What was still due when the checkpoint was saved.
+        self.left: frozenset[str] = frozenset()
+        # An earlier result of `own_state`, to be saved instead.
+        self.past_state: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        """Restore the optimizers to their form before the run."""
+        self.own.close(is_complete=False)
+        self._unfreezing.close()
+
+    # -- the lists: a new feature adds one entry to one of them ---------------------------------------------------
+
+    def files(self) -> list[InFile]:
+        """Return the participants with a separate file."""
+        strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._parts.trainer.lr_scheduler
+        model, optimizer, outside = self._ready.wrapped, self._ready.optimizer, self._ready.outside
+
+        def check(folder: Path, state: dict[str, Any]) -> None:
+            check_engine(state, folder / OPTIMIZER, is_deepspeed=has_engine(strategy, "deepspeed"))
+            if is_foreign(folder):
+                check_foreign_optimizer(state, optimizer, folder)
+
+        def load_optimizer(folder: Path) -> None:
+            restore_optimizer(folder, strategy, model, optimizer, check=partial(check, folder))
+
+        def load_schedule(folder: Path) -> None:
+            if schedule is not None:
+                state = load_part(folder, SCHEDULER)
+                check_state(folder / SCHEDULER, state, schedule, own=schedule.state_dict())
+                schedule.load_state_dict(state)
+                refresh_rate(schedule)
+
+        def load_scale(folder: Path) -> None:
+            saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
+            # A run in another precision starts with its own loss scale.
+            if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
+                restore_scaler(folder, precision)
+
+        return [
+            InFile(OPTIMIZER, lambda: whole_state(strategy, model, optimizer), load_optimizer),
+            InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
+            InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
+            InFile(OUTSIDE_WEIGHTS, outside.state_dict, outside.load, save_tensors),
+            InFile(OWN_OPTIMIZERS, self.own.state_dict, self.own.load),
+        ]
+
+    def _own_parts(self) -> list[Participant]:
+        """Return the participants that differ by process, except random numbers."""
+        parts, task, plan, feed = self._parts, self._ready.task, self._plan, self._data.feed
+        device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
+
+        def load_data(state: Any) -> None:
+            assert plan.saved is not None
+            # If several processes read a stream, the position of each differs from the common one.
+            is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.world_size == 1
+            feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
+
+        def load_metrics(states: Any) -> None:
+            unknown = restore_metric_states(task.metrics("train"), states, device=device)
+            if unknown and losses.num_steps and not parts.args.ignore_data_skip:
+                logger.warning(
+                    "The checkpoint does not contain what these metrics had accumulated since the last log: %s.",
+                    ", ".join(unknown),
+                )
+
+        def load_memory(past: Any) -> None:
+            if parts.progress.micro_steps_in_epoch and not plan.is_reshaped and parts.args.past_index >= 0:
+                computing.past = parts.strategy.to_device(past)
+
+        return [
+            Participant("epoch_rng", lambda: self.epoch_rng, partial(setattr, self, "epoch_rng"), {}),
+            Participant("data", feed.state_dict, load_data),
+            Participant("loss_window", losses.state_dict, partial(losses.load_state_dict, device=device), {}),
+            Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
+            Participant("train_metrics", lambda: metric_states(task.metrics("train")), load_metrics, {}),
+            Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            Participant("generators", self.own.generator_states, self.own.load_generators, {}),
+            Participant("past", lambda: computing.past, load_memory),
+        ]
+
+    def facts(self) -> list[InManifest]:
+        """Return the participants in the manifest."""
+        parts, optimizer = self._parts, type(self._ready.optimizer).__name__
+
+        def left() -> dict[str, Any]:
+            is_within, last = self._is_within_epoch(), parts.state.max_steps
+            return {"left": _to_do(parts.control, parts.progress, max_steps=last, is_within_epoch=is_within)}
+
+        return [
+            InManifest(lambda: self._plan.facts(parts.progress, optimizer=optimizer)),
+            InManifest(left, lambda facts: setattr(self, "left", _left_in(facts))),
+            InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
+            InManifest(self.metric.state_dict, self.metric.load_state_dict),
+            InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
+            *self._ready.facts,
+        ]
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state that differs by process."""
+        return {**capture_rng(), **gather(self._own_parts())}
+
+    def rank_writer(self, keep: Keep = as_it_is, *marks: str) -> Writer:
+        """Return a function that writes this process's state into a checkpoint; `keep` copies it for a later write."""
+        state = {**(self.past_state or self.own_state()), **dict.fromkeys(marks, True)}
+        strategy, own = self._parts.strategy, map_tensors(keep(state), torch.Tensor.cpu)
+        return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(self, folder: Path) -> dict[str, Any]:
+        """Load everything but the model, and return the state of the random numbers."""
+        parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
+        assert saved is not None
+        if not is_foreign(folder):
+            check_geometry(
+                saved.facts.get("geometry", {}), {"optimizer": type(self._ready.optimizer).__name__}, step=saved.step
+            )
+        for fact in self.facts():
+            if fact.load_state_dict is not None:
+                fact.load_state_dict(saved.facts)
+        is_here = folder.resolve().parent == self._manager.config.output_dir.resolve()
+        self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
+        self._parts.trainer._load_optimizer_and_scheduler(str(folder))
+        num_saved = saved.facts["geometry"]["world_size"]
+        own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
+        restore(self._own_parts(), own)
+        self.finiteness.begin()
+        parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
+        with preserved_rng():  # check now, rather than in the loop, that they are valid
+            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+                restore_rng(numbers)
+        return own
+
+    def write_optimizer(self, folder: Path) -> None:
+        """Write optimizer, schedule and scaler, in the main process. Collective."""
+        found = writers(self.files(), as_it_is)
+        for write in found if self._manager.is_committer else ():
+            write(folder)
+
+    def read_optimizer(self, folder: Path) -> None:
+        """Load optimizer, schedule and scaler. Collective."""
+        for each in self.files():
+            each.load(folder)
+
+
+def _to_do(control: TrainerControl, progress: Progress, *, max_steps: int, is_within_epoch: bool) -> list[str]:
+    """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
+    is_due = {
+        EVALUATE: control.should_evaluate,
+        # This checkpoint completes a save that was requested without an evaluation.
+        SAVE: control.should_evaluate and control.should_save,
+        END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
+        END_RUN: is_within_epoch and progress.step >= max_steps,
+    }
+    return [name for name in _KNOWN if is_due[name]]
+
+
+def _left_in(facts: Mapping[str, Any]) -> frozenset[str]:
+    """Return the actions that are still due according to a checkpoint's manifest."""
+    left = facts.get("left")
+    return frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
