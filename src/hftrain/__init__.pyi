@@ -96,9 +96,9 @@ from hftrain.loggers.base import Logger as Logger
 from hftrain.loops.contract import Loop as Loop
 from hftrain.loops.evaluate import EvaluateLoop as EvaluateLoop
 from hftrain.loops.evaluate import EvaluateParts as EvaluateParts
+from hftrain.loops.evaluate import PredictLoop as PredictLoop
 from hftrain.loops.fit import FitLoop as FitLoop
 from hftrain.loops.fit import FitParts as FitParts
-from hftrain.loops.predict import PredictLoop as PredictLoop
 from hftrain.optim.extras.adafactor import Adafactor as Adafactor
 from hftrain.optim.extras.adafactor import AdafactorSchedule as AdafactorSchedule
 from hftrain.optim.extras.adafactor import get_adafactor_schedule as get_adafactor_schedule

@@ -7,8 +7,7 @@ from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
 from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
 from hftrain.callbacks.prediction_writer import PredictionWriter
-from hftrain.callbacks.printer import PrinterCallback
-from hftrain.callbacks.progress import ProgressCallback
+from hftrain.callbacks.progress import PrinterCallback, ProgressCallback
 from hftrain.callbacks.rich_progress import RichProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.callbacks.summary import SummaryCallback

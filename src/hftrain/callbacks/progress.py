@@ -343,3 +343,17 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     def __str__(self) -> str:
         # Leave one column free, because some terminals begin a new line after the last one.
         return self._meter.text((columns_of(self._meter.file) or 80) - 1, is_ascii=self.ascii is True)
+
+
+class PrinterCallback(TrainerCallback):
+    """Print every log entry in full precision, on each machine's first process.
+
+    Source: the documented `PrinterCallback`.
+    """
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
+    ) -> None:
+        """Print the entry, without the count of floating-point operations."""
+        if state.is_local_process_zero and logs:
+            print({name: value for name, value in logs.items() if name != "total_flos"}, flush=True)

@@ -12,7 +12,7 @@ from torch import nn
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.evaluation.generating import switch_cache_off
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.module import TaskModule

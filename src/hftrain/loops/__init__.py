@@ -4,9 +4,8 @@ The public module `hftrain.loops` holds the classes of loops and the functions o
 """
 
 from hftrain.loops.contract import Loop
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
-from hftrain.loops.predict import PredictLoop
 from hftrain.loops.registry import loops
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Evaluation: one pass without gradients; metrics are streamed, and predictions kept only if needed."""
+"""Evaluation and prediction: one pass without gradients; metrics are streamed, and predictions kept only if needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -315,6 +315,21 @@ class EvaluateLoop(Loop[EvaluateParts]):
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.parts.group.reduce(tensor, op="sum") if self.parts.group.world_size > 1 else tensor
+
+
+class PredictLoop(EvaluateLoop):
+    """Run every batch once and return the predictions in dataset order; loss and metrics require labels."""
+
+    stage = "predict"
+
+    def attach(self, parts: EvaluateParts) -> None:
+        """Set the parts of a prediction before it starts."""
+        config = replace(parts.config, keeps_predictions=True)
+        super().attach(replace(parts, config=config))
+
+    def _tell(self, output: StepOutput) -> None:
+        """Also pass the batch's predictions to callbacks, such as writers."""
+        self.parts.events.fire("on_prediction_step", outputs=output.outputs, labels=output.labels)
 
 
 def _copied(batch: Any) -> Any:

@@ -15,7 +15,7 @@ from hftrain.loops.fit import FitLoop
 loops: Registry[Loop[Any]] = Registry("loop", group="hftrain.loops", elsewhere={"train": "fit", "eval": "evaluate"})
 loops.register("fit", "hftrain.loops.fit:FitLoop", summary="epochs of optimizer steps")
 loops.register("evaluate", "hftrain.loops.evaluate:EvaluateLoop", summary="one pass that reduces to metrics")
-loops.register("predict", "hftrain.loops.predict:PredictLoop", summary="one pass that keeps the predictions")
+loops.register("predict", "hftrain.loops.evaluate:PredictLoop", summary="one pass that keeps the predictions")
 
 _BASES: dict[str, type[Loop[Any]]] = {"fit": FitLoop, "evaluate": EvaluateLoop, "predict": EvaluateLoop}
 

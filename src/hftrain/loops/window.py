@@ -16,7 +16,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
 from hftrain.core.progress import Progress
 from hftrain.core.tree import map_tensors
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64

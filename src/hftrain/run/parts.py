@@ -29,8 +29,7 @@ from hftrain.run.model_changes import ModelChanges
 from hftrain.run.output import Output
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.run.plan import RunPlan
-from hftrain.step.computing import Computing
-from hftrain.step.stepper import Stepper
+from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule

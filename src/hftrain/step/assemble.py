@@ -20,8 +20,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
-from hftrain.step.computing import Computing
-from hftrain.step.stepper import Stepper
+from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)

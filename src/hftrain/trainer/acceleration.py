@@ -15,7 +15,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
 from hftrain.precision.base import Precision
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 from hftrain.strategies.base import Strategy, has_engine
 
 _PLUGINS = frozenset({"deepspeed_plugin"})

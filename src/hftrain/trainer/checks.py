@@ -1,13 +1,19 @@
-"""What is checked before a training launches anything."""
+"""What is checked of the model when a Trainer is made, and of everything before a training launches anything."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hftrain.adapter.plan import TrainPlan
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.log import warn_once
 from hftrain.loops.contract import check_features
 from hftrain.rules.loops import used_in_evaluation, used_in_training
+from hftrain.rules.model import check_copies, check_not_sharded
 from hftrain.rules.optimizer import check_made, check_step
 from hftrain.rules.saving import check_fits
 from hftrain.rules.training import Given, check_ahead
@@ -16,10 +22,13 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.step.legality import check_in_backward
+from hftrain.strategies.base import Strategy
+from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.module import TaskModule
+from hftrain.task.noise import find_embeddings
+from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
-from hftrain.trainer.numerics import check_training
 
 
 def check_before_training(
@@ -35,7 +44,9 @@ def check_before_training(
     if saves_at_all(args, trainer.save_policy):
         output.check_writable()
     _check_optimizer(trainer)
-    check_training(args, strategy, trainer.model, compiles=trainer.compiler.config is not None)
+    compiles = trainer.compiler.config is not None
+    check_copies(args, strategy, trainer.model, compiles=compiles)
+    check_quantized(trainer.model, compiles=compiles)
     strategy.check_model(trainer.model)
     _check_ahead(trainer, evaluation)
     writes_itself = trainer._is_overridden("_save_checkpoint")
@@ -108,3 +119,28 @@ def _check_loops(trainer: TrainerHooks, data: TrainerData, resume: Path | None) 
         for dataset in data.eval_sets:
             used = used_in_evaluation(args, strategy, dataset=dataset, takes_turns=False, is_per_batch=is_per_batch)
             check_features(loops["evaluate"], used)
+
+
+def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:
+    """Raise if the model does not work with the settings, and apply Liger kernels; called at construction."""
+    check_not_sharded(model)
+    if noise_alpha is not None:
+        find_embeddings(model)
+    if args.use_cache is not None:
+        _set_cache(model, use_cache=args.use_cache)
+    if args.use_liger_kernel:
+        apply_liger_kernels(model, args.liger_kernel_config)
+    if is_quantized(model):
+        # Moving quantized weights fails or loses them.
+        strategy.place_model = False
+
+
+def _set_cache(model: nn.Module, *, use_cache: bool) -> None:
+    config = getattr(model, "config", None)
+    if config is None or isinstance(config, Mapping):
+        warn_once(f"use_cache={use_cache} has no effect: {type(model).__name__} has no config to set it in.")
+        return
+    config.use_cache = use_cache
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.use_cache = use_cache

@@ -10,9 +10,11 @@ from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
+from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import DefaultFlowCallback, progress_callback
+from hftrain.callbacks import DefaultFlowCallback, TrainerCallback, progress_callback
+from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_verbosity, warn_once
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
@@ -25,7 +27,6 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.module import TaskModule
-from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.rehearsal import without_trackers
 
 
@@ -78,7 +79,7 @@ def all_callbacks(args: TrainingArguments, strategy: Strategy, callbacks: Sequen
     """Return the default callbacks with the given ones among them."""
     disables = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
     shown = progress_callback(disable_tqdm=disables)
-    return [DefaultFlowCallback(), *debug_callbacks(args, strategy), *callbacks, shown]
+    return [DefaultFlowCallback(), *_debug_callbacks(args, strategy), *callbacks, shown]
 
 
 def default_collator(tool: Any) -> Callable[[list[Any]], Any]:
@@ -95,3 +96,23 @@ def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
         raise ConfigError(f"Cannot use both {new} and {old}:", "they are two names of one argument.", f"Keep {new}.")
     warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
     return older
+
+
+def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
+    """Return the callbacks that `debug` selects.
+
+    Raises:
+        MissingDependencyError: XLA's metrics are requested without torch_xla.
+        ConfigError: They are requested in a run that does not use XLA.
+    """
+    if DebugOption.TPU_METRICS_DEBUG not in args.debug:
+        return []
+    callback = XLAMetricsCallback()
+    if strategy.name != "xla":
+        raise ConfigError(
+            "Cannot use debug='tpu_metrics_debug'.",
+            f"It prints XLA's metrics, and strategy {strategy.name!r} does not run on XLA.",
+            "Use strategy='xla', or leave it out.",
+            debug=[str(option) for option in args.debug],
+        )
+    return [callback]

@@ -25,13 +25,12 @@ from hftrain.evaluation.generating import generates
 from hftrain.evaluation.recurrence import read_memory
 from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import check_features
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
-from hftrain.loops.predict import PredictLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.announce import announce_evaluation
 from hftrain.run.parts import TrainerHooks
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask

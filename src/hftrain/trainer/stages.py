@@ -17,7 +17,7 @@ from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.setup import place_task
 from hftrain.run.whereabouts import report_late_ranks, whereabouts
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.memory import MemoryTracker
 

@@ -74,7 +74,7 @@ from hftrain.run.saving import load_task
 from hftrain.run.setup import loss_window, reset, start_state
 from hftrain.run.writing import make_manager
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
-from hftrain.step.computing import Computing
+from hftrain.step.stepper import Computing
 from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import base_model, is_spread, tensor_parallel_size
@@ -86,7 +86,7 @@ from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output, task_state
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
-from hftrain.trainer.checks import check_before_training
+from hftrain.trainer.checks import check_before_training, prepare_model
 from hftrain.trainer.choices import (
     all_callbacks,
     choose_backends,
@@ -103,7 +103,6 @@ from hftrain.trainer.items_check import ItemsCheck
 from hftrain.trainer.loss_finding import LossHooks
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
-from hftrain.trainer.numerics import prepare_model
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying

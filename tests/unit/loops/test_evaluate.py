@@ -12,8 +12,7 @@ import torch
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
-from hftrain.loops.predict import PredictLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
