@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.mistakes import Mistake, check, table
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from hftrain import EarlyStoppingCallback, ExportableState, FitLoop, Logger, Loop, TaskError, Trainer, TrainerCallback
 
@@ -34,6 +34,12 @@ class Own(Dataset[Any]):
 class NoIterator(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return make_rows(8)  # type: ignore[return-value]
+
+
+class EndsEarly(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield make_rows(1)[0]
+        fail()
 
 
 class Picture:
@@ -332,12 +338,12 @@ def fails_late(index: int) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "note"),
     [
-        ({"train_dataset": Own(fail)}, LookupError, "Raised in sample 6 of Own."),
-        ({"train_dataset": Own(fails_late, 9)}, IndexError, "Raised in sample 8 of Own, whose __len__ is 9."),
+        ({"train_dataset": Own(fail)}, LookupError, "Raised while reading sample 6 of Own."),
+        ({"train_dataset": Own(fails_late, 9)}, IndexError, "Raised while reading sample 8 of Own. Its __len__ is 9."),
         (
             {"train_dataset": Own(fail), "dataloader_num_workers": 1},
             LookupError,
-            "Raised in loader worker 0, while reading Own, in one of the samples 6, 3, 0, 7. "
+            "Raised in loader worker 0 while reading one of samples 6, 3, 0, 7 of Own. "
             "Set dataloader_num_workers=0 to debug it in this process.",
         ),
         (
@@ -348,10 +354,12 @@ def fails_late(index: int) -> Any:
         (
             {"data_collator": fail, "dataloader_num_workers": 1},
             LookupError,
-            "Raised in loader worker 0, in the data_collator fail, for the samples 6, 3, 0, 7. "
+            "Raised in loader worker 0 in the data_collator fail, for samples 6, 3, 0, 7. "
             "Set dataloader_num_workers=0 to debug it in this process.",
         ),
         ({"train_dataset": NoIterator(), "max_steps": 1}, TypeError, "Raised while reading NoIterator."),
+        ({"train_dataset": Subset(Own(fail), range(8))}, LookupError, "Raised while reading sample 6 of Subset."),
+        ({"train_dataset": EndsEarly(), "max_steps": 1}, LookupError, "Raised while reading EndsEarly."),
         (
             {"compute_metrics": fail, "eval_strategy": "epoch"},
             LookupError,
