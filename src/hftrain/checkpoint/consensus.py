@@ -64,9 +64,6 @@ class Group(Protocol):
     def is_local_main(self) -> bool:
         """Whether this process commits for its machine, if each machine keeps its own checkpoints."""
 
-    def barrier(self) -> None:
-        """Wait for all; collective."""
-
     def all_true(self, flag: bool) -> bool:
         """Tell every process whether the flag is set on all; collective."""
 
@@ -81,7 +78,7 @@ class Consensus:
     finds that boundary and posts it. The result does not depend on timing, and steps cost nothing. A single process
     acts at its next boundary.
 
-    **During a background save**: this object is the `Group` whose `barrier` and `all_true` a thread may call.
+    **During a background save**: this object is the `Group` whose `all_true` a thread may call.
 
     Args:
         act: Called by the loop at each step boundary while there is a request; calls `due`.
@@ -171,10 +168,7 @@ class Consensus:
 
     def share(self, value: Any) -> list[str | None]:
         """Post the progress of this process as JSON, and return the last one of each process; from any thread."""
-        text = json.dumps(value)
-        if self.world_size == 1:
-            return [text]
-        self._board.post(f"at/{self.rank}", text)
+        self._board.post(f"at/{self.rank}", json.dumps(value))
         return [self._board.read(f"at/{rank}") for rank in range(self.world_size)]
 
     def note_save(self) -> None:
@@ -187,7 +181,7 @@ class Consensus:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
-        """End the thread. `barrier` and `all_true` still work for a save that is not complete."""
+        """End the thread. `all_true` still works for a save that is not complete."""
         self._is_closing = True
         self._bell.put(None)
         if self._watcher.is_alive():
@@ -199,18 +193,12 @@ class Consensus:
 
     # -- for a background save -----------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
-        """Wait for all; see `all_true`."""
-        self.all_true(True)
-
     def all_true(self, flag: bool) -> bool:
         """Tell every process whether the flag is set on all; called by one thread of each, in the same order.
 
         Raises:
             CheckpointError: Another process does not call this in time.
         """
-        if self.world_size == 1:
-            return flag
         deadline_s = time.monotonic() + self._timeout_s
         self._turn += 1
 
@@ -304,20 +292,15 @@ class Consensus:
 
     def _go_on_alone(self) -> bool:
         """Continue training after a round without a result; False if no further round can have one."""
-        if self._is_closing:
-            self._release()
-            return False
         left = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
         self._is_deaf = "failed" in left
-        if self._is_deaf:
-            self._end_if_asked("another process has failed")
-        elif "ended" not in left:
-            self._end_if_asked("another process does not answer")
+        if not self._is_closing and (self._is_deaf or "ended" not in left):
+            self._end_if_asked("another process has failed or does not answer")
             if SAVE in self._asked:
                 logger.warning("The requested save is skipped: another process does not respond.")
                 self._asked.discard(SAVE)
         self._release()
-        return not any(left)
+        return not (self._is_closing or any(left))
 
     def _release(self) -> None:
         self._agreed = None

@@ -23,9 +23,6 @@ class Solo:
     world_size = 1
     is_main = True
 
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
     def all_true(self, flag: bool) -> bool:
         """Agree with oneself."""
         return flag

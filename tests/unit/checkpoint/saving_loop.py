@@ -22,9 +22,6 @@ class Solo:
     world_size = 1
     is_main = True
 
-    def barrier(self) -> None:
-        pass
-
     def all_true(self, flag: bool) -> bool:
         return flag
 

@@ -335,7 +335,6 @@ def make_group(count: int, timeout_s: float = 60.0) -> list[Consensus]:
 
 def test_one_process_agrees_with_itself() -> None:
     (alone,) = make_group(1)
-    alone.barrier()
     assert alone.all_true(True)
     assert not alone.all_true(False)
 
@@ -351,14 +350,14 @@ def test_all_hear_the_same_answer_each_time() -> None:
     assert in_threads(make_group(3), work) == [[turn % 4 == 3 for turn in range(20)]] * 3
 
 
-def test_barrier_waits_for_the_last() -> None:
+def test_all_wait_for_the_last() -> None:
     arrived = threading.Event()
 
     def work(group: Consensus) -> bool:
         if group.rank == 1:
             time.sleep(0.1)
             arrived.set()
-        group.barrier()
+        group.all_true(True)
         return arrived.is_set()
 
     assert in_threads(make_group(2), work) == [True, True]
@@ -379,6 +378,6 @@ def test_a_save_and_a_request_are_agreed_on_at_the_same_time_and_after_the_run()
 def test_silence_of_another_process_is_an_error() -> None:
     main, other = make_group(2, timeout_s=0.05)
     with pytest.raises(CheckpointError, match=r"no word from rank 1 in 0\.05 s"):
-        main.barrier()
+        main.all_true(True)
     with pytest.raises(CheckpointError, match="no word from rank 0"):
-        other.barrier()
+        other.all_true(True)

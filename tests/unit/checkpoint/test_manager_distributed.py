@@ -23,9 +23,6 @@ class Pair:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.is_main = self.rank == 0
 
-    def barrier(self) -> None:
-        dist.barrier()
-
     def all_true(self, flag: bool) -> bool:
         agreed = torch.tensor(int(flag))
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
