@@ -138,16 +138,13 @@ def inner_path(folder: Path, name: str) -> Path:
 
 
 def _verify_file(folder: Path, name: str, record: Any, *, hashes: bool) -> None:
-    parts = inner_path(folder, name).relative_to(folder).parts
-    path = folder
-    for part in parts:
-        path = path / part
-        try:
-            status = path.lstat()
-        except OSError as error:
-            raise unreadable(path, f"It cannot be found: {error}") from error
-        if stat.S_ISLNK(status.st_mode):
-            raise unreadable(path, "It is a link")
+    path = inner_path(folder, name)
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise unreadable(path, f"It cannot be found: {error}") from error
+    if path.resolve() != inner_path(folder.resolve(), name):
+        raise unreadable(path, "It is a link, or lies in one")
     if not stat.S_ISREG(status.st_mode):
         raise unreadable(path, "It is not a regular file")
     if status.st_size != record["size"]:

@@ -106,21 +106,18 @@ class HostCopies:
 
     def _reserve(self, likes: Sequence[torch.Tensor]) -> None:
         try:
-            self._make_all(likes)
+            for like in likes:
+                if self._is_needed.is_set():  # missing memory is allocated by the copy
+                    return
+                key = _form(like)
+                with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread starts on the first device
+                    room = self._make(like, is_pinned=key[-1])
+                # Touch the pages now, which takes longer than the copy. Not with torch, which would use as many threads
+                # as the training next to it.
+                ctypes.memset(room.data_ptr(), 0, room.nbytes)
+                self._free.setdefault(key, []).append(room)
         except (RuntimeError, MemoryError) as error:
             logger.warning("The first save takes longer: its memory cannot be had beforehand (%s).", error)
-
-    def _make_all(self, likes: Sequence[torch.Tensor]) -> None:
-        for like in likes:
-            if self._is_needed.is_set():  # missing memory is allocated by the copy
-                return
-            key = _form(like)
-            with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread starts on the first device
-                room = self._make(like, is_pinned=key[-1])
-            # Touch the pages now, which takes longer than the copy. Not with torch, which would use as many threads
-            # as the training next to it.
-            ctypes.memset(room.data_ptr(), 0, room.nbytes)
-            self._free.setdefault(key, []).append(room)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _form(tensor)

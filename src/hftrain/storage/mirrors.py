@@ -51,16 +51,10 @@ class Mirror:
     def publish(self) -> None:
         """Upload the files written since the last call, or since this object was created; from any thread."""
         with self._lock:
-            self._publish()
-
-    def _publish(self) -> None:
-        changed = {name: stamp for name, stamp in self._stamps().items() if self._published.get(name) != stamp}
-        if not changed:
-            return
-        remote = RemoteFolder(self.url)
-        for name, stamp in changed.items():
-            remote.upload(self.folder / name, name)
-            self._published[name] = stamp
+            for name, stamp in self._stamps().items():
+                if self._published.get(name) != stamp:
+                    RemoteFolder(self.url).upload(self.folder / name, name)
+                    self._published[name] = stamp
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         """Map each file to a key that changes when it is written or replaced, even within one clock tick."""

@@ -7,15 +7,13 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.log import get_logger
-
-T = TypeVar("T")
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://(?P<path>.+)", re.IGNORECASE)
 # fsspec chains such as simplecache::s3://..., and URLs mangled by pathlib.
@@ -111,7 +109,7 @@ class RemoteFolder:
 
     def upload(self, path: Path, name: str) -> None:
         """Upload a local file; complete on return."""
-        self._do("put_file", str(path), self._path(name), name)
+        self._do("put_file", name, str(path), self._path(name))
 
     def write(self, name: str, text: str) -> None:
         """Write a small file."""
@@ -123,7 +121,7 @@ class RemoteFolder:
     def download(self, name: str, path: Path) -> None:
         """Download a file to a local path, whose folder is created if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._do("get_file", self._path(name), str(path), name)
+        self._do("get_file", name, self._path(name), str(path))
 
     def delete_file(self, name: str) -> None:
         """Delete a file, if it exists."""
@@ -139,21 +137,16 @@ class RemoteFolder:
         return f"{self._root}/{name}" if name else self._root
 
     def _ask(self, method: str, name: str, **options: Any) -> Any:
-        def ask() -> Any:
-            # Others write here too, and some stores cache listings.
-            self._fs.invalidate_cache()
-            return getattr(self._fs, method)(self._path(name), **options)
+        # Others write here too, and some stores cache listings.
+        self._fs.invalidate_cache()
+        return self._do(method, name, self._path(name), **options)
 
-        return self._retried(f"{method} {name}", ask)
-
-    def _do(self, method: str, source: str, target: str, name: str) -> None:
-        self._retried(f"{method} {name}", lambda: getattr(self._fs, method)(source, target))
-
-    def _retried(self, what: str, call: Callable[[], T]) -> T:
+    def _do(self, method: str, name: str, *arguments: str, **options: Any) -> Any:
+        what = f"{method} {name}"
         for wait_s in (*_WAITS_S, None):
             try:
                 with _same_random_numbers():
-                    return call()
+                    return getattr(self._fs, method)(*arguments, **options)
             except _FINAL as error:
                 if isinstance(error, OSError):
                     raise
