@@ -13,7 +13,7 @@ from support.tiny import Net, make_resumable, make_rows
 from torch import nn
 
 from hftrain import CheckpointError, Trainer
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.strategies.single import SingleDeviceStrategy
 
 NAMES = ("manifest.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json",
@@ -153,7 +153,7 @@ def test_damaged_shard_is_named_or_passed_over(
     learnt = run_distributed(train_sharded, folder=str(folder), resume=False)
     assert {*SHARDED_NAMES} == {path.name for path in (folder / "checkpoint-4").iterdir()}
     # Which checkpoint is taken the main process decides alone, as this process does here.
-    manager = CheckpointManager(CheckpointConfig(output_dir=work), group=SingleDeviceStrategy())
+    manager = CheckpointManager(work, group=SingleDeviceStrategy())
     for name in SHARDED_NAMES:
         for damage in DAMAGES.values():
             newest = damaged(folder, work, name, damage)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hftrain.checkpoint import parts
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import capture_rng, restore_rng
@@ -142,7 +142,7 @@ class Solo:
 
 
 def test_a_checkpoint_of_the_hugging_face_trainer_is_read(foreign, caplog):
-    manager = CheckpointManager(CheckpointConfig(output_dir=foreign.parent), group=Solo())
+    manager = CheckpointManager(foreign.parent, group=Solo())
     assert manager.latest() is None
     assert manager.open(foreign) is None
     assert "without proof" in caplog.text

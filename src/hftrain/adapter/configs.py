@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hftrain.adapter.data import read_accelerator_config
-from hftrain.checkpoint.manager import CheckpointConfig
 from hftrain.core.log import warn_once
 from hftrain.loops.evaluate import EvaluateConfig
 from hftrain.optim.optimizers import OptimizerConfig
@@ -56,18 +55,6 @@ def schedule_config(args: Any, *, num_training_steps: int) -> ScheduleConfig:
         num_training_steps=num_training_steps,
         num_warmup_steps=0 if warms_up_itself else args.get_warmup_steps(num_training_steps),
         options=dict(args.lr_scheduler_kwargs or {}),
-    )
-
-
-def checkpoint_config(args: Any, *, output_dir: Path, url: str | None = None) -> CheckpointConfig:
-    """Return the config of checkpoints: location, format and number to keep."""
-    return CheckpointConfig(
-        output_dir=output_dir,
-        save_total_limit=args.save_total_limit,
-        only_model=bool(args.save_only_model),
-        safe_weights=bool(args.save_safetensors),
-        on_each_node=bool(args.save_on_each_node),
-        url=url,
     )
 
 

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,54 +37,47 @@ class NoSpaceError(CheckpointError):
     """A checkpoint could not be written because the disk is full; the earlier ones are intact."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Where checkpoints are saved, what they contain and how many are kept.
-
-    Args:
-        output_dir: The folder of the checkpoints.
-        save_total_limit: How many are kept; None, or a number below 1, keeps all.
-        only_model: Whether to leave out what only a resume needs.
-        safe_weights: Whether weights are written as safetensors.
-        on_each_node: Whether each machine writes to its own storage.
-        url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
-        keep_best: How many with the best metrics are kept in addition to the newest; without a limit, no others are.
-        is_greater_better: Whether a higher metric is better.
-
-    Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
-    `save_on_each_node`.
-    """
-
-    output_dir: Path
-    save_total_limit: int | None = None
-    only_model: bool = False
-    safe_weights: bool = True
-    on_each_node: bool = False
-    url: str | None = None
-    keep_best: int | None = None
-    is_greater_better: bool = False
-
-
 class CheckpointManager:
     """Write, find, verify and rotate the checkpoints of one run, which owns its output folder.
 
     Args:
-        config: The folders, the content and the number of checkpoints.
+        output_dir: The folder of the checkpoints.
         group: The processes that call `save` together.
+        save_total_limit: How many are kept; None, or a number below 1, keeps all.
+        only_model: Whether to leave out what only a resume needs.
+        on_each_node: Whether each machine writes to its own storage.
+        url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
+        keep_best: How many with the best metrics are kept in addition to the newest; without a limit, no others are.
+        is_greater_better: Whether a higher metric is better.
         parcels: Transfers files if machines do not share the mirror of a remote folder.
+
+    Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_on_each_node`.
     """
 
-    def __init__(self, config: CheckpointConfig, *, group: Group, parcels: Parcels | None = None) -> None:
-        self.config = config
-        self.group = group
-        self.lock = FolderLock(config.output_dir)
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        group: Group,
+        save_total_limit: int | None = None,
+        only_model: bool = False,
+        on_each_node: bool = False,
+        url: str | None = None,
+        keep_best: int | None = None,
+        is_greater_better: bool = False,
+        parcels: Parcels | None = None,
+    ) -> None:
+        self.output_dir, self.group, self.url = output_dir, group, url
+        self.save_total_limit, self.only_model, self.on_each_node = save_total_limit, only_model, on_each_node
+        self._keep_best, self._is_greater_better = keep_best, is_greater_better
+        self.lock = FolderLock(output_dir)
         # A resumed run keeps its id; rotation does not touch checkpoints of other runs.
         self.run_id = uuid.uuid4().hex
-        self.local = LocalCheckpoints(config.output_dir)
+        self.local = LocalCheckpoints(output_dir)
         # The highest known commit number; None until the folder has been read.
         self._number: int | None = None
         self._resumed_number = 0
-        self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
+        self.remote = None if url is None else RemoteCheckpoints(url, mirror=output_dir)
         self._parcels = parcels
         self._committed: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
@@ -119,7 +111,7 @@ class CheckpointManager:
             CheckpointError: A writer or the commit failed on any process; the earlier checkpoints are intact. The
                 cause is attached on the process where it happened.
         """
-        target = self.config.output_dir / checkpoint_name(step)
+        target = self.output_dir / checkpoint_name(step)
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
@@ -151,16 +143,16 @@ class CheckpointManager:
                 self._look()
             return
         who, remedy = "Another run", "Give each run its own output_dir, or wait until the other run has ended."
-        if self.config.on_each_node:
+        if self.on_each_node:
             who += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."
         reason = f"{who} is saving there; each would delete what the other is writing."
-        raise ConfigError(f"Cannot save checkpoints to {self.config.output_dir}.", reason, remedy)
+        raise ConfigError(f"Cannot save checkpoints to {self.output_dir}.", reason, remedy)
 
     @property
     def is_committer(self) -> bool:
         """Whether this process commits: the main one, or with `on_each_node` one per machine."""
-        return self.group.is_local_main if self.config.on_each_node else self.group.is_main
+        return self.group.is_local_main if self.on_each_node else self.group.is_main
 
     def latest(
         self,
@@ -174,10 +166,10 @@ class CheckpointManager:
         """
         if self.group.is_main:
             self.lock.settle()
-            files.restore(self.config.output_dir, is_ours=_is_ours)
+            files.restore(self.output_dir, is_ours=_is_ours)
         if self.remote is not None:
             return self.remote.latest(is_asked_for)
-        for path in reversed(by_commit(self.config.output_dir)):
+        for path in reversed(by_commit(self.output_dir)):
             try:
                 if not (path / MANIFEST).exists():
                     check_uncommitted(path)
@@ -211,7 +203,7 @@ class CheckpointManager:
 
     def own_checkpoints(self) -> list[Path]:
         """List this run's checkpoints in the order of their commits."""
-        return [self.config.output_dir / name for name in self.local.own(self.run_id)]
+        return [self.output_dir / name for name in self.local.own(self.run_id)]
 
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; only the main process does this, others do nothing.
@@ -221,8 +213,8 @@ class CheckpointManager:
         """
         if not self.is_committer:
             return
-        limit = self.config.save_total_limit
-        if limit is None and self.config.keep_best is not None:
+        limit = self.save_total_limit
+        if limit is None and self._keep_best is not None:
             limit = 1  # the newest one; the best are protected
         if self.remote is not None:
             self.remote.rotate(self.run_id, limit, lambda known: self._protected(known, best))
@@ -231,13 +223,12 @@ class CheckpointManager:
 
     def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
         """Return the newest, the last finite one, the best, the one committed last, and those `keep_best` keeps."""
-        config = self.config
-        good = best_names(known, number=config.keep_best, is_greater_better=config.is_greater_better)
+        good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
         return self._here(best, self._committed) | {*[*known][-1:]} | good | last_finite_name(known)
 
     def _here(self, *paths: Path | None) -> set[str]:
         """Return the names of the paths that are in the output folder."""
-        folder = self.config.output_dir.resolve()
+        folder = self.output_dir.resolve()
         return {path.name for path in paths if path is not None and path.resolve().parent == folder}
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
@@ -249,15 +240,15 @@ class CheckpointManager:
         protected = self._protected(known, best)
         has_deleted = False
         for name in known:
-            if name in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
+            if name in protected or (has_deleted and free_bytes(self.output_dir) >= needed_bytes):
                 continue
             self.local.delete(name, self.run_id)
-            has_deleted = has_deleted or not (self.config.output_dir / name).exists()
+            has_deleted = has_deleted or not (self.output_dir / name).exists()
         return has_deleted
 
     def _look(self) -> None:
         try:
-            files.sweep(self.config.output_dir, is_ours=_is_ours)
+            files.sweep(self.output_dir, is_ours=_is_ours)
         except OSError as error:
             logger.warning("Could not delete what a killed save left behind: %s", error)
         with suppress(OSError, UnreachableError):  # if it occurs again, the first save raises it
@@ -310,7 +301,7 @@ class CheckpointManager:
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
-        own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
         own["commit_number"] = self._number = self._last_number() + 1
         if self._parcels is not None:
             self._parcels.collect(staged, step=step)

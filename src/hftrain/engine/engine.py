@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint import states
 from hftrain.checkpoint.fitting import check_state, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager, Writer
+from hftrain.checkpoint.manager import CheckpointManager, Writer
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.parts import save_rng
 from hftrain.checkpoint.places import check_places
@@ -119,8 +119,7 @@ class Engine:
         self.reduce, self.gather, self.barrier = self.strategy.reduce, self.strategy.gather, self.strategy.barrier
         self._manager: CheckpointManager | None = None
         if output_dir is not None:
-            config = CheckpointConfig(output_dir=Path(output_dir), save_total_limit=save_total_limit)
-            self._manager = CheckpointManager(config, group=self.strategy)
+            self._manager = CheckpointManager(Path(output_dir), group=self.strategy, save_total_limit=save_total_limit)
 
     def __enter__(self) -> Engine:
         return self
@@ -377,7 +376,7 @@ class Engine:
         if manager is None:
             raise _refused(call, "There is no folder for checkpoints.", "Pass Engine(output_dir=...).")
         if not self._is_claimed:
-            check_places(manager.config.output_dir, self.strategy, on_each_node=manager.config.on_each_node)
+            check_places(manager.output_dir, self.strategy, on_each_node=manager.on_each_node)
             manager.claim()
             self._is_claimed = True
         return manager

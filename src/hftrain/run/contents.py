@@ -199,7 +199,7 @@ class Contents:
         for fact in self.facts():
             if fact.load_state_dict is not None:
                 fact.load_state_dict(saved.facts)
-        is_here = folder.resolve().parent == self._manager.config.output_dir.resolve()
+        is_here = folder.resolve().parent == self._manager.output_dir.resolve()
         self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
         self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = saved.facts["geometry"]["world_size"]

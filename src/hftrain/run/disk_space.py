@@ -115,13 +115,13 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     num_bytes = needed()
     is_enough, free = True, 0
     if manager.is_committer:
-        free = free_bytes(manager.config.output_dir)
+        free = free_bytes(manager.output_dir)
         logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(num_bytes), readable_bytes(free))
         is_enough = free >= num_bytes or (may_wait and bool(manager.own_checkpoints()))
     if not manager.group.all_true(is_enough):
         found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
         raise ConfigError(
-            f"Cannot save checkpoints to {manager.config.output_dir}.",
+            f"Cannot save checkpoints to {manager.output_dir}.",
             f"One takes about {readable_bytes(num_bytes)}, and {found}.",
             "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
         )

@@ -49,7 +49,7 @@ class Interrupts:
         self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
         self._saver, self._end_step = saver, end_step
-        self._marker = saver.manager.config.output_dir / MARKER
+        self._marker = saver.manager.output_dir / MARKER
         # The reason why there is no consensus, if one is needed.
         self.silence = ""
         self.consensus = self._make_consensus(parts)

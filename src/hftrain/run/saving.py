@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -51,7 +50,7 @@ class Saver:
         self._parts, self._ready, self.manager, self.contents, self._counts = parts, ready, manager, contents, counts
         self.writes = CheckpointWrites(parts, ready, manager, best=self.best)
         is_own = parts.trainer._is_overridden("_save_checkpoint")
-        self._uncommitted = Uncommitted(manager.config.output_dir, deletes=manager.is_committer and is_own)
+        self._uncommitted = Uncommitted(manager.output_dir, deletes=manager.is_committer and is_own)
         self._history = HistoryText()
         self._num_saves = 0
         self.saved_step: int | None = None
@@ -105,7 +104,7 @@ class Saver:
         writes.finish(for_next=True)
         contents.finiteness.check()
         limit, only_model = args.save_total_limit, bool(args.save_only_model)  # a callback may have changed them
-        self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
+        self.manager.save_total_limit, self.manager.only_model = limit, only_model
         num_bytes = writes.checkpoint_bytes()
         self.tried_step = state.global_step
         if not writes.has_room(num_bytes, step=state.global_step):
@@ -115,7 +114,7 @@ class Saver:
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             name = checkpoint_name(state.global_step)
-            state.best_model_checkpoint = parts.output.text_of(self.manager.config.output_dir / name)
+            state.best_model_checkpoint = parts.output.text_of(self.manager.output_dir / name)
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
         each: list[Writer] = [
@@ -159,7 +158,7 @@ class Saver:
                 # Before rotation, which may delete it.
                 trainer._push_from_checkpoint(str(committed))
             if self.writes.rotates_later:
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
             self.saved_step = save.step
             if tells:
                 parts.events.fire("on_save")
@@ -196,7 +195,7 @@ class Saver:
             logger.warning(
                 "%s contains checkpoints of another run (%s). A new checkpoint replaces one of the same step; the "
                 "others are kept. Use another output_dir, or set overwrite_output_dir=True if this is intended.",
-                self.manager.config.url or self.manager.config.output_dir,
+                self.manager.url or self.manager.output_dir,
                 ", ".join(found),
             )
 

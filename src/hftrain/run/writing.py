@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.configs import checkpoint_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
@@ -106,9 +105,9 @@ class CheckpointWrites:
         parts, optimizer = self._parts, self._ready.optimizer
         saves = saves_at_all(parts.args, self._policy)
         if saves:
-            config = self.manager.config
-            if config.url is None:  # a mirror need not be shared
-                check_places(config.output_dir, parts.strategy, on_each_node=config.on_each_node)
+            manager = self.manager
+            if manager.url is None:  # a mirror need not be shared
+                check_places(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             check_room(
                 self.manager,
                 partial(self.checkpoint_bytes, is_first=True),
@@ -148,9 +147,9 @@ class CheckpointWrites:
             NoSpaceError: It does not fit, and the policy is to stop.
         """
         policy, manager = self._policy.on_full_disk, self.manager
-        free = free_bytes(manager.config.output_dir) if manager.is_committer else num_bytes
+        free = free_bytes(manager.output_dir) if manager.is_committer else num_bytes
         if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._best()):
-            free = free_bytes(manager.config.output_dir)
+            free = free_bytes(manager.output_dir)
         if self._parts.strategy.all_true(free >= num_bytes):
             return True
         reason = (
@@ -158,7 +157,7 @@ class CheckpointWrites:
             if free < num_bytes
             else "Another machine has no space for it."
         )
-        asked = f"Cannot write the checkpoint of step {step} to {manager.config.output_dir}."
+        asked = f"Cannot write the checkpoint of step {step} to {manager.output_dir}."
         error = NoSpaceError(asked, reason, "Free some space, then resume from the newest checkpoint.")
         if policy == "stop":
             raise error
@@ -272,7 +271,7 @@ class CheckpointWrites:
             if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
             model_writer(args, strategy, task, model, tool=None, keep=keep)
-            if self.manager.is_committer and not self.manager.config.only_model:
+            if self.manager.is_committer and not self.manager.only_model:
                 keep(strategy.optimizer_state(model, optimizer))
 
         def reserve() -> None:
@@ -337,6 +336,14 @@ def make_manager(
     parcels: Parcels | None = None,
 ) -> CheckpointManager:
     """Return the manager that saves and finds the checkpoints of a run in a folder."""
-    config = checkpoint_config(args, output_dir=folder, url=output.url_of(folder))
-    config = replace(config, keep_best=policy.keep_best, is_greater_better=bool(args.greater_is_better))
-    return CheckpointManager(config, group=strategy, parcels=parcels)
+    return CheckpointManager(
+        folder,
+        group=strategy,
+        save_total_limit=args.save_total_limit,
+        only_model=bool(args.save_only_model),
+        on_each_node=bool(args.save_on_each_node),
+        url=output.url_of(folder),
+        keep_best=policy.keep_best,
+        is_greater_better=bool(args.greater_is_better),
+        parcels=parcels,
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hftrain.checkpoint import parts
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.seed import capture_rng
 from hftrain.core.state import TrainerState
@@ -39,7 +39,7 @@ def make_manager(output_dir: Path) -> Callable[..., CheckpointManager]:
     """Return a function that makes a manager; keyword arguments go to its config."""
 
     def make(**config: object) -> CheckpointManager:
-        return CheckpointManager(CheckpointConfig(output_dir=output_dir, **config), group=Solo())
+        return CheckpointManager(output_dir, group=Solo(), **config)
 
     return make
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import save_weights
 from hftrain.storage.tensors import save_containers
 
@@ -29,7 +29,7 @@ class Solo:
 def save_until_killed(output_dir: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(64, 64)}}}
-    manager = CheckpointManager(CheckpointConfig(output_dir=output_dir, save_total_limit=1), group=Solo())
+    manager = CheckpointManager(output_dir, group=Solo(), save_total_limit=1)
     latest = manager.latest()
     step = 0 if latest is None else checkpoint_step(latest)
     while True:

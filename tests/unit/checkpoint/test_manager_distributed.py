@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import verify
 from hftrain.core.errors import CheckpointError
 
@@ -32,7 +32,7 @@ class Pair:
 def save_together(output_dir: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     group = Pair()
-    manager = CheckpointManager(CheckpointConfig(output_dir=Path(output_dir)), group=group)
+    manager = CheckpointManager(Path(output_dir), group=group)
     answers: dict[str, Any] = {}
 
     def own(folder: Path) -> None:
