@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
-from hftrain.checkpoint.manifest import Manifest, verify
+from hftrain.checkpoint.manifest import Manifest
 from hftrain.checkpoint.parts import load_part, load_rng, load_trainer_state
 from hftrain.checkpoint.shape import Grid
 from hftrain.core.errors import CheckpointError
@@ -45,14 +45,6 @@ def check_foreign(folder: Path) -> None:
         missing = [rng_name(rank=0, world_size=1)]
     if missing:
         raise _unusable(folder, f"It has no {' and no '.join(missing)}")
-
-
-def check_whole(folder: Path) -> None:
-    """Verify a checkpoint by its manifest; for one of transformers' Trainer, only that no file is missing."""
-    if is_foreign(folder):
-        check_foreign(folder)
-    else:
-        verify(folder)
 
 
 def num_processes(folder: Path) -> int:

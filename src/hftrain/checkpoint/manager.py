@@ -184,7 +184,8 @@ class CheckpointManager:
         """List the folders with names of checkpoints in the output folder, or the remote one."""
         return (self.remote or self.local).names()
 
-    def open(self, path: str | Path) -> Manifest | None:
+    @staticmethod
+    def open(path: str | Path) -> Manifest | None:
         """Verify a checkpoint given by its path, and return its manifest.
 
         Returns None, with a warning, for one of the Hugging Face Trainer, which cannot be verified.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.foreign import check_whole
+from hftrain.checkpoint.foreign import check_foreign
 from hftrain.checkpoint.layout import TRAINER_STATE
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.errors import CheckpointError
 from hftrain.strategies.base import Strategy
 
@@ -24,7 +25,8 @@ def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path
     cause: CheckpointError | None = None
     if strategy.is_local_main:
         try:
-            check_whole(own)
+            if CheckpointManager.open(own) is None:
+                check_foreign(own)
         except CheckpointError as error:
             cause = error
     if not strategy.all_true(cause is None):
