@@ -6,22 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from hftrain.adapter.configs import schedule_config
+from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import EarlyStoppingCallback
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.seed import preserved_rng
+from hftrain.data.eval_sets import EvalSet
+from hftrain.data.loaders import build_loader
+from hftrain.data.sending import check_sendable
+from hftrain.data.sizes import has_length
 from hftrain.loops.contract import check_features
+from hftrain.optim.schedules import build_schedule
+from hftrain.rules.data import batch_columns, check_inputs
+from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
 from hftrain.rules.model import check_copies, check_not_sharded
 from hftrain.rules.optimizer import check_made, check_step
-from hftrain.rules.saving import check_fits
-from hftrain.rules.training import Given, check_ahead
+from hftrain.rules.saving import check_fits, check_saves
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.step.legality import check_in_backward
+from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.module import TaskModule
@@ -29,6 +43,8 @@ from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
+
+_PREPARE = ("_prepare_inputs", "_prepare_input")
 
 
 def check_before_training(
@@ -48,7 +64,7 @@ def check_before_training(
     check_copies(args, strategy, trainer.model, compiles=compiles)
     check_quantized(trainer.model, compiles=compiles)
     strategy.check_model(trainer.model)
-    _check_ahead(trainer, evaluation)
+    _check_ahead(trainer, evaluation.sets)
     writes_itself = trainer._is_overridden("_save_checkpoint")
     folder = find_resume(args, strategy, output, trainer._make_manager, resume, writes_itself=writes_itself)
     _check_loops(trainer, data, folder)
@@ -75,36 +91,130 @@ def _check_optimizer(trainer: TrainerHooks) -> None:
         check_step(given[0])
 
 
-def _check_ahead(trainer: TrainerHooks, evaluation: Evaluation) -> None:
-    """Raise for a training that would fail late; see `check_ahead`."""
-    args, given = trainer.args, trainer.optimizer_cls_and_kwargs
+def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
+    """Raise if a training would fail later; reads no data and launches nothing.
 
-    def count_steps(loader: Any) -> int:
-        total = trainer.get_total_train_batch_size(args)
-        return TrainPlan(*trainer.set_initial_training_values(args, loader, total)).max_steps
+    Args:
+        sets: Evaluation sets with their own metrics or schedule, by name.
+    """
+    args, strategy, task, model = trainer.args, trainer.strategy, trainer.task, trainer.model
+    _check_shapes(model)
+    if args.output_dir and Path(args.output_dir).is_file():
+        raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
+    names = ["preprocess_logits_for_metrics", "compute_loss_func"]
+    names += [] if trainer._is_overridden("evaluation_loop") else ["compute_metrics"]
+    functions = {name: getattr(trainer, name) for name in names}
+    functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in sets.items()}
+    check_functions(args, functions, computes_loss=trainer._is_overridden("compute_loss"))
+    _check_metric(trainer, sets)
+    callbacks = trainer.callback_handler.callbacks
+    for callback in callbacks:
+        if isinstance(callback, EarlyStoppingCallback):
+            callback.check_settings(args)
+    makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
+    is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
+    makes_optimizer = not (is_made or _overrides(trainer, "create_optimizer", "create_optimizer_and_scheduler"))
+    is_made = trainer.lr_scheduler is not None or "scheduler" in strategy.makes
+    makes_schedule = makes_optimizer and not (is_made or trainer._is_overridden("create_scheduler"))
+    with preserved_rng():
+        own = ("get_train_dataloader", "training_step", "compute_loss", "get_batch_samples", *_PREPARE)
+        columns = None
+        if not _overrides(trainer, *own):
+            columns = batch_columns(task, trainer.train_dataset, trainer.data_collator)
+        if columns is not None:
+            check_inputs(model, columns)
+        datasets = _eval_datasets(trainer)
+        _check_workers(trainer, datasets)
+        if not _overrides(trainer, "get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
+            _check_plan(trainer, makes_schedule=makes_schedule)
+        if args.eval_strategy != "no" and trainer.spill_dir is not None:
+            check_writable(trainer.spill_dir)
+        for name, dataset in datasets.items():
+            _check_evaluation(trainer, sets.get(name), name, dataset)
+    if args.save_strategy != "no":
+        is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
+        check_saves(args, strategy, task, model, callbacks, is_own=is_own)
+    if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
+        asked, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
+        if not any(True for _ in model.parameters()):
+            lists = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
+            raise ConfigError(asked, "it has no parameters.", lists)
+        raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
 
-    check_ahead(
-        args,
-        trainer.strategy,
-        trainer.task,
-        trainer.model,
-        Given(
-            train_dataset=trainer.train_dataset,
-            eval_dataset=trainer.eval_dataset,
-            eval_sets=evaluation.sets,
-            data_collator=trainer.data_collator,
-            label_names=trainer.label_names,
-            compute_metrics=trainer.compute_metrics,
-            preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
-            compute_loss_func=trainer.compute_loss_func,
-            callbacks=trainer.callback_handler.callbacks,
-            is_overridden=trainer._is_overridden,
-            count_steps=count_steps,
-        ),
-        optimizers=(trainer.optimizer, trainer.lr_scheduler),
-        learning_rate=args.learning_rate if given is None else given[1].get("lr", args.learning_rate),
-        spill_dir=trainer.spill_dir,
-    )
+
+def _overrides(trainer: TrainerHooks, *names: str) -> bool:
+    """Tell whether the user's class overrides any of these hooks."""
+    return any(map(trainer._is_overridden, names))
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Raise if a lazy module of a model has not seen a batch yet: its parameters have no shape to optimize."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"Cannot train {type(model).__name__}:",
+            f"{lazy[0]} has no shape yet, because its lazy module has not seen a batch.",
+            "Call the model on one batch before train(), or use the module that takes the sizes, such as nn.Linear.",
+        )
+
+
+def _check_metric(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
+    """Raise if nothing reports `metric_for_best_model`; called in train(), because metrics may be set until then."""
+    listeners = (getattr(callback, "on_evaluate", None) for callback in trainer.callback_handler.callbacks)
+    # A user callback's on_evaluate may add to the metrics that it receives.
+    roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
+    hooks = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
+    if _overrides(trainer, *hooks) or roots - {"hftrain", "transformers"}:
+        return
+    own = next((entry.metrics for entry in sets.values() if entry.metrics is not None), None)
+    metrics = trainer.compute_metrics or own
+    check_best_metric(trainer.args, task=trainer.task, compute_metrics=metrics, eval_dataset=trainer.eval_dataset)
+
+
+def _eval_datasets(trainer: TrainerHooks) -> dict[str, Any]:
+    """Return the datasets that are evaluated during training, by name."""
+    datasets = trainer.eval_dataset
+    if trainer.args.eval_strategy == "no" or datasets is None or trainer._is_overridden("get_eval_dataloader"):
+        return {}
+    return dict(datasets) if isinstance(datasets, Mapping) else {"eval_dataset": datasets}
+
+
+def _check_workers(trainer: TrainerHooks, datasets: Mapping[str, Any]) -> None:
+    args = trainer.args
+    parts: dict[str, Any] = {f"eval_dataset {name!r}": dataset for name, dataset in datasets.items()}
+    if not trainer._is_overridden("get_train_dataloader"):
+        parts |= {"train_dataset": trainer.train_dataset, "data_collator": trainer.data_collator}
+    check_sendable(parts, num_workers=args.dataloader_num_workers, method=args.dataloader_multiprocessing_context)
+
+
+def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
+    """Raise if the data has no batch, or the arguments' schedule cannot be built for the run."""
+    args, strategy, dataset = trainer.args, trainer.strategy, trainer.train_dataset
+    num_steps = args.max_steps
+    if has_length(dataset):
+        config = loader_config(args, is_training=True)
+        plan = shard_plan(args, rank=strategy.rank, world_size=strategy.world_size, is_training=True)
+        loader = build_loader(range(len(dataset)), config, plan, collate=list)
+        if makes_schedule:
+            total = trainer.get_total_train_batch_size(args)
+            num_steps = TrainPlan(*trainer.set_initial_training_values(args, loader, total)).max_steps
+    if makes_schedule:
+        given = trainer.optimizer_cls_and_kwargs
+        rate = args.learning_rate if given is None else given[1].get("lr", args.learning_rate)
+        stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
+        build_schedule(schedule_config(args, num_training_steps=num_steps), stand_in)
+
+
+def _check_evaluation(trainer: TrainerHooks, entry: EvalSet | None, name: str, dataset: Any) -> None:
+    """Raise if a set evaluated during training has no batch, or lacks columns that the metrics need."""
+    if not trainer._is_overridden("_get_eval_sampler"):
+        check_batches(trainer.args, trainer.strategy, name, dataset)
+    has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
+    own = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", *_PREPARE)
+    if has_metrics and not _overrides(trainer, *own):
+        columns = batch_columns(trainer.task, dataset, trainer.data_collator)
+        if columns is not None:
+            check_columns(trainer.args, trainer.model, trainer.label_names, name, columns)
 
 
 def _check_loops(trainer: TrainerHooks, data: TrainerData, resume: Path | None) -> None:
