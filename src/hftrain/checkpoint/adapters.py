@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hftrain.checkpoint.fitting import misfit
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import preserved_rng
 from hftrain.storage.tensors import load_containers, load_tensors, tensor_identity
@@ -93,8 +94,5 @@ def _folder_of(model: Any, folder: Path, name: str) -> Path:
 
 
 def _unfit(path: Path, name: str, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot load the adapter {name!r} from {path}.",
-        f"It does not fit: {problem}.",
-        "Build the model with the adapter configuration of the checkpoint.",
-    )
+    remedy = "Build the model with the adapter configuration of the checkpoint."
+    return misfit(path, f"The adapter {name!r} does not fit: {problem}", remedy)

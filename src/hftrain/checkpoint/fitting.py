@@ -115,9 +115,10 @@ def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[s
             kind([torch.zeros(1)], **{name: group[name] for name in known})
 
 
-def misfit(path: Path, reason: str) -> CheckpointError:
+def misfit(
+    path: Path, reason: str, remedy: str = "Resume the run that was saved, or use another checkpoint."
+) -> CheckpointError:
     """Return the error for a file that does not fit the run."""
-    remedy = "Resume the run that was saved, or use another checkpoint."
     return CheckpointError(f"Cannot restore {path}.", f"{reason.rstrip('.')}.", remedy)
 
 

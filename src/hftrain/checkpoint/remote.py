@@ -216,12 +216,12 @@ class RemoteCheckpoints(Checkpoints):
 
     def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
         """Warn of a checkpoint in the mirror whose upload failed, if it is newer than the one found."""
-        newest = manifests[found] if found is not None else None
+        newest = manifests.get(found or "")
         for name, manifest in reversed(LocalCheckpoints(self.mirror).manifests().items()):
             is_newer = newest is None or (
                 manifest is not None
                 and manifest.facts.get("run_id") == newest.facts.get("run_id")
-                and commit_order(manifest, step=manifest.step) > commit_order(newest, step=newest.step)
+                and commit_order(name, manifest) > commit_order(found or "", newest)
             )
             if manifest is not None and is_newer and name not in manifests:
                 logger.warning(

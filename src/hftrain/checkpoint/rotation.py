@@ -44,7 +44,7 @@ class Checkpoints(ABC):
         self._known = {}
         for name, manifest in found.items():
             self.note(name, manifest)
-        return {name: self._known.get(name) for name in sorted(found, key=lambda name: _order(name, found[name]))}
+        return {name: self._known.get(name) for name, _ in sorted(found.items(), key=lambda each: commit_order(*each))}
 
     def own(self, run_id: str) -> dict[str, Manifest]:
         """Map a run's checkpoints to their manifests, in commit order."""
@@ -122,20 +122,17 @@ def readable(folder: Path) -> Manifest | None:
         return None
 
 
-def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, float, int]:
+def commit_order(name: str, manifest: Manifest | None) -> tuple[float, float, int]:
     """Return a sort key for commit order; checkpoints without a readable manifest come last.
 
     The fact ``commit_number`` decides, independently of clocks. Earlier versions wrote none: their checkpoints come
     before the others, by time. Steps do not decide: if a run was restarted in its folder, or resumed from an older
     checkpoint, higher steps may belong to the abandoned run.
     """
+    step = checkpoint_step(name) or 0
     if manifest is None:
         return math.inf, math.inf, step
     return manifest.facts.get("commit_number", 0), manifest.facts.get("saved_at_s", 0.0), step
-
-
-def _order(name: str, manifest: Manifest | None) -> tuple[float, float, int]:
-    return commit_order(manifest, step=checkpoint_step(name) or 0)
 
 
 def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequence[T]:

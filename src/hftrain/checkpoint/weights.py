@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
-from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.fitting import misfit, restoring
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
@@ -260,8 +260,5 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
 
 
 def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot load the weights in {folder} into {type(model).__name__}.",
-        f"They do not fit: {problem}.",
-        "Build the model as it was when the checkpoint was saved.",
-    )
+    remedy = "Build the model as it was when the checkpoint was saved."
+    return misfit(folder, f"Its weights and {type(model).__name__} do not fit: {problem}", remedy)

@@ -18,8 +18,8 @@ def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manife
         {"saved_at_s": 8.0, "commit_number": 1},
         {"saved_at_s": 0.0, "commit_number": 2},
     ]
-    orders = [commit_order(Manifest(step=9 - i, facts=each), step=9 - i) for i, each in enumerate(facts)]
-    orders.append(commit_order(None, step=0))
+    orders = [commit_order(f"checkpoint-{9 - i}", Manifest(step=9 - i, facts=each)) for i, each in enumerate(facts)]
+    orders.append(commit_order("checkpoint-0", None))
     assert orders == sorted(orders)
     assert len({*orders}) == len(orders)
 
