@@ -324,7 +324,7 @@ STEPS = [
     Mistake(
         "too long",
         bert(input_ids=[1] * 9, labels=0),
-        ("has 9 positions, and the model 6", "max_length=6"),
+        ("has 9 positions and the model 6", "max_length=6"),
         RuntimeError,
     ),
     Mistake(
@@ -493,8 +493,8 @@ OPTIMIZERS = [
         "another optimizer than the one that trains",
         error=ValueError,
     ),
-    optimizing("twice", twice, "a parameter is in more than one of its groups"),
-    optimizing("empty", lambda s: SGD([], lr=1), "got no parameters", "Check how they were filtered"),
+    optimizing("twice", twice, "Leave each parameter in one of the groups", error=ValueError),
+    optimizing("empty", lambda s: SGD([], lr=1), "empty", "Check how the parameters were filtered", error=ValueError),
     Mistake(
         "takes arguments",
         lambda folder: make_trainer(folder, task(configure_optimizers=lambda s, args: None)),

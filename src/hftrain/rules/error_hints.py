@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 _TAKEN_OUT = "Take the tensor out of it: outputs[0], or outputs['logits']; of a batch, batch['x'] or model(**batch)."
 
-# Patterns of messages, and what these do not say; {1} is a group of the pattern, {ranges} and so on are `_FIELDS`.
+# Patterns of messages, and what these do not say; {got} is a group of the pattern, {ranges} and so on are of `_Facts`.
 _HINTS = {
     r"index out of range in self|must match the": "{positions}",
     r"backward through the graph a second time": (
@@ -77,9 +77,9 @@ _HINTS = {
         "An id is not in its table. In the batch, {ranges}. {tables}Resize the model's embeddings to the tokenizer "
         "(model.resize_token_embeddings(len(tokenizer))), or check which ids the collator pads with."
     ),
-    r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)": (
-        "{linear}The input has {2} features in its last dimension, which must be {3}. Give nn.Linear in_features={2}, "
-        "or change the shape of what it gets."
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(?P<got>\d+) and (?P<wanted>\d+)x(?P<out>\d+)\)": (
+        "{linear}The input has {got} features in its last dimension, which must be {wanted}. Give nn.Linear "
+        "in_features={got}, or change the shape of what it gets."
     ),
     r"same dtype, but got|Input type \(|expected scalar type \w+ but|RNN input dtype|mixed dtype \(C": (
         "The model's weights are {weights}, and a column of the batch is not. Convert it in the dataset or the "
@@ -98,11 +98,14 @@ _HINTS = {
     ),
     r"must be Tensor, not \S*(?:tuple|dict|Output|Encoding)|'(?:tuple|list)' object has no attribute "
     r"'(?:size|shape|dtype|dim|view|mean)'": _TAKEN_OUT,
-    r"'(?:dict|\w*Encoding)' object has no attribute '(\w+)'": "A column of the batch is read as batch['{1}'].",
-    r"_forward_unimplemented": "{model} does not define forward. Define forward(self, ...).",
+    r"'(?:dict|\w*Encoding)' object has no attribute '(?P<got>\w+)'": "Columns of a batch are read as batch['{got}'].",
+    r"_forward_unimplemented": "{name} does not define forward. Define forward(self, ...).",
     r"uniform (?:original parameter )?dtype": (
         "Convert the model to one dtype (model.float()) before you make the Trainer; precision='bf16' casts."
     ),
+    r"got an empty parameter list": "Check how the parameters were filtered; self.model has them all.",
+    r"appear in more than one parameter group": "Leave each parameter in one of the groups.",
+    r"can't optimize a non-leaf": "Pass parameters themselves: self.model.parameters().",
     r"bootstrapping phase": "Put what the script does under `if __name__ == '__main__':`.",
 }
 
@@ -117,57 +120,57 @@ def hint_for(error: Exception, model: nn.Module, batch: Any) -> str | None:
     """
     for pattern, hint in _HINTS.items():
         told = re.search(pattern, str(error))
-        if told is not None:
-            fields = {name: read(model, batch, told) for name, read in _FIELDS.items() if f"{{{name}}}" in hint}
-            if text := hint.format("", *told.groups(), **fields):
-                return text
+        if told is not None and (text := hint.format_map(_Facts(told, model, batch))):
+            return text
     return None
 
 
-def _ranges(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    columns = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch or ()))
-    integers = {name: each for name, each in columns.items() if isinstance(each, torch.Tensor) and each.numel()}
-    found = [(name, each) for name, each in integers.items() if not each.is_floating_point()]
-    return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
+class _Facts(dict[str, str]):
+    """What hints mention of the message, the model and the batch; looked up only if they do."""
 
+    def __init__(self, told: re.Match[str], model: nn.Module, batch: Any) -> None:
+        super().__init__(told.groupdict())
+        self._model, self._batch, self._config = model, batch, getattr(model, "config", None)
 
-def _outputs(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    number = getattr(getattr(model, "config", None), "num_labels", None)
-    return f"The model has {number} outputs. " if isinstance(number, int) else ""
+    def __missing__(self, name: str) -> str:
+        return str(getattr(self, f"_{name}")())
 
+    def _ranges(self) -> str:
+        columns = dict(self._batch) if isinstance(self._batch, Mapping) else dict(enumerate(self._batch or ()))
+        tensors = {name: each for name, each in columns.items() if isinstance(each, torch.Tensor) and each.numel()}
+        found = [(name, each) for name, each in tensors.items() if not each.is_floating_point()]
+        return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
 
-def _tables(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    sizes = {name: each.num_embeddings for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
-    return "".join(f"{name} has {size} rows (ids 0 to {size - 1}). " for name, size in sizes.items())
+    def _outputs(self) -> str:
+        number = getattr(self._config, "num_labels", None)
+        return f"The model has {number} outputs. " if isinstance(number, int) else ""
 
+    def _modules(self, kind: type) -> dict[str, Any]:
+        return {name: each for name, each in self._model.named_modules() if isinstance(each, kind)}
 
-def _positions(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    size = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
-        return ""
-    remedy = f"Truncate the texts: tokenizer(..., truncation=True, max_length={size})."
-    return f"The batch has {ids.shape[1]} positions, and the model {size} (config.max_position_embeddings). {remedy}"
+    def _tables(self) -> str:
+        sizes = {name: each.num_embeddings for name, each in self._modules(nn.Embedding).items()}
+        return "".join(f"{name} has {size} rows (ids 0 to {size - 1}). " for name, size in sizes.items())
 
+    def _positions(self) -> str:
+        size = getattr(self._config, "max_position_embeddings", None)
+        ids = self._batch.get("input_ids") if isinstance(self._batch, Mapping) else None
+        if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
+            return ""
+        remedy = f"Truncate the texts: tokenizer(..., truncation=True, max_length={size})."
+        return (
+            f"The batch has {ids.shape[1]} positions, and the model {size} (config.max_position_embeddings). {remedy}"
+        )
 
-def _linear(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    sizes = int(told[3]), int(told[4])
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    fitting = [name for name, each in layers.items() if (each.in_features, each.out_features) == sizes]
-    return f"In {' or '.join(fitting)} = Linear{sizes}: " if fitting else ""
+    def _linear(self) -> str:
+        sizes = int(self["wanted"]), int(self["out"])
+        layers = self._modules(nn.Linear).items()
+        fitting = [name for name, each in layers if (each.in_features, each.out_features) == sizes]
+        return f"In {' or '.join(fitting)} = Linear{sizes}: " if fitting else ""
 
+    def _weights(self) -> str:
+        kinds = (each.dtype for each in self._model.parameters() if each.is_floating_point())
+        return str(next(kinds, torch.float32)).removeprefix("torch.")
 
-def _weights(model: nn.Module, batch: Any, told: re.Match[str]) -> str:
-    kind = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    return str(kind).removeprefix("torch.")
-
-
-_FIELDS: dict[str, Callable[[nn.Module, Any, re.Match[str]], str]] = {
-    "ranges": _ranges,
-    "outputs": _outputs,
-    "tables": _tables,
-    "positions": _positions,
-    "linear": _linear,
-    "weights": _weights,
-    "model": lambda model, batch, told: type(model).__name__,
-}
+    def _name(self) -> str:
+        return type(self._model).__name__

@@ -48,15 +48,7 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
 
 def made_optimizers(task: TaskModule) -> tuple[Any, Any]:
     """Return the (optimizer, schedule) that a task creates; either may be None."""
-    maker = type(task).__name__
-    try:
-        made = task.configure_optimizers()
-    except ValueError as error:
-        cause = _explained(error, maker=maker)
-        if cause is None:
-            raise
-        raise cause from error
-    return read_optimizers(made, maker=maker)
+    return read_optimizers(task.configure_optimizers(), maker=type(task).__name__)
 
 
 def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
@@ -85,18 +77,6 @@ def _remedy(made: Any) -> str:
     if len(parts) == 2 and isinstance(parts[0], torch.optim.Optimizer) and callable(parts[1]):
         return "Make a schedule of the function: LambdaLR(optimizer, function)."
     return "Return one optimizer, or one pair (optimizer, schedule) with a schedule that is stepped once per update."
-
-
-def _explained(error: ValueError, *, maker: str) -> TaskError | None:
-    """Return an error that explains why torch rejected the parameters of an optimizer; None if unknown."""
-    asked, text = f"Cannot make the optimizer of {maker}.configure_optimizers:", str(error)
-    if "empty parameter list" in text:
-        return TaskError(asked, "it got no parameters.", "Check how they were filtered; self.model has them all.")
-    if "more than one parameter group" in text:
-        return TaskError(asked, "a parameter is in more than one of its groups.", "Leave it in one of them.")
-    if "can't optimize a non-leaf" in text:
-        return TaskError(asked, "a tensor in it was computed.", "Pass parameters themselves: self.model.parameters().")
-    return None
 
 
 def check_made(
