@@ -124,17 +124,14 @@ def _body(facts: CardFacts) -> str:
 
 def _table(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a table with one row per evaluation, and the last training loss logged before it."""
-    rows: list[dict[str, Any]] = []
-    loss: Any = "no log"
-    for entry in history:
-        loss = entry.get("loss", loss)
-        metrics = _metrics(entry)
-        if metrics:
-            rows.append({"training loss": loss, "epoch": entry.get("epoch"), "step": entry.get("step"), **metrics})
     # Several evaluation sets have separate log entries at the same step.
     merged: dict[Any, dict[str, Any]] = {}
-    for row in rows:
-        merged.setdefault(row["step"], {}).update(row)
+    loss: Any = "no log"
+    for entry in history:
+        loss, step = entry.get("loss", loss), entry.get("step")
+        if metrics := _metrics(entry):
+            row = {"training loss": loss, "epoch": entry.get("epoch"), "step": step, **metrics}
+            merged.setdefault(step, {}).update(row)
     columns = list(dict.fromkeys(name for row in merged.values() for name in row))
     if not columns:
         return []

@@ -186,10 +186,10 @@ class Uploads:
 
 def reason(error: BaseException) -> str:
     """Return the text of an error of the Hub and of its causes; keeps no reference to the error."""
-    cause = "" if error.__cause__ is None else f" ({reason(error.__cause__)})"
-    if error.__cause__ is not None and str(error.__cause__) == str(error):  # httpx wraps errors of httpcore
-        cause = ""
-    return f"{type(error).__name__}: {str(error).strip()}{cause}"
+    cause = error.__cause__
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    # httpx wraps errors of httpcore with the same text.
+    return text if cause is None or str(cause) == str(error) else f"{text} ({reason(cause)})"
 
 
 def _all_files(push: Push) -> dict[str, Path]:

@@ -47,20 +47,12 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
-    storages: set[Any] = set()
     for name, tensor in tensors.items():
-        identity = tensor_identity(tensor)
-        if tensor.layout != torch.strided:
-            raise _unsupported(name, tensor)
-        if identity is None:
-            kept[name] = tensor.detach().contiguous()
-        elif identity in names:
-            aliases[name] = names[identity]
+        first = names.setdefault(tensor_identity(tensor) or name, name)
+        if first == name:
+            kept[name] = tensor.detach()
         else:
-            is_shared = identity[:2] in storages
-            names[identity] = name
-            storages.add(identity[:2])
-            kept[name] = (tensor.detach().clone() if is_shared else tensor.detach()).contiguous()
+            aliases[name] = first
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
         notes[_ALIASES] = json.dumps(aliases, sort_keys=True)
@@ -69,9 +61,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` if `save_tensors` would; writes nothing and reads no tensor data."""
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise _unsupported(name, tensor)
     _header(tensors.items(), {})
 
 
@@ -188,6 +177,8 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, 
 
 
 def _format_dtype(name: str, tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided:
+        raise _unsupported(name, tensor)
     try:
         return _known_dtype(tensor.dtype)
     except KeyError as error:
