@@ -324,7 +324,7 @@ STEPS = [
     Mistake(
         "too long",
         bert(input_ids=[1] * 9, labels=0),
-        ("has 9 positions and the model 6", "max_length=6"),
+        ("has 9 positions, and the model 6", "max_length=6"),
         RuntimeError,
     ),
     Mistake(
