@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 
-from hftrain.adapter.data import data_seed, length_config
-from hftrain.adapter.plan import TrainPlan
+from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
@@ -21,9 +20,8 @@ from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts, token_counter
 from hftrain.run.data import RunData
 from hftrain.run.grace import GracePeriod
-from hftrain.run.nodes import own_checkpoint
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan, find_geometry, plan_run, report_changed_arguments
+from hftrain.run.plan import plan_run, report_changed_arguments
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
@@ -51,17 +49,15 @@ def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
 def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     args, strategy, trainer = parts.args, parts.strategy, parts.trainer
     loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
-    told = strategy.broadcast_object(None if resume is None else str(resume))
-    if told is not None:
-        resume = own_checkpoint(args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
+    resume = parts.output.share(resume, is_on_each_node=args.save_on_each_node)
     manager = trainer._make_manager(parts.output.meet())
     model = trainer._make_model()
     stack.callback(parts.events.close_run)
     data = RunData(trainer._open_training_data, strategy, parts.events, seed=data_seed(args))
     stack.callback(data.close)
-    plan = _plan(parts, resume, data.feed.loader)
+    plan = plan_run(parts, resume, data.feed.loader)
     counts = _counts(parts, model)
-    trainer._start_state(resume, plan)
+    trainer._start_state(resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
             report_changed_arguments(args, resume)
@@ -106,17 +102,4 @@ def _counts(parts: RunParts, model: nn.Module) -> RunCounts:
         count_flos=trainer.floating_point_ops if counts_flos else None,
         add_flos=trainer._add_flos,
         store_flos=lambda: trainer.store_flos(),
-    )
-
-
-def _plan(parts: RunParts, resume: Path | None, loader: Any) -> RunPlan:
-    """Plan a run that starts from a checkpoint or from the beginning; see `plan_run`."""
-    args, strategy, trainer = parts.args, parts.strategy, parts.trainer
-    total = trainer.get_total_train_batch_size(args)
-    length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
-    grouping = length_config(args, tool=trainer.processing_class, batch_size=total, is_training=True)
-    policy, data, split = parts.precision.policy, trainer.train_dataset, trainer.get_tp_size()
-    geometry = find_geometry(args, strategy, policy, loader, data, grouping=grouping, split=split)
-    return plan_run(
-        args, strategy, resume, loader, length, total_batch_size=total, progress=parts.progress, geometry=geometry
     )

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
-from hftrain.run.nodes import own_checkpoint
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.unfreezing import Unfreezing
@@ -127,10 +125,9 @@ class Finiteness:
         if self._num_restores == _MAX_RESTORES:
             raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
         newest = self._manager.latest(finite_of(self._manager.run_id)) if strategy.is_main else None
-        told = strategy.broadcast_object(None if newest is None else str(newest))
-        if told is None:
+        folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
+        if folder is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
-        folder = own_checkpoint(parts.args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
         frozen = self._unfreezing.go_back(read_manifest(folder).facts)
         self._own.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.foreign import check_foreign
+from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -151,11 +153,35 @@ class Output:
         inside = self.folder / name
         return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
-    def own_copy(self, folder: Path) -> Path:
-        """Return the path on this machine of a checkpoint that the main process has fetched. Collective."""
-        known = self._origins.get(folder) or self._remote_text_of(folder)
-        origin = self._strategy.broadcast_object(known if self._strategy.is_main else None)
-        return folder if origin is None else self._fetch_together(origin, main_has_it=True)
+    def share(self, found: Path | None, *, is_on_each_node: bool) -> Path | None:
+        """Return the path on this machine of a checkpoint that the main process has found, None for none. Collective.
+
+        Args:
+            found: Read in the main process.
+            is_on_each_node: Whether each machine keeps checkpoints on its own storage (`save_on_each_node`).
+
+        Raises:
+            CheckpointError: On a machine that keeps its own checkpoints, this one is missing or damaged.
+        """
+        known = None if found is None else self._origins.get(found) or self._remote_text_of(found)
+        told, origin = self._strategy.broadcast_object((None if found is None else str(found), known))
+        if told is None:
+            return None
+        folder = Path(told) if origin is None else self._fetch_together(origin, main_has_it=True)
+        if not is_on_each_node:
+            return folder
+        inside = self.folder / folder.name
+        own = inside if (inside / TRAINER_STATE).is_file() else folder
+        elsewhere = "It is missing on another machine; see the error there."
+        try:
+            self._agreed(lambda: CheckpointManager.open(own) or check_foreign(own), is_mine=self._strategy.is_local_main, complaint=elsewhere)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"Cannot resume from {folder.name} with save_on_each_node=True.",
+                elsewhere if str(error) == elsewhere else f"It is missing on this machine: {error}",
+                "Name a checkpoint that all machines hold, or copy it to each of them.",
+            ) from error
+        return own
 
     def fetch_best(self, best: Path) -> None:
         """Fetch the best checkpoint into each machine's mirror, if it exists and is not there yet. Collective."""

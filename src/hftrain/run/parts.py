@@ -28,7 +28,6 @@ from hftrain.run.journal import Journal
 from hftrain.run.model_changes import ModelChanges
 from hftrain.run.output import Output
 from hftrain.run.outside_weights import OutsideWeights
-from hftrain.run.plan import RunPlan
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
@@ -237,7 +236,7 @@ class TrainerHooks(Protocol):
     def _open_training_data(self, *dataset: Any) -> Any:
         """Return this rank's training batches, from another dataset if one is given."""
 
-    def _start_state(self, resume: Path | None, plan: RunPlan) -> None:
+    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
         """Initialise the documented state."""
 
     def _forget_schedule(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.adapter.data import data_seed, length_config, read_accelerator_config
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
@@ -21,11 +21,11 @@ from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.types import Owns, PrecisionPolicy
-from hftrain.data.grouping import LengthConfig
+from hftrain.core.types import Owns
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.data.sizes import has_length
 from hftrain.run.output import Output
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
@@ -72,37 +72,33 @@ class RunPlan:
         return {"progress": progress.state_dict(), "geometry": geometry, "plan": plan}
 
 
-def plan_run(
-    args: TrainingArguments,
-    strategy: Strategy,
-    folder: Path | None,
-    loader: Any,
-    length: TrainPlan,
-    *,
-    total_batch_size: int,
-    progress: Progress,
-    geometry: dict[str, Any],
-) -> RunPlan:
-    """Plan a run, new or from a checkpoint's folder, and set `progress` to its start. Collective.
+def plan_run(parts: RunParts, folder: Path | None, loader: Any) -> RunPlan:
+    """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective.
+
+    Args:
+        loader: This rank's batches.
 
     Raises:
         CheckpointError: The checkpoint's position or state is not valid in this run.
         ConfigError: See `_check_rounds`.
     """
-    _check_rounds(strategy, args.gradient_accumulation_steps, length)
-    grid = Grid.of(geometry, length.num_batches)
+    args, trainer = parts.args, parts.trainer
+    total = trainer.get_total_train_batch_size(args)
+    length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
+    _check_rounds(parts.strategy, args.gradient_accumulation_steps, length)
+    geometry = _find_geometry(parts, loader, total_batch_size=total)
     whole = RunPlan(
         length=length,
-        grid=grid,
+        grid=Grid.of(geometry, length.num_batches),
         geometry=geometry,
-        total_batch_size=total_batch_size,
+        total_batch_size=total,
         max_steps=length.max_steps,
         num_batches_first=length.num_batches,
     )
     if folder is None:
         return whole
     with restoring(folder):
-        return _rest(whole, args, folder, loader, progress)
+        return _rest(whole, args, folder, loader, parts.progress)
 
 
 def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> None:
@@ -192,26 +188,13 @@ def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, 
     )
 
 
-def find_geometry(
-    args: TrainingArguments,
-    strategy: Strategy,
-    policy: PrecisionPolicy,
-    loader: Any,
-    dataset: Any,
-    *,
-    grouping: LengthConfig | None,
-    split: int,
-) -> dict[str, Any]:
-    """Return the values that decide the order and the batches of the data, and the meaning of the optimizer's state.
-
-    Args:
-        loader: This rank's batches.
-        dataset: The dataset of the batches.
-        grouping: How samples are grouped by length, None if they are not.
-        split: Over how many processes a layer is split; these read the same data.
-    """
+def _find_geometry(parts: RunParts, loader: Any, *, total_batch_size: int) -> dict[str, Any]:
+    """Return the values that decide the order and the batches of the data, and the meaning of the optimizer's state."""
+    args, strategy, policy, trainer = parts.args, parts.strategy, parts.precision.policy, parts.trainer
+    dataset = trainer.train_dataset
+    grouping = length_config(args, tool=trainer.processing_class, batch_size=total_batch_size, is_training=True)
     world_size = strategy.world_size
-    num_readers = world_size // split
+    num_readers = world_size // trainer.get_tp_size()  # the processes that a layer is split over read the same data
     return {
         "world_size": world_size,
         "batch_size": args.train_batch_size,
@@ -251,25 +234,17 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 
 
-def find_resume(
-    args: TrainingArguments,
-    strategy: Strategy,
-    output: Output,
-    make_manager: Callable[[], CheckpointManager],
-    resume: str | bool | None,
-    *,
-    writes_itself: bool = False,
-) -> Path | None:
+def find_resume(trainer: TrainerHooks, output: Output, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; launches nothing.
 
     Args:
         resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none (also if it is None and
             the arguments say so), None or False for none.
-        writes_itself: Whether an override writes the checkpoints, so that they may have no manifest.
 
     Raises:
         CheckpointError: There is no valid one, or the given folder is not a checkpoint.
     """
+    args, strategy = trainer.args, trainer.strategy
     if not isinstance(resume, (str, Path, bool, type(None))):
         raise ConfigError(
             f"Cannot resume from {a_kind(resume)}: train() takes a checkpoint's folder first.",
@@ -283,8 +258,10 @@ def find_resume(
         logger.warning(unused, args.resume_from_checkpoint)
     if resume is None or resume is False or not strategy.is_main:
         return None
-    manager = make_manager()
+    manager = trainer._make_manager()
     if resume is True or resume == AUTO:
+        # What an override writes may have no manifest.
+        writes_itself = trainer._is_overridden("_save_checkpoint")
         latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
         if resume == AUTO:
             if args.save_only_model:

@@ -13,7 +13,6 @@ from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow
-from hftrain.run.plan import RunPlan
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 
@@ -52,18 +51,24 @@ def empty_cache() -> None:
 
 
 def start_state(
-    state: TrainerState, args: TrainingArguments, fresh: TrainerState, resume: Path | None, plan: RunPlan
+    state: TrainerState,
+    args: TrainingArguments,
+    fresh: TrainerState,
+    resume: Path | None,
+    *,
+    num_steps: int,
+    num_epochs: int,
 ) -> None:
     """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
     loaded = fresh if resume is None else load_trainer_state(resume)
     for flag in ("is_local_process_zero", "is_world_process_zero"):
         setattr(loaded, flag, getattr(fresh, flag))
     vars(state).update(vars(loaded))
-    state.max_steps, state.num_train_epochs = plan.max_steps, plan.length.num_epochs
+    state.max_steps, state.num_train_epochs = num_steps, num_epochs
     if state.epoch is None:
         state.epoch = 0.0
     state.train_batch_size = args.train_batch_size
-    state.compute_steps(args, plan.max_steps)
+    state.compute_steps(args, num_steps)
 
 
 def reset(control: TrainerControl) -> None:

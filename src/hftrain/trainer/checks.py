@@ -65,8 +65,7 @@ def check_before_training(
     check_quantized(trainer.model, compiles=compiles)
     strategy.check_model(trainer.model)
     _check_ahead(trainer, evaluation.sets)
-    writes_itself = trainer._is_overridden("_save_checkpoint")
-    folder = find_resume(args, strategy, output, trainer._make_manager, resume, writes_itself=writes_itself)
+    folder = find_resume(trainer, output, resume)
     _check_loops(trainer, data, folder)
     check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=trainer._is_overridden)
     return folder

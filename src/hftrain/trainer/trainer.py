@@ -68,7 +68,6 @@ from hftrain.run.counting import Take, count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
 from hftrain.run.setup import loss_window, reset, start_state
@@ -560,9 +559,9 @@ class Trainer:
             if dataset:
                 self.train_dataset = before
 
-    def _start_state(self, resume: Path | None, plan: RunPlan) -> None:
+    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
         """Set the documented state for the start of a run, from a checkpoint if there is one."""
-        start_state(self.state, self.args, self._new_state(), resume, plan)
+        start_state(self.state, self.args, self._new_state(), resume, num_steps=num_steps, num_epochs=num_epochs)
         if self._trial_run is not None:
             self._trial_run.describe(self.state)
         check_cadences(self.args, self._own_evaluation.sets, eval_steps=self.state.eval_steps)
