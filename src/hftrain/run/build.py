@@ -7,8 +7,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import cast
 
-from torch import nn
-
 from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
@@ -17,7 +15,7 @@ from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.run.contents import Contents
-from hftrain.run.counting import RunCounts, token_counter
+from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
 from hftrain.run.grace import GracePeriod
 from hftrain.run.parts import RunParts
@@ -26,7 +24,7 @@ from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
 from hftrain.run.untrained import Untrained, check_schedule
-from hftrain.run.whereabouts import report_late_ranks
+from hftrain.strategies.base import Strategy
 from hftrain.task.overflow import DebugUnderflowOverflow
 
 
@@ -36,7 +34,7 @@ def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
 
     Collective.
     """
-    parts.phase.text = "set up the training"
+    parts.phase = "set up the training"
     with parts.journal.ending(parts.state), ExitStack() as stack:
         try:
             yield _build(parts, resume, stack)
@@ -56,7 +54,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     data = RunData(trainer._open_training_data, strategy, parts.events, seed=data_seed(args))
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
-    counts = _counts(parts, model)
+    counts = RunCounts(parts, model)
     trainer._start_state(resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
@@ -90,16 +88,13 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     )
 
 
-def _counts(parts: RunParts, model: nn.Module) -> RunCounts:
-    """Return the counts of a run's tokens and operations."""
-    args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
-    counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
-    return RunCounts(
-        args,
-        parts.strategy,
-        parts.state,
-        counter=token_counter(args, model, trainer.processing_class),
-        count_flos=trainer.floating_point_ops if counts_flos else None,
-        add_flos=trainer._add_flos,
-        store_flos=lambda: trainer.store_flos(),
-    )
+def report_late_ranks(strategy: Strategy, error: Exception) -> None:
+    """Raise `StrategyError` instead of an error that only says that a collective timed out.
+
+    Raises:
+        StrategyError: Says what this process did, which ranks did not arrive, and where they were.
+    """
+    timeout = getattr(strategy, "timeout", None)
+    late = strategy.watch.late(error, timeout_s=timeout.total_seconds()) if strategy.watch and timeout else None
+    if late is not None:
+        raise late from error

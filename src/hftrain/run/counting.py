@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,10 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.progress import Progress
-from hftrain.core.state import TrainerState
+from hftrain.run.parts import RunParts, Take
 from hftrain.strategies.base import Strategy
 
 Count = int | torch.Tensor
-Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
 
 
 class TokenCounter:
@@ -59,26 +58,16 @@ class RunCounts:
     """Count tokens and operations of a run's steps if requested, and sum them over ranks when read.
 
     Args:
-        state: Its `num_input_tokens_seen` is mutated.
-        counter: Counts a batch's tokens.
-        count_flos: Returns a batch's floating-point operations; None if unknown.
-        add_flos: Called with the counted operations when they are read.
-        store_flos: The documented hook.
+        parts: `num_input_tokens_seen` of their state is mutated.
+        model: Not wrapped.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        strategy: Strategy,
-        state: TrainerState,
-        *,
-        counter: TokenCounter,
-        count_flos: Callable[[Any], float] | None,
-        add_flos: Callable[[float], None],
-        store_flos: Callable[[], None],
-    ) -> None:
-        self._strategy, self._state, self._counter = strategy, state, counter
-        self._count_flos, self._add_flos, self._store_flos = count_flos, add_flos, store_flos
+    def __init__(self, parts: RunParts, model: nn.Module) -> None:
+        args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
+        self._strategy, self._state, self._trainer = parts.strategy, parts.state, trainer
+        self._counter = token_counter(args, model, trainer.processing_class)
+        counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
+        self._count_flos = trainer.floating_point_ops if counts_flos else None
         self._counts_speed = bool(args.include_tokens_per_second)
         self._counts_tokens = self._counts_speed or bool(args.include_num_input_tokens_seen)
         self._tokens: Count = 0
@@ -110,7 +99,7 @@ class RunCounts:
 
     def read(self) -> None:
         """Update the state's token count; collective and synchronises if tokens are counted."""
-        self._add_flos(self._flos)
+        self._trainer.current_flos += self._flos
         self._flos = 0
         if self._counts_tokens:
             tokens = self._strategy.reduce(torch.as_tensor(self._tokens, device=self._strategy.device), op="sum")
@@ -120,7 +109,7 @@ class RunCounts:
     def store(self) -> None:
         """Update the documented counts of tokens and floating-point operations; collective."""
         self.read()
-        self._store_flos()
+        self._trainer.store_flos()
 
     def mark(self) -> tuple[Count, float]:
         """Return the counts that are not read yet, for `reset`."""

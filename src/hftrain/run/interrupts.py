@@ -171,7 +171,7 @@ class Interrupts:
     def pulse(self) -> tuple[Any, ...]:
         """Return a value that changes whenever this process makes progress; fast."""
         parts = self._parts
-        return self._progress.step, parts.losses.num_micro_steps, *self._events.num_fired, parts.phase.text
+        return self._progress.step, parts.losses.num_micro_steps, *self._events.num_fired, parts.phase
 
     def share_pulse(self) -> list[str | None]:
         """Post the pulse, the bytes being written and whether it writes, and return the last note of each process."""
@@ -180,7 +180,7 @@ class Interrupts:
 
     def is_saving(self, notes: list[str | None] | None = None) -> bool:
         """Tell whether this process, or one of those with a note, writes a checkpoint."""
-        is_under_way = (self._parts.phase.text or "").startswith("save") or staged_bytes(self._marker.parent) > 0
+        is_under_way = (self._parts.phase or "").startswith("save") or staged_bytes(self._marker.parent) > 0
         is_here = is_under_way and self.consensus is not None and not self.consensus.is_waiting
         # A process that had ended before the signal has no note.
         return is_here or any(json.loads(note or "[false]")[-1] for note in notes or ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,7 @@ from hftrain.core.types import EvalLoopOutput
 from hftrain.loops.contract import Loop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
-from hftrain.run.counting import Take
 from hftrain.run.journal import Journal
-from hftrain.run.model_changes import ModelChanges
 from hftrain.run.output import Output
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.step.stepper import Computing, Stepper
@@ -33,28 +31,10 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule
 
-
-@dataclass(slots=True)
-class Phase:
-    """A description of what a run is doing; None in a step or an evaluation."""
-
-    text: str | None = None
+Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
 
 
-@dataclass(slots=True)
-class BaseHooks:
-    """What documented methods do that are not overridden, while a run calls them.
-
-    Args:
-        wrap: Wraps the model, in `_wrap_model`.
-        rate: The result of `_get_learning_rate`: the rate that the last step used.
-    """
-
-    wrap: Callable[[nn.Module], nn.Module] | None = None
-    rate: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RunParts:
     """Parts that exist before a run is built.
 
@@ -68,6 +48,9 @@ class RunParts:
         read_metrics: Computes and resets the task's training metrics.
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
+        phase: Describes what the run is doing; None in a step or an evaluation.
+        wrap: Wraps the model, while the run calls `_wrap_model`.
+        rate: The rate that the last step used, while the run calls `_get_learning_rate`.
     """
 
     trainer: TrainerHooks
@@ -90,8 +73,9 @@ class RunParts:
     read_metrics: Callable[[], Mapping[str, Any]]
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
-    phase: Phase = field(default_factory=Phase)
-    base: BaseHooks = field(default_factory=BaseHooks)
+    phase: str | None = None
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +85,7 @@ class Ready:
     Args:
         model: Not wrapped.
         outside: Parameters that the optimizer trains but the model does not contain.
-        changes: Changes of the model during training.
+        unchanged: Opens a context with the model's configuration as it was before training.
         facts: Further parts of the state that the manifest records.
     """
 
@@ -111,7 +95,7 @@ class Ready:
     optimizer: torch.optim.Optimizer
     stepper: Stepper
     outside: OutsideWeights
-    changes: ModelChanges
+    unchanged: Callable[[], AbstractContextManager[Any]]
     facts: Sequence[InManifest] = ()
 
 
@@ -149,6 +133,7 @@ class TrainerHooks(Protocol):
     loops: Mapping[str, Loop[Any]]
     neftune_noise_alpha: float | None
     is_deepspeed_enabled: Any
+    current_flos: float
     _signature_columns: list[str] | None
     _eval_dataloaders: dict[str, Any]
 
@@ -253,9 +238,6 @@ class TrainerHooks(Protocol):
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches, counting their items, and that train on one batch."""
-
-    def _add_flos(self, number: float) -> None:
-        """Count operations of this process."""
 
     def _note_sync(self, syncs: bool) -> None:
         """Note whether an update follows the next micro-step."""

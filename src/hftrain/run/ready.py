@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
+from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
-from hftrain.run.model_changes import ModelChanges
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.setup import place_task
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward
+from hftrain.task.recompute import recompute_activations
 
 
 @contextmanager
 def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Iterator[Ready]:
     """Prepare the model for training through the documented hooks, and restore the bare one at the end. Collective."""
-    trainer, changes = parts.trainer, ModelChanges(parts.args, parts.strategy)
+    trainer, changes = parts.trainer, ExitStack()
     try:
         yield _make_ready(parts, resume, max_steps, changes)
     finally:
-        changes.undo()
+        changes.close()
         trainer.task.model = trainer.model
         parts.computing.use(parts.precision, None)
         trainer._end_steps()
 
 
-def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ModelChanges) -> Ready:
+def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> Ready:
     trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
     task = trainer.task
     # Before the weights are loaded: loading rounds them to the dtype of the parameters.
@@ -43,8 +45,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: M
             trainer._load_from_checkpoint(str(resume))
     place_task(task, strategy, is_model_placed=True)
     trainer._align_special_tokens()
-    noise = None if trainer.neftune_noise_alpha is None else (trainer._activate_neftune, trainer._deactivate_neftune)
-    changes.apply(model, noise_hooks=noise)
+    unchanged = _change_model(parts, model, changes)
     trainer._forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
     outside = OutsideWeights(strategy)
@@ -79,9 +80,46 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: M
         optimizer=optimizer,
         stepper=stepper,
         outside=outside,
-        changes=changes,
+        unchanged=unchanged,
         facts=trainer._begin_steps(),
     )
+
+
+def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callable[[], AbstractContextManager[Any]]:
+    """Switch the cache off, and gradient checkpointing and NEFTune on, before the model is wrapped.
+
+    Args:
+        undo: Restores the model when it is closed.
+
+    Returns:
+        Opens a context with the user's original configuration.
+    """
+    args, strategy, trainer = parts.args, parts.strategy, parts.trainer
+    cache = undo.enter_context(ExitStack())
+    is_off = args.gradient_checkpointing or strategy.recomputes or not keeps_cache(args)
+    put_back = switch_cache_off(model) if is_off else None
+    if put_back is not None:
+        cache.callback(put_back)
+    if args.gradient_checkpointing:
+        options = args.gradient_checkpointing_kwargs
+        recompute = strategy.recompute or recompute_activations
+        undo.callback(recompute(model, options if isinstance(options, dict) else {}))
+    if trainer.neftune_noise_alpha is not None:
+        trainer._activate_neftune(model)
+        undo.callback(trainer._deactivate_neftune, model)
+    if put_back is None:
+        return nullcontext
+
+    @contextmanager
+    def unchanged() -> Iterator[None]:
+        cache.close()
+        try:
+            yield
+        finally:
+            if (again := switch_cache_off(model)) is not None:
+                cache.callback(again)
+
+    return unchanged
 
 
 def _wrap(
@@ -119,11 +157,11 @@ def _wrap(
 
     # The user's own wrapper, if it still holds the model.
     outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
-    parts.base.wrap = wrap
+    parts.wrap = wrap
     try:
         wrapped = trainer._wrap_model(outermost)
     finally:
-        parts.base.wrap = None
+        parts.wrap = None
     if not made:
         wrapped = wrap(wrapped)
     if strategy.unwrap(wrapped) is not trainer.model:

@@ -100,7 +100,7 @@ class Run:
         ready.task.train()
         events.fire("on_train_begin")
         self.contents.own.begin(saves=saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model)
-        parts.phase.text = None
+        parts.phase = None
         left = self.contents.left
         with self._interrupts:
             with training_weights(ready.optimizer), self._salvage:
@@ -253,11 +253,11 @@ class Run:
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         if trainer._is_overridden("_get_learning_rate"):
-            parts.base.rate = logs["learning_rate"]
+            parts.rate = logs["learning_rate"]
             try:
                 logs["learning_rate"] = trainer._get_learning_rate()
             finally:
-                parts.base.rate = None
+                parts.rate = None
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 
     def _evaluate(self) -> None:
@@ -294,7 +294,7 @@ class Run:
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
-        parts.phase.text = "finish the training"
+        parts.phase = "finish the training"
         self.contents.own.close(is_complete=True)
         self._untrained.check_unfrozen()
         parts.losses.read()

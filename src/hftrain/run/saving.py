@@ -76,8 +76,8 @@ class Saver:
             return
         with self._saving():
             self._counts.store()
-            with evaluation_weights(self._ready.optimizer):
-                self._ready.changes.save(self._write)
+            with evaluation_weights(self._ready.optimizer), self._ready.unchanged():
+                self._write()
 
     def _begin(self) -> None:
         self._num_saves += 1
@@ -92,10 +92,10 @@ class Saver:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        self._parts.phase.text = f"save {checkpoint_name(self._parts.state.global_step)}"
+        self._parts.phase = f"save {checkpoint_name(self._parts.state.global_step)}"
         with self._parts.journal.paused():
             yield
-        self._parts.phase.text = None
+        self._parts.phase = None
 
     def _write(self) -> None:
         parts, ready, writes, trainer = self._parts, self._ready, self.writes, self._parts.trainer

@@ -14,12 +14,14 @@ from hftrain.evaluation.generating import keeps_cache
 from hftrain.evaluation.ready import ready
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake
+from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.setup import place_task
-from hftrain.run.whereabouts import report_late_ranks, whereabouts
 from hftrain.step.stepper import Computing
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.memory import MemoryTracker
+
+_STAGES = {"eval": "evaluate", "predict": "predict"}
 
 
 class Stages:
@@ -117,7 +119,9 @@ class Stages:
             metrics.update(self._memory.stop())
 
     def whereabouts(self) -> str:
-        """Describe what the Trainer is doing; from any thread."""
+        """Return what the Trainer does, such as ``"train step 12"`` or ``"save checkpoint-20"``; from any thread."""
         parts, step = self._trainer._run_parts, self._trainer.state.global_step
-        phase = None if parts is None else parts.phase.text
-        return whereabouts(is_idle=self.depth == 0, stage=self.name, step=step, phase=phase)
+        if self.depth == 0:
+            return "between training and evaluations"
+        phase = None if parts is None else parts.phase
+        return phase or _STAGES.get(self.name) or f"train step {step + 1}"

@@ -64,10 +64,10 @@ from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.capture import saved_tool, write_model
-from hftrain.run.counting import Take, count_tokens, token_counter
+from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
-from hftrain.run.parts import RunParts
+from hftrain.run.parts import RunParts, Take
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
 from hftrain.run.setup import loss_window, reset, start_state
@@ -574,7 +574,7 @@ class Trainer:
         For training the strategy wraps the model, and the optimizer is created inside. An override may put a wrapper
         around the result only if the strategy can unwrap it (DDP, DataParallel, torch.compile).
         """
-        wrap = self._run_parts.base.wrap if training and self._run_parts is not None else None
+        wrap = self._run_parts.wrap if training and self._run_parts is not None else None
         if wrap is not None:
             return wrap(model)
         return self.strategy.for_evaluation(model)
@@ -1112,9 +1112,6 @@ class Trainer:
         self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
         self.current_flos = 0
 
-    def _add_flos(self, number: float) -> None:
-        self.current_flos += number
-
     # -- saving and loading --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -1432,7 +1429,7 @@ class Trainer:
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first parameter group; for logs, the rate that the step used."""
-        used = None if self._run_parts is None else self._run_parts.base.rate
+        used = None if self._run_parts is None else self._run_parts.rate
         return self.get_learning_rates()[0] if used is None else used
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:

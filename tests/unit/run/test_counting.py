@@ -14,7 +14,6 @@ from support.tiny import Net, make_arguments, train
 from support.words import PAD, Measured, Words, make_words
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.core.state import TrainerState
 from hftrain.run.counting import RunCounts, TokenCounter, count_tokens
 
 
@@ -169,9 +168,8 @@ def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> N
         return [], None
 
     def watching(**options: Any) -> Any:
-        args = make_arguments(tmp_path, **options)
-        parts = {"counter": TokenCounter("input_ids"), "count_flos": None, "add_flos": float, "store_flos": dict}
-        return RunCounts(args, Trainer(Net(), args).strategy, TrainerState(), **parts).watching(take)
+        trainer = Trainer(Net(), make_arguments(tmp_path, **options))
+        return RunCounts(trainer._make_run_parts(None), trainer.model).watching(take)
 
     assert watching() is take
     assert watching(include_tokens_per_second=True) is not take

@@ -9,7 +9,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.run.whereabouts import report_late_ranks
+from hftrain.run.build import report_late_ranks
 
 
 def test_phases_of_a_run(tmp_path: Path) -> None:
