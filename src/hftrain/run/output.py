@@ -172,9 +172,14 @@ class Output:
             return folder
         inside = self.folder / folder.name
         own = inside if (inside / TRAINER_STATE).is_file() else folder
+
+        def check() -> None:
+            if CheckpointManager.open(own) is None:
+                check_foreign(own)
+
         elsewhere = "It is missing on another machine; see the error there."
         try:
-            self._agreed(lambda: CheckpointManager.open(own) or check_foreign(own), is_mine=self._strategy.is_local_main, complaint=elsewhere)
+            self._agreed(check, is_mine=self._strategy.is_local_main, complaint=elsewhere)
         except CheckpointError as error:
             raise CheckpointError(
                 f"Cannot resume from {folder.name} with save_on_each_node=True.",
