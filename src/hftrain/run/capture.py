@@ -5,45 +5,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.states import Keep
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
+from hftrain.run.parts import Ready, RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
-from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule, task_state
+from hftrain.task.module import task_state
 
 # Configurations that a model writes next to its weights, and that may change during training.
 _CONFIGS = ("config", "generation_config")
 
 
-class Tools(Protocol):
-    """What a Trainer has to prepare inputs."""
-
-    processing_class: Any
-    data_collator: Any
-
-
-def model_writer(
-    args: TrainingArguments, strategy: Strategy, task: TaskModule, model: nn.Module, *, tool: Any, keep: Keep
-) -> Callable[[Path], None]:
+def model_writer(parts: RunParts, ready: Ready, keep: Keep) -> Callable[[Path], None]:
     """Return a function that writes the current model and its other files. Collective.
 
     Args:
-        model: As the strategy wrapped it.
-        tool: The processing class, or None.
         keep: Copies tensors to host memory.
     """
+    args, strategy, model, tool = parts.args, parts.strategy, ready.wrapped, saved_tool(parts.trainer)
     weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
     if not args.should_save:
         return lambda folder: None
-    weights, own = keep(dict(weights)), keep(task_state(task))
+    weights, own = keep(dict(weights)), keep(task_state(ready.task))
     face, arguments = _with_own_configs(strategy.unwrap(model)), args.to_dict()
 
     def write(folder: Path) -> None:
@@ -69,7 +58,7 @@ def write_model(
     save_containers(arguments, folder / ARGUMENTS)
 
 
-def saved_tool(trainer: Tools) -> Any:
+def saved_tool(trainer: TrainerHooks) -> Any:
     """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
     tool = trainer.processing_class
     return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool

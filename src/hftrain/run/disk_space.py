@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
+from hftrain.run.parts import Ready, RunParts
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import tensor_identity
 from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule, task_state
+from hftrain.task.module import task_state
 
 logger = get_logger(__name__)
 
@@ -26,21 +26,13 @@ logger = get_logger(__name__)
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
-def checkpoint_bytes(
-    args: TrainingArguments,
-    strategy: Strategy,
-    task: TaskModule,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    is_first: bool = False,
-) -> int:
+def checkpoint_bytes(parts: RunParts, ready: Ready, *, is_first: bool = False) -> int:
     """Return the approximate bytes of a checkpoint on the disk of this process's committer. Collective; synchronises.
 
     Args:
-        model: As the strategy wrapped it.
         is_first: Whether to add the expected size of the optimizer's state, before its first step.
     """
+    args, strategy, model, optimizer = parts.args, parts.strategy, ready.wrapped, ready.optimizer
     own = 0
     shards = strategy.model_shards(model)
     if shards is not None:
@@ -48,7 +40,7 @@ def checkpoint_bytes(
     elif args.should_save:
         own += _whole_bytes(strategy, model)
     if args.should_save:
-        own += tree_bytes(task_state(task))
+        own += tree_bytes(task_state(ready.task))
     if not args.save_only_model:
         split = strategy.optimizer_shards(model, optimizer)
         if split is not None:

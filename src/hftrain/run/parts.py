@@ -77,6 +77,15 @@ class RunParts:
     wrap: Callable[[nn.Module], nn.Module] | None = None
     rate: float | None = None
 
+    def best_checkpoint(self) -> Path | None:
+        """Return the folder of the best model so far."""
+        best, output = self.state.best_model_checkpoint, self.output
+        if best is None:
+            return None
+        # By name first: the folder of the run may have been moved or copied since.
+        here = output.folder / Path(best).name
+        return here if here.is_dir() or output.url_of(here.parent) else Path(best)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
@@ -168,6 +177,7 @@ class TrainerHooks(Protocol):
     def torch_jit_model_eval(self, *args: Any, **options: Any) -> nn.Module: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
     def _prepare_inputs(self, inputs: Any) -> Any: ...
+    def _nested_gather(self, *args: Any, **options: Any) -> Any: ...
     def num_examples(self, dataloader: Any) -> int: ...
     def get_num_trainable_parameters(self, *args: Any, **options: Any) -> int: ...
     def floating_point_ops(self, *args: Any, **options: Any) -> float: ...

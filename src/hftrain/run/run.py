@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
@@ -18,11 +18,12 @@ from hftrain.checkpoint.fitting import restoring
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
+from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
 from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
-from hftrain.loops.window import merge_reports
+from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.run.announce import announce_training
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
@@ -35,8 +36,7 @@ from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
-from hftrain.run.setup import empty_cache, reset
-from hftrain.run.step_end import StepEnd
+from hftrain.run.setup import empty_cache
 from hftrain.run.summary import show_summary
 from hftrain.run.untrained import Untrained
 from hftrain.run.writing import saves_at_all
@@ -66,7 +66,8 @@ class Run:
         resume: Path | None,
     ) -> None:
         self._parts, self._ready, self._plan, self._data = parts, ready, plan, data
-        self.progress, self.counts, self.saver, self.contents = parts.progress, counts, saver, saver.contents
+        self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
+        self.saver, self.contents = saver, saver.contents
         self._loop, self._resume, self._untrained = loop, resume, untrained
         # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
@@ -80,6 +81,8 @@ class Run:
             self.saver.warn_of_others()
         else:
             self._load_rest(self._resume)
+        for flag in vars(parts.control):
+            setattr(parts.control, flag, False)  # a run that was stopped is resumed to continue
         events.refresh(
             model=ready.model,
             optimizer=ready.optimizer,
@@ -96,7 +99,7 @@ class Run:
         )
         self._begin_journal()
         self.counts.begin()
-        start_s, first = time.perf_counter(), replace(self.progress)
+        start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
         ready.task.train()
         events.fire("on_train_begin")
         self.contents.own.begin(saves=saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model)
@@ -138,16 +141,10 @@ class Run:
                 task=type(ready.task).__name__,
             )
 
-    @cached_property
-    def step_end(self) -> StepEnd:
-        """The caller of an overridden `_maybe_log_save_evaluate`; its clock starts when the loop is attached."""
-        return StepEnd(self._parts, self._ready.wrapped, self.counts)
-
     def _load_rest(self, folder: Path) -> None:
         """Load the state of a checkpoint other than the model."""
         with restoring(folder):
             self._rng = self.contents.restore(folder)
-        reset(self._parts.control)
         if self._parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
@@ -180,7 +177,7 @@ class Run:
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
-                act=self.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+                act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=trainer._note_sync if accumulation > 1 else None,
                 # An override may join or split batches.
                 check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
@@ -206,9 +203,43 @@ class Run:
     def _check_pass(self, num_read: int, num_batches: int) -> None:
         check_pass(self._data.feed.loader, num_read, num_batches)
 
-    def add_logs(self, logs: Mapping[str, Any]) -> None:
-        """Add values logged by a step to the open logging window."""
-        self._parts.logs.add(logs)
+    def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
+        """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.
+
+        It may call the base method, which does `act`, or log, evaluate and save itself as the documented one does. Its
+        `tr_loss` is the open logging window itself, so ``tr_loss -= tr_loss`` starts a new one, and the events that it
+        fires reset their flags.
+        """
+        parts, self._act = self._parts, act
+        if parts.control.should_log:
+            self.counts.read()
+            # The norm of an engine, or a sharded one, is not a plain tensor.
+            grad_norm = None if grad_norm is None else as_number(grad_norm)
+        # In the documented order, because an override may take them by position.
+        values = {
+            "tr_loss": parts.losses.open_sum(),
+            "grad_norm": grad_norm,
+            "model": self._ready.wrapped,
+            "trial": parts.trial,
+            "epoch": parts.state.epoch,
+            "ignore_keys_for_eval": parts.ignore_keys,
+            "start_time": self._start_time,
+            "learning_rate": learning_rate,
+        }
+        parts.events.answers = True
+        try:
+            call_with(parts.trainer._maybe_log_save_evaluate, values)
+        finally:
+            parts.events.answers = False
+
+    def act(self, loss: torch.Tensor | None) -> None:
+        """Do what callbacks requested; called by the base method of the override, with the loss to log."""
+        parts = self._parts
+        parts.events.answers = False
+        parts.losses.give(loss)
+        self._act()
+        parts.losses.give(None)
+        parts.events.answers = True
 
     def _before_epoch(self) -> None:
         """Store the random number state from which an epoch's order may be drawn, or restore the checkpoint's."""

@@ -20,7 +20,7 @@ from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
 from hftrain.optim.weight_modes import evaluation_weights
-from hftrain.run.capture import frozen_state, model_writer, saved_tool
+from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import Ready, RunParts
@@ -48,7 +48,7 @@ class Saver:
         self, parts: RunParts, ready: Ready, manager: CheckpointManager, contents: Contents, counts: RunCounts
     ) -> None:
         self._parts, self._ready, self.manager, self.contents, self._counts = parts, ready, manager, contents, counts
-        self.writes = CheckpointWrites(parts, ready, manager, best=self.best)
+        self.writes = CheckpointWrites(parts, ready, manager)
         is_own = parts.trainer._is_overridden("_save_checkpoint")
         self._uncommitted = Uncommitted(manager.output_dir, deletes=manager.is_committer and is_own)
         self._history = HistoryText()
@@ -105,9 +105,9 @@ class Saver:
         contents.finiteness.check()
         limit, only_model = args.save_total_limit, bool(args.save_only_model)  # a callback may have changed them
         self.manager.save_total_limit, self.manager.only_model = limit, only_model
-        num_bytes = writes.checkpoint_bytes()
         self.tried_step = state.global_step
-        if not writes.has_room(num_bytes, step=state.global_step):
+        num_bytes = writes.make_room(step=state.global_step)
+        if num_bytes is None:
             return
         contents.own.tell_of_changes()
         contents.metric.link()
@@ -118,7 +118,7 @@ class Saver:
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
         each: list[Writer] = [
-            model_writer(args, strategy, ready.task, ready.wrapped, tool=saved_tool(trainer), keep=keep)
+            model_writer(parts, ready, keep)
             if writes.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
@@ -167,14 +167,14 @@ class Saver:
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
-        best = self.best()
+        best = self._parts.best_checkpoint()
         self.manager.rotate(best=best)
         self._uncommitted.note(self._parts.state.global_step)  # called by an override that writes it
         self._uncommitted.rotate(self._parts.args.save_total_limit, best=best)
 
     def keep_only_best(self) -> None:
         """Delete all but the best checkpoint at the end of a run, if the settings ask for one."""
-        args, best, keep_best = self._parts.args, self.best(), self._parts.save_policy.keep_best
+        args, best, keep_best = self._parts.args, self._parts.best_checkpoint(), self._parts.save_policy.keep_best
         # SavePolicy(keep_best=1) keeps the newest in addition to the best.
         with_newest = keep_best is not None and not args.load_best_model_at_end
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
@@ -199,19 +199,10 @@ class Saver:
                 ", ".join(found),
             )
 
-    def best(self) -> Path | None:
-        """Return the folder of the best model so far."""
-        best, output = self._parts.state.best_model_checkpoint, self._parts.output
-        if best is None:
-            return None
-        # By name first: the folder of the run may have been moved or copied since.
-        here = output.folder / Path(best).name
-        return here if here.is_dir() or output.url_of(here.parent) else Path(best)
-
     def load_best(self) -> None:
         """Load the best checkpoint's model, or warn if there is none."""
         self.settle()
-        best = self.best()
+        best = self._parts.best_checkpoint()
         if best is not None:
             self._parts.output.fetch_best(best)
         if best is None or not best.is_dir():

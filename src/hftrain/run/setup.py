@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow
+from hftrain.run.parts import TrainerHooks
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 
@@ -26,19 +25,14 @@ def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = 
     task.model = model if is_model_placed else strategy.place(model)
 
 
-def loss_window(
-    args: TrainingArguments,
-    strategy: Strategy,
-    *,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None,
-    is_live: bool,
-) -> LossWindow:
+def loss_window(trainer: TrainerHooks) -> LossWindow:
     """Return the window that sums the losses between two logs, over all processes; an override may gather them."""
-    reduce: Callable[[torch.Tensor], torch.Tensor] = partial(strategy.reduce, op="mean")
-    if gather is not None:
-        reduce = lambda loss: gather(loss).mean()  # noqa: E731
+    reduce: Callable[[torch.Tensor], torch.Tensor] = partial(trainer.strategy.reduce, op="mean")
+    if trainer._is_overridden("_nested_gather"):
+        reduce = lambda loss: trainer._nested_gather(loss).mean()  # noqa: E731
     # Documented: not on XLA.
-    filters = args.logging_nan_inf_filter and strategy.device_type != "xla"
+    filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
+    is_live = trainer._is_overridden("_maybe_log_save_evaluate")
     return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
 
 
@@ -51,15 +45,10 @@ def empty_cache() -> None:
 
 
 def start_state(
-    state: TrainerState,
-    args: TrainingArguments,
-    fresh: TrainerState,
-    resume: Path | None,
-    *,
-    num_steps: int,
-    num_epochs: int,
+    trainer: TrainerHooks, fresh: TrainerState, resume: Path | None, *, num_steps: int, num_epochs: int
 ) -> None:
     """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
+    state, args = trainer.state, trainer.args
     loaded = fresh if resume is None else load_trainer_state(resume)
     for flag in ("is_local_process_zero", "is_world_process_zero"):
         setattr(loaded, flag, getattr(fresh, flag))
@@ -69,9 +58,3 @@ def start_state(
         state.epoch = 0.0
     state.train_batch_size = args.train_batch_size
     state.compute_steps(args, num_steps)
-
-
-def reset(control: TrainerControl) -> None:
-    """Clear all requests, because a run that was stopped is resumed to continue."""
-    for flag in vars(control):
-        setattr(control, flag, False)

@@ -97,7 +97,7 @@ def _decays(ready: Ready) -> Rows:
 
 def _files(parts: RunParts, saver: Saver) -> Rows:
     rows: Rows = {}
-    best, step = saver.best(), saver.saved_step
+    best, step = parts.best_checkpoint(), saver.saved_step
     if best is not None and best.is_dir():
         rows["best checkpoint"] = [f"{_shown(best)}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]
     last = None if step is None else parts.output.folder / checkpoint_name(step)

@@ -27,9 +27,8 @@ from hftrain.rules.saving import watch_states
 from hftrain.run.capture import model_writer
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
 from hftrain.run.output import Output
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import Ready, RunParts, TrainerHooks
 from hftrain.storage.space import free_bytes, readable_bytes
-from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -61,21 +60,10 @@ class Save:
 
 
 class CheckpointWrites:
-    """Write one run's checkpoints as its `SavePolicy` says.
+    """Write one run's checkpoints as its `SavePolicy` says."""
 
-    Args:
-        best: Returns the checkpoint with the best metric so far.
-    """
-
-    def __init__(
-        self,
-        parts: RunParts,
-        ready: Ready,
-        manager: CheckpointManager,
-        *,
-        best: Callable[[], Path | None],
-    ) -> None:
-        self._parts, self._ready, self._best = parts, ready, best
+    def __init__(self, parts: RunParts, ready: Ready, manager: CheckpointManager) -> None:
+        self._parts, self._ready = parts, ready
         self._policy, self.manager = parts.save_policy, manager
         self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
@@ -110,7 +98,7 @@ class CheckpointWrites:
                 check_places(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             check_room(
                 self.manager,
-                partial(self.checkpoint_bytes, is_first=True),
+                partial(checkpoint_bytes, parts, self._ready, is_first=True),
                 may_wait=self._policy.on_full_disk != "stop",
             )
             states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
@@ -134,24 +122,21 @@ class CheckpointWrites:
         """Return a nested structure, copied to host memory if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
 
-    def checkpoint_bytes(self, *, is_first: bool = False) -> int:
-        """Return the approximate bytes of a checkpoint; see `disk_space.checkpoint_bytes`."""
-        parts, ready = self._parts, self._ready
-        state = ready.task, ready.wrapped, ready.optimizer
-        return checkpoint_bytes(parts.args, parts.strategy, *state, is_first=is_first)
+    def make_room(self, *, step: int) -> int | None:
+        """Return the approximate bytes of a checkpoint; None if it does not fit on disk. Collective.
 
-    def has_room(self, num_bytes: int, *, step: int) -> bool:
-        """Tell whether a checkpoint fits on disk, after freeing space if the policy allows it; collective.
+        Frees space first if the policy allows it.
 
         Raises:
             NoSpaceError: It does not fit, and the policy is to stop.
         """
+        num_bytes = checkpoint_bytes(self._parts, self._ready)
         policy, manager = self._policy.on_full_disk, self.manager
         free = free_bytes(manager.output_dir) if manager.is_committer else num_bytes
-        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._best()):
+        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._parts.best_checkpoint()):
             free = free_bytes(manager.output_dir)
         if self._parts.strategy.all_true(free >= num_bytes):
-            return True
+            return num_bytes
         reason = (
             f"It takes about {readable_bytes(num_bytes)}, and {readable_bytes(free)} are free."
             if free < num_bytes
@@ -162,7 +147,7 @@ class CheckpointWrites:
         if policy == "stop":
             raise error
         self._skip(step, error)
-        return False
+        return None
 
     def begin(self) -> None:
         """Prepare to copy the state for `write`."""
@@ -204,7 +189,7 @@ class CheckpointWrites:
                 wait()
                 path = self._commit(save, group)
                 if not self.rotates_later:
-                    self.manager.rotate(best=self._best())
+                    self.manager.rotate(best=self._parts.best_checkpoint())
                 self._parts.output.publish_quietly()
                 return path
             finally:
@@ -264,13 +249,13 @@ class CheckpointWrites:
     def _reserve_later(self, copies: HostCopies) -> None:
         """Allocate memory for the copies as soon as all tensors exist."""
         args, strategy, pending = self._parts.args, self._parts.strategy, self._parts.pending
-        task, model, optimizer = self._ready.task, self._ready.wrapped, self._ready.optimizer
+        model, optimizer = self._ready.wrapped, self._ready.optimizer
 
         def show(keep: Keep) -> None:
             shard_writers(strategy, model, None if args.save_only_model else optimizer, keep)
             if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
-            model_writer(args, strategy, task, model, tool=None, keep=keep)
+            model_writer(self._parts, self._ready, keep)
             if self.manager.is_committer and not self.manager.only_model:
                 keep(strategy.optimizer_state(model, optimizer))
 
@@ -286,9 +271,9 @@ class CheckpointWrites:
             try:
                 return self.manager.save(save.step, main=save.main, each=save.each, facts=save.facts, group=group)
             except NoSpaceError:
-                is_pruning = self._policy.on_full_disk == "prune"
+                is_pruning, best = self._policy.on_full_disk == "prune", self._parts.best_checkpoint()
                 # Each iteration deletes at least one, so this ends.
-                if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=self._best())):
+                if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=best)):
                     raise
 
     def _skip(self, step: int, error: BaseException) -> None:
@@ -328,22 +313,18 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 
 
 def make_manager(
-    args: TrainingArguments,
-    strategy: Strategy,
-    output: Output,
-    policy: SavePolicy,
-    folder: Path,
-    parcels: Parcels | None = None,
+    trainer: TrainerHooks, output: Output, folder: Path, parcels: Parcels | None = None
 ) -> CheckpointManager:
     """Return the manager that saves and finds the checkpoints of a run in a folder."""
+    args = trainer.args
     return CheckpointManager(
         folder,
-        group=strategy,
+        group=trainer.strategy,
         save_total_limit=args.save_total_limit,
         only_model=bool(args.save_only_model),
         on_each_node=bool(args.save_on_each_node),
         url=output.url_of(folder),
-        keep_best=policy.keep_best,
+        keep_best=trainer.save_policy.keep_best,
         is_greater_better=bool(args.greater_is_better),
         parcels=parcels,
     )

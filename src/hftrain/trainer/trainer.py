@@ -70,7 +70,7 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, Take
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
-from hftrain.run.setup import loss_window, reset, start_state
+from hftrain.run.setup import loss_window, start_state
 from hftrain.run.writing import make_manager
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.stepper import Computing
@@ -495,12 +495,7 @@ class Trainer:
 
     def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
         """Return the parts that exist before a run is built."""
-        self._loss_window = loss_window(
-            self.args,
-            self.strategy,
-            gather=self._nested_gather if self._is_overridden("_nested_gather") else None,
-            is_live=self._is_overridden("_maybe_log_save_evaluate"),
-        )
+        self._loss_window = loss_window(self)
         self._journal = Journal()
         return RunParts(
             trainer=self,
@@ -561,11 +556,10 @@ class Trainer:
 
     def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
         """Set the documented state for the start of a run, from a checkpoint if there is one."""
-        start_state(self.state, self.args, self._new_state(), resume, num_steps=num_steps, num_epochs=num_epochs)
+        start_state(self, self._new_state(), resume, num_steps=num_steps, num_epochs=num_epochs)
         if self._trial_run is not None:
             self._trial_run.describe(self.state)
         check_cadences(self.args, self._own_evaluation.sets, eval_steps=self.state.eval_steps)
-        reset(self.control)
         self.current_flos = 0
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -711,7 +705,7 @@ class Trainer:
             if self._shares.is_on:
                 self._items_check.see(output, inputs)
             if output.logs and self._session is not None:
-                self._session.add_logs(output.logs)
+                self._session.logs.add(output.logs)
             loss, outputs = output.loss, output.outputs
         return (loss, outputs) if return_outputs else loss
 
@@ -1017,7 +1011,7 @@ class Trainer:
         """
         session = self._running_session("_maybe_log_save_evaluate")
         if self._is_overridden("_maybe_log_save_evaluate"):
-            session.step_end.act(tr_loss)
+            session.act(tr_loss)
 
     @property
     def _globalstep_last_logged(self) -> int:
@@ -1227,7 +1221,7 @@ class Trainer:
 
     def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
         folder = Path(self._get_output_dir(self._trial))
-        return make_manager(self.args, self.strategy, self._output, self.save_policy, folder, parcels)
+        return make_manager(self, self._output, folder, parcels)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
