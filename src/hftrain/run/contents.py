@@ -27,8 +27,7 @@ from hftrain.checkpoint.states import (
     whole_state,
 )
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress, TrainerControl
-from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
+from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
@@ -78,7 +77,10 @@ class Contents:
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         self._unfreezing = Unfreezing(parts, ready)
         self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
-        self.epoch_rng: dict[str, Any] = {}
+        # The random numbers from which the order of the epoch was drawn.
+        self._epoch_rng: dict[str, Any] = {}
+        # A checkpoint, and its random numbers until they are restored.
+        self._folder, self._numbers = Path(), dict[str, Any]()
         # What was still due when the checkpoint was saved.
         self.left: frozenset[str] = frozenset()
         # An earlier result of `own_state`, to be saved instead.
@@ -149,7 +151,7 @@ class Contents:
                 computing.past = parts.strategy.to_device(past)
 
         return [
-            Participant("epoch_rng", lambda: self.epoch_rng, partial(setattr, self, "epoch_rng"), {}),
+            Participant("epoch_rng", lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
             Participant("data", feed.state_dict, load_data),
             Participant("loss_window", losses.state_dict, partial(losses.load_state_dict, device=device), {}),
             Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
@@ -161,20 +163,31 @@ class Contents:
 
     def facts(self) -> list[InManifest]:
         """Return the participants in the manifest."""
-        parts, optimizer = self._parts, type(self._ready.optimizer).__name__
-
-        def left() -> dict[str, Any]:
-            is_within, last = self._is_within_epoch(), parts.state.max_steps
-            return {"left": _to_do(parts.control, parts.progress, max_steps=last, is_within_epoch=is_within)}
-
+        optimizer = type(self._ready.optimizer).__name__
         return [
-            InManifest(lambda: self._plan.facts(parts.progress, optimizer=optimizer)),
-            InManifest(left, lambda facts: setattr(self, "left", _left_in(facts))),
+            InManifest(lambda: self._plan.facts(self._parts.progress, optimizer=optimizer)),
+            InManifest(self._to_do, self._take_left),
             InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
             InManifest(self.metric.state_dict, self.metric.load_state_dict),
             InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
             *self._ready.facts,
         ]
+
+    def _to_do(self) -> dict[str, Any]:
+        """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
+        control, progress = self._parts.control, self._parts.progress
+        is_due = {
+            EVALUATE: control.should_evaluate,
+            # This checkpoint completes a save that was requested without an evaluation.
+            SAVE: control.should_evaluate and control.should_save,
+            END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
+            END_RUN: self._is_within_epoch() and progress.step >= self._parts.state.max_steps,
+        }
+        return {"left": [name for name in _KNOWN if is_due[name]]}
+
+    def _take_left(self, facts: Mapping[str, Any]) -> None:
+        left = facts.get("left")
+        self.left = frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs by process."""
@@ -188,8 +201,8 @@ class Contents:
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, folder: Path) -> dict[str, Any]:
-        """Load everything but the model, and return the state of the random numbers."""
+    def restore(self, folder: Path) -> None:
+        """Load everything but the model; the random numbers are restored when the loop has opened the data."""
         parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
         assert saved is not None
         if not is_foreign(folder):
@@ -208,9 +221,36 @@ class Contents:
         self.finiteness.begin()
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
         with preserved_rng():  # check now, rather than in the loop, that they are valid
-            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+            for numbers in (self._epoch_rng, own) if self._epoch_rng else (own,):
                 restore_rng(numbers)
-        return own
+        self._folder, self._numbers = folder, own
+        if parts.args.ignore_data_skip:
+            # Documented: start the epoch's data again, with the current random numbers.
+            self._numbers, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
+            self._data.feed.load_state_dict(None)
+
+    def begin_epoch(self) -> None:
+        """Note the random numbers from which an epoch's order may be drawn, or restore the checkpoint's."""
+        if self._numbers and self._parts.progress.is_within_epoch:
+            # A checkpoint of another trainer does not contain those from which the epoch's order was drawn.
+            restore_rng(self._epoch_rng or self._numbers)
+        else:
+            self.load_numbers()
+            self._epoch_rng = capture_rng()
+            self._parts.computing.past = None
+        if self._data.feed.draws_a_seed(self._parts.progress.epoch):
+            draw_as_a_loader()
+
+    def load_numbers(self) -> None:
+        """Restore the checkpoint's random numbers through the documented hook, if that has not been done."""
+        if self._numbers:
+            self._parts.trainer._load_rng_state(str(self._folder))
+            self._numbers = {}
+
+    def restore_numbers(self) -> None:
+        """Do what the hook does, for `load_numbers`."""
+        if self._numbers:
+            restore_rng(self._numbers)
 
     def write_optimizer(self, folder: Path) -> None:
         """Write optimizer, schedule and scaler, in the main process. Collective."""
@@ -222,21 +262,3 @@ class Contents:
         """Load optimizer, schedule and scaler. Collective."""
         for each in self.files():
             each.load(folder)
-
-
-def _to_do(control: TrainerControl, progress: Progress, *, max_steps: int, is_within_epoch: bool) -> list[str]:
-    """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
-    is_due = {
-        EVALUATE: control.should_evaluate,
-        # This checkpoint completes a save that was requested without an evaluation.
-        SAVE: control.should_evaluate and control.should_save,
-        END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
-        END_RUN: is_within_epoch and progress.step >= max_steps,
-    }
-    return [name for name in _KNOWN if is_due[name]]
-
-
-def _left_in(facts: Mapping[str, Any]) -> frozenset[str]:
-    """Return the actions that are still due according to a checkpoint's manifest."""
-    left = facts.get("left")
-    return frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,21 +89,17 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return int(ratio * tree_bytes(trained))
 
 
-def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wait: bool) -> None:
+def check_room(parts: RunParts, ready: Ready, manager: CheckpointManager) -> None:
     """Raise before the first step if another run uses the output folder, or no checkpoint fits. Collective.
 
     Leftovers of killed saves are deleted first, because they take space. A resumed run that already has a checkpoint
     there may continue, unless its policy is to stop when the disk is full.
 
-    Args:
-        needed: Returns the bytes of a checkpoint; collective.
-        may_wait: Whether a run that already has a checkpoint may start without space for another.
-
     Raises:
         ConfigError: Another run saves to the folder, or there is not enough space for a checkpoint.
     """
     manager.claim()
-    num_bytes = needed()
+    num_bytes, may_wait = checkpoint_bytes(parts, ready, is_first=True), parts.save_policy.on_full_disk != "stop"
     is_enough, free = True, 0
     if manager.is_committer:
         free = free_bytes(manager.output_dir)

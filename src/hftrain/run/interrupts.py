@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +13,7 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
+from hftrain.loops.fit import FitLoop
 from hftrain.run.grace import GracePeriod
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
@@ -31,24 +31,14 @@ class Interrupts:
 
     Args:
         grace: Ends a run that SIGTERM cannot stop; closed by its owner after the last write.
-        end_step: Runs the actions that are due at the end of a step.
-        where: Returns a description of what the run is doing; from any thread.
+        loop: Runs the actions that are due at the end of a step.
     """
 
-    def __init__(
-        self,
-        parts: RunParts,
-        saver: Saver,
-        grace: GracePeriod,
-        *,
-        end_step: Callable[[], None],
-        where: Callable[[], str],
-    ) -> None:
-        self._parts, self._grace, self.where = parts, grace, where
+    def __init__(self, parts: RunParts, saver: Saver, grace: GracePeriod, loop: FitLoop) -> None:
+        self._parts, self._saver, self._grace, self._loop, self.where = parts, saver, grace, loop, parts.where
         self._args, self._policy = parts.args, parts.save_policy
         self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
-        self._saver, self._end_step = saver, end_step
         self._marker = saver.manager.output_dir / MARKER
         # The reason why there is no consensus, if one is needed.
         self.silence = ""
@@ -142,7 +132,7 @@ class Interrupts:
         is_due = control.should_evaluate, control.should_save
         # Of the actions due at this boundary, run only the log, which takes no time.
         control.should_evaluate = control.should_save = False
-        self._end_step()
+        self._loop.end_step()
         control.should_evaluate, control.should_save = is_due
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress, check_flags
-from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
 from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
@@ -69,10 +68,8 @@ class Run:
         self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
         self.saver, self.contents = saver, saver.contents
         self._loop, self._resume, self._untrained = loop, resume, untrained
-        # Random number states of a checkpoint, until they are restored.
-        self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, saver)
-        self._interrupts = Interrupts(parts, saver, grace, end_step=lambda: loop.end_step(), where=parts.where)
+        self._interrupts = Interrupts(parts, saver, grace, loop)
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -80,7 +77,8 @@ class Run:
         if self._resume is None:
             self.saver.warn_of_others()
         else:
-            self._load_rest(self._resume)
+            with restoring(self._resume):
+                self.contents.restore(self._resume)
         for flag in vars(parts.control):
             setattr(parts.control, flag, False)  # a run that was stopped is resumed to continue
         events.refresh(
@@ -141,15 +139,6 @@ class Run:
                 task=type(ready.task).__name__,
             )
 
-    def _load_rest(self, folder: Path) -> None:
-        """Load the state of a checkpoint other than the model."""
-        with restoring(folder):
-            self._rng = self.contents.restore(folder)
-        if self._parts.args.ignore_data_skip:
-            # Documented: start the epoch's data again, with the current random numbers.
-            self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
-            self._data.feed.load_state_dict(None)
-
     def _fit_parts(self) -> FitParts:
         """Return the parts for the training loop."""
         parts, ready, plan, args, trainer = self._parts, self._ready, self._plan, self._parts.args, self._parts.trainer
@@ -168,7 +157,7 @@ class Run:
             hooks=FitHooks(
                 get_batch_samples=self.counts.watching(take),
                 training_step=training_step,
-                before_epoch=self._before_epoch,
+                before_epoch=self.contents.begin_epoch,
                 restore_rng=self._restore_rng,
                 log=self._log,
                 evaluate=self._evaluate,
@@ -241,27 +230,10 @@ class Run:
         parts.losses.give(None)
         parts.events.answers = True
 
-    def _before_epoch(self) -> None:
-        """Store the random number state from which an epoch's order may be drawn, or restore the checkpoint's."""
-        if self._rng is not None and self.progress.is_within_epoch:
-            # A checkpoint of another trainer does not contain the state from which the epoch's order was drawn.
-            restore_rng(self.contents.epoch_rng or dict(self._rng))
-        else:
-            self._load_numbers()
-            self.contents.epoch_rng = capture_rng()
-            self._parts.computing.past = None
-        if self._data.feed.draws_a_seed(self.progress.epoch):
-            draw_as_a_loader()
-
-    def _load_numbers(self) -> None:
-        if self._rng is not None:
-            self._parts.trainer._load_rng_state(str(self._resume))
-            self._rng = None
-
     def _restore_rng(self) -> bool:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
         self._data.deaths.watch()
-        self._load_numbers()
+        self.contents.load_numbers()
         control, left = self._parts.control, self.contents.left
         self.contents.left = frozenset()
         if EVALUATE in left and self._parts.args.eval_strategy != "no":
@@ -270,11 +242,6 @@ class Run:
                 self.saver.save()
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
-
-    def restore_numbers(self) -> None:
-        """Restore the checkpoint's random numbers, unless that has been done."""
-        if self._rng is not None:
-            restore_rng(dict(self._rng))
 
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""

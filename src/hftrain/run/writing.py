@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +95,7 @@ class CheckpointWrites:
             manager = self.manager
             if manager.url is None:  # a mirror need not be shared
                 check_places(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
-            check_room(
-                self.manager,
-                partial(checkpoint_bytes, parts, self._ready, is_first=True),
-                may_wait=self._policy.on_full_disk != "stop",
-            )
+            check_room(parts, self._ready, manager)
             states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
             watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.trainer._is_overridden)
         if not self._policy.save_async:

@@ -1201,7 +1201,7 @@ class Trainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
-        self._running_session("_load_rng_state").restore_numbers()
+        self._running_session("_load_rng_state").contents.restore_numbers()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights; called at the end of a run with `load_best_model_at_end`."""

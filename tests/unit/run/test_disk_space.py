@@ -74,7 +74,8 @@ def test_size_is_known_before_the_first_step(
         return found[-1]
 
     checkpoint_bytes = room.checkpoint_bytes
-    monkeypatch.setattr("hftrain.run.writing.checkpoint_bytes", note)
+    for user in ("writing", "disk_space"):
+        monkeypatch.setattr(f"hftrain.run.{user}.checkpoint_bytes", note)
     trainer = make_trainer(tmp_path, model=wide_net(), max_steps=2, **options)
     trainer.train()
     predicted, before_saving = found

@@ -21,6 +21,7 @@ from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.loops.fit import FitLoop
 from hftrain.run.grace import GracePeriod
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
@@ -206,8 +207,7 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
         saver: Any = SimpleNamespace(manager=trainer._make_manager())
-        parts = trainer._make_run_parts(None), saver, GracePeriod(None)
-        return Interrupts(*parts, end_step=lambda: None, where=lambda: "")
+        return Interrupts(trainer._make_run_parts(None), saver, GracePeriod(None), FitLoop())
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None
