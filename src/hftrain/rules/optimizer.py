@@ -25,8 +25,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
             "trainer.optimizer and trainer.lr_scheduler to None.",
         )
     check_step(type(optimizer))
-    driven = getattr(schedule, "optimizer", optimizer)
-    if driven is not optimizer:
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
             f"Cannot use this {type(schedule).__name__}:",
             "it changes the learning rate of another optimizer than the one that trains.",
@@ -44,11 +43,6 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
             "accumulation and the scaling of the loss would not reach what the closure computes.",
             "Use another optimizer, or run it yourself in an override of training_step.",
         )
-
-
-def made_optimizers(task: TaskModule) -> tuple[Any, Any]:
-    """Return the (optimizer, schedule) that a task creates; either may be None."""
-    return read_optimizers(task.configure_optimizers(), maker=type(task).__name__)
 
 
 def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:

@@ -57,7 +57,7 @@ from hftrain.precision.base import Precision
 from hftrain.rules.data import check_train_data
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
-from hftrain.rules.optimizer import check_optimizer, made_optimizers
+from hftrain.rules.optimizer import check_optimizer, read_optimizers
 from hftrain.rules.parts import check_model, check_packing, check_parts, refusing_unknown
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
@@ -1380,7 +1380,7 @@ class Trainer:
         """
         chosen_model = self.model if model is None else model
         if self.optimizer is None:
-            made = made_optimizers(self.task)
+            made = read_optimizers(self.task.configure_optimizers(), maker=type(self.task).__name__)
             self._optimizer_is_the_tasks = made[0] is not None
             self.optimizer = made[0]
             if made[1] is not None:
