@@ -7,27 +7,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
 from hftrain.data.sizes import has_length
+from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 
 logger = get_logger(__name__)
 
 
-def announce_training(
-    args: TrainingArguments,
-    plan: RunPlan,
-    *,
-    progress: Progress,
-    count_parameters: Callable[[], int],
-) -> None:
+def announce_training(parts: RunParts, plan: RunPlan) -> None:
     """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
     if not logger.isEnabledFor(logging.INFO):
         # Counting parameters is not free.
         return
-    num_epochs = plan.length.num_epochs
+    args, progress, num_epochs = parts.args, parts.progress, plan.length.num_epochs
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{plan.length.num_examples:,}")
     logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
@@ -37,7 +30,7 @@ def announce_training(
     logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_batch_size:,}")
     logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)
     logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
-    logger.info("  Number of trainable parameters = %s", f"{count_parameters():,}")
+    logger.info("  Number of trainable parameters = %s", f"{parts.trainer.get_num_trainable_parameters():,}")
     if progress.step:
         logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
         if not args.ignore_data_skip:

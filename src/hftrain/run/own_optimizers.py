@@ -27,6 +27,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.optim.added_groups import dismiss_groups
 from hftrain.run.loop_states import LoopStates
 from hftrain.run.parts import Ready, RunParts, holders_of
+from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps
 from hftrain.storage.tensors import load_containers, tensor_identity
 from hftrain.strategies.base import has_engine
@@ -56,12 +57,9 @@ class OwnOptimizers:
         # What callbacks and the task keep, when training began; empty after the first save.
         self._marks: dict[str, Any] | None = None
 
-    def begin(self, *, saves: bool) -> None:
-        """Restore what exists once training has begun; the rest is restored before its optimizer's first step.
-
-        Args:
-            saves: Whether the run saves its objects; otherwise it notes optimizers in its first step only.
-        """
+    def begin(self) -> None:
+        """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
+        args = self._parts.args
         self._has_begun = True
         self._hooks.append(note_steps(self._stepped))
         missing = sorted(self.find().keys() - self._awaited.keys())
@@ -70,9 +68,9 @@ class OwnOptimizers:
         self._restore()
         if self._awaited:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self._restore()))
-        if saves:
+        if saves_at_all(args, self._parts.save_policy) and not args.save_only_model:
             self._marks = {name: _mark(value) for name, value in self._kept()}
-        else:
+        else:  # optimizers are noted in the first step only
             self._parts.pending.append(self._forget)
 
     def _forget(self) -> None:

@@ -92,15 +92,13 @@ class Run:
             consensus=self._interrupts.consensus,
             silence=self._interrupts.silence,
         )
-        announce_training(
-            parts.args, self._plan, progress=self.progress, count_parameters=trainer.get_num_trainable_parameters
-        )
+        announce_training(parts, self._plan)
         self._begin_journal()
         self.counts.begin()
         start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
         ready.task.train()
         events.fire("on_train_begin")
-        self.contents.own.begin(saves=saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model)
+        self.contents.own.begin()
         parts.phase = None
         left = self.contents.left
         with self._interrupts:
