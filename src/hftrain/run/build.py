@@ -64,7 +64,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
         check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
     ready = stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
     stack.callback(loop.detach)
-    contents = Contents(parts, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch)
+    contents = Contents(parts, ready, manager, plan, data, loop)
     stack.callback(contents.close)
     saver = Saver(parts, ready, manager, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)

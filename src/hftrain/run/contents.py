@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hftrain.checkpoint.states import (
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
+from hftrain.loops.fit import FitLoop
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.data import RunData
@@ -55,23 +56,14 @@ class Contents:
 
     Args:
         manager: Its folder is the run's.
-        plan: The run's plan.
-        data: The run's data.
-        is_within_epoch: Tells whether the actions at the end of the epoch are still due.
+        loop: Knows whether the actions at the end of the epoch are still due.
     """
 
     def __init__(
-        self,
-        parts: RunParts,
-        ready: Ready,
-        manager: CheckpointManager,
-        *,
-        plan: RunPlan,
-        data: RunData,
-        is_within_epoch: Callable[[], bool],
+        self, parts: RunParts, ready: Ready, manager: CheckpointManager, plan: RunPlan, data: RunData, loop: FitLoop
     ) -> None:
-        self._parts, self._ready, self._manager, self._plan, self._data = parts, ready, manager, plan, data
-        self._is_within_epoch = is_within_epoch
+        self._parts, self._ready, self._manager = parts, ready, manager
+        self._plan, self._data, self._loop = plan, data, loop
         self.loops = LoopStates(parts.loops)
         self.own = OwnOptimizers(parts, ready, self.loops)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
@@ -181,7 +173,7 @@ class Contents:
             # This checkpoint completes a save that was requested without an evaluation.
             SAVE: control.should_evaluate and control.should_save,
             END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
-            END_RUN: self._is_within_epoch() and progress.step >= self._parts.state.max_steps,
+            END_RUN: self._loop.is_within_epoch and progress.step >= self._parts.state.max_steps,
         }
         return {"left": [name for name in _KNOWN if is_due[name]]}
 
