@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from hftrain.adapter.configs import full_eval_dtype
-from hftrain.core.log import refusing_broadcast, sharing_verbosity
+from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.data.workers import report_worker
-from hftrain.evaluation.generating import keeps_cache
-from hftrain.evaluation.ready import ready
+from hftrain.evaluation.casting import cast_weights
+from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.setup import place_task
 from hftrain.step.stepper import Computing
+from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.memory import MemoryTracker
 
@@ -86,17 +89,43 @@ class Stages:
             is_training = trainer._run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
-            with ready(
-                trainer.task,
-                trainer.model,
-                strategy=trainer.strategy,
-                computing=self._computing,
-                dtype=full_eval_dtype(trainer.args) if casts and self._computing.input_dtype is None else None,
-                keeps_cache=keeps_cache(trainer.args),
-                place=None if is_training else self._place,
-                wrap=lambda model: trainer._wrap_model(model, training=False),
-            ):
-                yield
+            dtype = full_eval_dtype(trainer.args) if casts and self._computing.input_dtype is None else None
+            # Cast before placing: the original weights stay in host memory, and the device holds only the copies.
+            with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
+                if not is_training:
+                    self._place()
+                with self._in_evaluation_mode(dtype):
+                    yield
+
+    @contextmanager
+    def _in_evaluation_mode(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Evaluate the task's unwrapped model, with inputs cast to a dtype if there is one."""
+        trainer, task, computing = self._trainer, self._trainer.task, self._computing
+        wrapped, modes = task.model, [(module, module.training) for module in task.modules()]
+        task.model = trainer._wrap_model(wrapped, training=False)
+        task.eval()
+        for metric in checked_metrics(task, "eval").values():
+            metric.reset()
+        before = computing.past, computing.input_dtype, computing.autocast
+        computing.past = None
+        if dtype is not None:
+            computing.input_dtype, computing.autocast = dtype, nullcontext
+        put_cache_back = None if keeps_cache(trainer.args) else switch_cache_off(trainer.model)
+        try:
+            yield
+        finally:
+            if put_cache_back is not None:
+                put_cache_back()
+            computing.past, computing.input_dtype, computing.autocast = before
+            if getattr(task.model, "training", False):
+                warn_once(
+                    f"{type(task.model).__name__} was put into training mode during the evaluation: dropout and batch "
+                    "statistics were active. Remove .train() from the evaluation; modes are set for you."
+                )
+            trainer.strategy.after_evaluation(wrapped)
+            task.model = wrapped
+            for module, was_training in modes:
+                module.training = was_training
 
     def _place(self) -> None:
         """Prepare the forward pass of a model that is not being trained."""

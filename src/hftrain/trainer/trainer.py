@@ -41,8 +41,8 @@ from hftrain.core.types import EvalLoopOutput, Owns, PredictionOutput, TrainOutp
 from hftrain.data.columns import signature_columns
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.sizes import has_length, num_examples
+from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
-from hftrain.evaluation.ready import cast_inputs
 from hftrain.evaluation.recurrence import read_memory, with_memory
 from hftrain.evaluation.tracing import trace_model
 from hftrain.loggers.base import Logger

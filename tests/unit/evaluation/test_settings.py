@@ -28,7 +28,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.adapter.configs import full_eval_dtype
-from hftrain.evaluation.ready import cast_weights
+from hftrain.evaluation.casting import cast_weights
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
