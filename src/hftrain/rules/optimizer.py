@@ -1,17 +1,14 @@
-"""Checks of the optimizer and the schedule, and of settings that would create them twice."""
+"""Checks of the optimizer and the schedule."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
@@ -71,38 +68,3 @@ def _remedy(made: Any) -> str:
     if len(parts) == 2 and isinstance(parts[0], torch.optim.Optimizer) and callable(parts[1]):
         return "Make a schedule of the function: LambdaLR(optimizer, function)."
     return "Return one optimizer, or one pair (optimizer, schedule) with a schedule that is stepped once per update."
-
-
-def check_made(
-    strategy: Strategy,
-    task: TaskModule,
-    *,
-    optimizers: tuple[Any, Any],
-    optimizer_cls_and_kwargs: Any,
-    is_overridden: Callable[[str], bool],
-) -> None:
-    """Raise if the strategy's config creates the optimizer or the schedule, and other settings do, too."""
-    given: dict[str, dict[str, Any]] = {
-        "optimizer": {
-            "optimizers[0]": optimizers[0],
-            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
-            f"{type(task).__name__}.configure_optimizers": (
-                type(task).configure_optimizers is not TaskModule.configure_optimizers or None
-            ),
-            "an override of create_optimizer": is_overridden("create_optimizer") or None,
-            # A given schedule would need the optimizer, which does not exist yet.
-            "optimizers[1]": optimizers[1],
-        },
-        "scheduler": {
-            "optimizers[1]": optimizers[1],
-            "an override of create_scheduler": is_overridden("create_scheduler") or None,
-        },
-    }
-    for part in sorted(strategy.makes):
-        others = [name for name, value in given[part].items() if value is not None]
-        if others:
-            raise ConfigError(
-                f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
-                f"{', '.join(others)} would make one too, or drive another.",
-                "Keep one of the two.",
-            )

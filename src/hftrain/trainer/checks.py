@@ -28,7 +28,7 @@ from hftrain.rules.data import batch_columns, check_inputs
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
 from hftrain.rules.model import check_copies, check_not_sharded
-from hftrain.rules.optimizer import check_made, check_step
+from hftrain.rules.optimizer import check_step
 from hftrain.rules.saving import check_fits, check_saves
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
@@ -72,16 +72,32 @@ def check_before_training(
 
 
 def _check_optimizer(trainer: TrainerHooks) -> None:
+    """Raise if the strategy's config and another setting make an optimizer or a schedule, or it cannot be used."""
     given, strategy, task = trainer.optimizer_cls_and_kwargs, trainer.strategy, trainer.task
-    check_made(
-        strategy,
-        task,
-        optimizers=(trainer.optimizer, trainer.lr_scheduler),
-        optimizer_cls_and_kwargs=given,
-        is_overridden=trainer._is_overridden,
-    )
-    is_own = trainer.optimizer is not None or given is not None
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
+    makers = {
+        "optimizer": {
+            "optimizers[0]": trainer.optimizer is not None,
+            "optimizer_cls_and_kwargs": given is not None,
+            f"{type(task).__name__}.configure_optimizers": makes_own,
+            "an override of create_optimizer": trainer._is_overridden("create_optimizer"),
+            # A given schedule would need the optimizer, which does not exist yet.
+            "optimizers[1]": trainer.lr_scheduler is not None,
+        },
+        "scheduler": {
+            "optimizers[1]": trainer.lr_scheduler is not None,
+            "an override of create_scheduler": trainer._is_overridden("create_scheduler"),
+        },
+    }
+    for part in sorted(strategy.makes):
+        others = [name for name, makes in makers[part].items() if makes]
+        if others:
+            raise ConfigError(
+                f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
+                f"{', '.join(others)} would make one too, or drive another.",
+                "Keep one of the two.",
+            )
+    is_own = trainer.optimizer is not None or given is not None
     if not (is_own or makes_own or "optimizer" in strategy.makes or trainer._is_overridden("create_optimizer")):
         kind, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         accumulation = trainer.args.gradient_accumulation_steps
