@@ -10,26 +10,23 @@ from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.data.grouping import LengthConfig
-from hftrain.data.loaders import LoaderConfig
 from hftrain.data.sharding import ShardPlan
 
 logger = get_logger(__name__)
 
 
-def loader_config(args: Any, *, is_training: bool, has_accelerator: bool = False) -> LoaderConfig:
-    """Return the config of a loader; memory is pinned only with `has_accelerator`."""
-    return LoaderConfig(
-        batch_size=args.train_batch_size if is_training else args.eval_batch_size,
-        drop_last=args.dataloader_drop_last,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=bool(args.dataloader_pin_memory and has_accelerator),
-        persistent_workers=bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
-        prefetch_factor=args.dataloader_prefetch_factor,
-        timeout_s=args.dataloader_timeout,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        shuffle=args.train_sampling_strategy != "sequential",
-        use_seedable_sampler=bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
-    )
+def loader_options(args: Any, *, is_training: bool, has_accelerator: bool = False) -> dict[str, Any]:
+    """Return the options of a loader, as `build_loader` takes them; memory is pinned only with `has_accelerator`."""
+    return {
+        "batch_size": args.train_batch_size if is_training else args.eval_batch_size,
+        "drop_last": args.dataloader_drop_last,
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": bool(args.dataloader_pin_memory and has_accelerator),
+        "persistent_workers": bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "timeout": args.dataloader_timeout,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }
 
 
 def shard_plan(args: Any, *, rank: int, world_size: int, is_training: bool, is_own: bool = True) -> ShardPlan:

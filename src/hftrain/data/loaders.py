@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,97 +24,49 @@ from hftrain.data.wrappers import tell_epoch
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderConfig:
-    """Settings for reading datasets.
-
-    Args:
-        batch_size: Samples per batch of one rank, or of all ranks together with `split_batches`.
-        drop_last: Leave out the last batch if it is not full.
-        num_workers: Processes that load; 0 to load in this process.
-        pin_memory: Put batches in page-locked memory.
-        persistent_workers: Keep the workers between epochs.
-        prefetch_factor: Batches that each worker loads ahead; None for torch's default.
-        timeout_s: Seconds to wait for a batch of a worker; 0 for no limit.
-        multiprocessing_context: How workers start; None for Python's default.
-        shuffle: Whether training reads in random order; streams have their own order.
-        use_seedable_sampler: Whether the order depends only on the data seed and the epoch; otherwise torch's global
-            generator determines it, and a resume in the middle of an epoch cannot reproduce it.
-
-    Raises:
-        ConfigError: A number is out of range, or a worker option is given without workers.
-    """
-
-    batch_size: int
-    drop_last: bool = False
-    num_workers: int = 0
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    prefetch_factor: int | None = None
-    timeout_s: float = 0.0
-    multiprocessing_context: str | None = None
-    shuffle: bool = True
-    use_seedable_sampler: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_workers < 0:
-            raise ConfigError(
-                "A loader was configured.",
-                "A batch needs at least one sample, and workers cannot be fewer than none.",
-                "Correct the number.",
-                batch_size=self.batch_size,
-                num_workers=self.num_workers,
-            )
-        if self.num_workers == 0 and (self.persistent_workers or self.timeout_s or self.prefetch_factor is not None):
-            raise ConfigError(
-                "Cannot use options for loader workers.",
-                "There are no workers: batches are loaded in the main process.",
-                "Set dataloader_num_workers to 1 or more, or leave the options out.",
-                num_workers=self.num_workers,
-                persistent_workers=self.persistent_workers,
-                prefetch_factor=self.prefetch_factor,
-                timeout_s=self.timeout_s,
-            )
-
-
 def build_loader(
-    dataset: Any, config: LoaderConfig, plan: ShardPlan, *, collate: Collate, sampler: Any = None
+    dataset: Any,
+    plan: ShardPlan,
+    *,
+    batch_size: int,
+    collate: Collate,
+    sampler: Any = None,
+    drop_last: bool = False,
+    persistent_workers: bool = False,
+    **options: Any,
 ) -> RankLoader | DispatchLoader:
     """Build this rank's loader; creating an iterator does not touch torch's global generator.
 
     Args:
         dataset: A map-style dataset or an `IterableDataset`.
-        sampler: An order in place of that of `config`, the same on all ranks; a sampler made for several ranks, such
+        batch_size: Samples per batch of one rank, or of all ranks together with `split_batches`.
+        sampler: The order, the same on all ranks; None reads in order. A sampler made for several ranks, such
             as torch's `DistributedSampler`, is not sharded again. Not for streams.
+        options: Further arguments of torch's `DataLoader`.
 
     Raises:
         ConfigError: Training would get no batch, or the dataset, sampler and settings are incompatible.
     """
     _check_dataset(dataset, sampler)
     is_stream = isinstance(dataset, IterableDataset)
-    batching: dict[str, Any] = {"batch_size": plan.size_of(config.batch_size), "drop_last": config.drop_last}
     if not is_stream:
-        _check_order(dataset, sampler, config, plan)
-        order = default_train_sampler(dataset, config, plan) if plan.is_training else SequentialSampler(dataset)
-        batching["sampler"] = order if sampler is None else sampler
-        give_generator(batching["sampler"], seed=plan.seed)
+        _check_order(dataset, sampler, plan, persistent_workers=persistent_workers)
+        give_generator(sampler, seed=plan.seed)
     loader: Any = RankLoader(
         dataset,
-        **batching,
+        batch_size=plan.size_of(batch_size),
+        sampler=sampler,
+        drop_last=drop_last,
+        persistent_workers=persistent_workers,
         collate_fn=StreamCollator(collate) if is_stream else collate,
-        num_workers=config.num_workers,
-        pin_memory=config.pin_memory,
-        persistent_workers=config.persistent_workers,
-        prefetch_factor=config.prefetch_factor,
-        timeout=config.timeout_s,
-        multiprocessing_context=config.multiprocessing_context,
         generator=new_generator(plan.seed),
         # Evaluations use the same random numbers in each pass.
         worker_init_fn=partial(start_worker, rank=plan.rank, seed=None if plan.is_training else plan.seed),
+        **options,
     )
     loader = replace(plan, split_batches=False).split(loader)
     if plan.is_training and (not is_stream or isinstance(loader, DispatchLoader)):
-        _check_length(loader, config, plan)
+        _check_length(loader, batch_size, plan)
     if is_stream:
         return on_reader(loader, partial(_with_epochs, plan=plan))  # type: ignore[no-any-return]
     return on_reader(loader, partial(with_seeds, seed=plan.seed, rank=plan.rank))  # type: ignore[no-any-return]
@@ -141,13 +93,21 @@ class StreamCollator:
             ) from error
 
 
-def default_train_sampler(dataset: Any, config: LoaderConfig, plan: ShardPlan) -> Any:
-    """Return the default sampler of training; None for a dataset without a length."""
+def default_train_sampler(
+    dataset: Any, plan: ShardPlan, *, shuffle: bool = True, use_seedable_sampler: bool = True
+) -> Any:
+    """Return the default sampler of training; None for a dataset without a length.
+
+    Args:
+        shuffle: Whether training reads in random order.
+        use_seedable_sampler: Whether the order depends only on the data seed and the epoch; otherwise torch's global
+            generator determines it, and a resume in the middle of an epoch cannot reproduce it.
+    """
     if not has_length(dataset):
         return None
-    if not config.shuffle:
+    if not shuffle:
         return SequentialSampler(dataset)
-    if config.use_seedable_sampler:
+    if use_seedable_sampler:
         return EpochShuffleSampler(dataset, seed=plan.seed)
     if plan.world_size == 1:
         return GlobalShuffleSampler(dataset)
@@ -175,14 +135,14 @@ def _check_dataset(dataset: Any, sampler: Any) -> None:
         )
 
 
-def _check_order(dataset: Any, sampler: Any, config: LoaderConfig, plan: ShardPlan) -> None:
+def _check_order(dataset: Any, sampler: Any, plan: ShardPlan, *, persistent_workers: bool) -> None:
     if plan.dispatches(dataset) and any(is_rank_aware(part) for part in (sampler, *samplers_of(sampler))):
         raise ConfigError(
             "Cannot use dispatch_batches=True.",
             f"The {type(sampler).__name__} already gives each process its own share, and only one would be read.",
             "Return a sampler of the whole dataset, or set dispatch_batches=False.",
         )
-    if plan.is_training and config.persistent_workers and hasattr(dataset, "set_epoch"):
+    if plan.is_training and persistent_workers and hasattr(dataset, "set_epoch"):
         raise ConfigError(
             f"Cannot keep persistent workers for a {type(dataset).__name__}.",
             "Its set_epoch would never reach the copies in workers that outlive an epoch.",
@@ -191,13 +151,13 @@ def _check_order(dataset: Any, sampler: Any, config: LoaderConfig, plan: ShardPl
         )
 
 
-def _check_length(loader: Any, config: LoaderConfig, plan: ShardPlan) -> None:
+def _check_length(loader: Any, batch_size: int, plan: ShardPlan) -> None:
     if has_length(loader) and len(loader) == 0:
         raise ConfigError(
             "Cannot train.",
             "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
             "Make the batch smaller, or set dataloader_drop_last=False.",
-            batch_size=config.batch_size,
+            batch_size=batch_size,
             world_size=plan.world_size,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.adapter.data import loader_config, shard_plan
+from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
@@ -107,18 +107,18 @@ def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval
 
 def check_batches(args: TrainingArguments, strategy: Strategy, name: str, dataset: Any) -> None:
     """Raise if an evaluation would have no batch."""
-    config = loader_config(args, is_training=False)
-    if not config.drop_last or not has_length(dataset):
+    options = loader_options(args, is_training=False)
+    if not args.dataloader_drop_last or not has_length(dataset):
         return
     n, samples = strategy.world_size, range(len(dataset))
     plans = [shard_plan(args, rank=rank, world_size=n, is_training=False) for rank in range(n)]
-    if not any(len(build_loader(samples, config, plan, collate=list)) for plan in plans):
+    if not any(len(build_loader(samples, plan, collate=list, **options)) for plan in plans):
         raise ConfigError(
             f"Cannot use eval_strategy={str(args.eval_strategy)!r}.",
             f"The evaluation set {name!r} has no full batch, and incomplete batches are dropped.",
             "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
             dataloader_drop_last=True,
-            per_device_eval_batch_size=config.batch_size,
+            per_device_eval_batch_size=args.eval_batch_size,
         )
 
 

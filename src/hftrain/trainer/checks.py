@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.configs import schedule_config
-from hftrain.adapter.data import loader_config, shard_plan
+from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
@@ -207,9 +207,9 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
     args, strategy, dataset = trainer.args, trainer.strategy, trainer.train_dataset
     num_steps = args.max_steps
     if has_length(dataset):
-        config = loader_config(args, is_training=True)
+        options = loader_options(args, is_training=True)
         plan = shard_plan(args, rank=strategy.rank, world_size=strategy.world_size, is_training=True)
-        loader = build_loader(range(len(dataset)), config, plan, collate=list)
+        loader = build_loader(range(len(dataset)), plan, collate=list, **options)
         if makes_schedule:
             total = trainer.get_total_train_batch_size(args)
             num_steps = TrainPlan(*trainer.set_initial_training_values(args, loader, total)).max_steps

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from hftrain.adapter.data import length_config, loader_config, shard_plan
+from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns
@@ -140,8 +139,8 @@ class TrainerData:
         """Return this rank's batches of a dataset; the arguments are those of the documented `_get_dataloader`."""
         trainer = self._trainer
         has_accelerator = trainer.strategy.device_type not in ("cpu", "xla")
-        config = loader_config(trainer.args, is_training=is_training, has_accelerator=has_accelerator)
-        config = replace(config, batch_size=batch_size)
+        options = loader_options(trainer.args, is_training=is_training, has_accelerator=has_accelerator)
+        options["batch_size"] = batch_size
 
         def make() -> Any:
             pruned = trainer._remove_unused_columns(dataset, description=description)
@@ -151,13 +150,13 @@ class TrainerData:
             sampler = None if isinstance(dataset, IterableDataset) else sampler
             return build_loader(
                 pruned,
-                config,
                 self._shard_plan(is_training=is_training),
                 collate=collate,
                 sampler=None if sampler is None else sampler(pruned if is_training else dataset),
+                **options,
             )
 
-        if is_training or not config.persistent_workers:
+        if is_training or not options["persistent_workers"]:
             return make()
         self._kept.limit = 1 + len(self.eval_sets)
         loader = self._kept.get((dataset, trainer.data_collator, trainer._signature_columns, batch_size), make)
@@ -189,8 +188,13 @@ class TrainerData:
             return length_sampler(dataset, lengths, is_training=True)
         if isinstance(dataset, IterableDataset):
             return None
-        config = loader_config(self._trainer.args, is_training=True)
-        return default_train_sampler(dataset, config, self._shard_plan(is_training=True))
+        args = self._trainer.args
+        return default_train_sampler(
+            dataset,
+            self._shard_plan(is_training=True),
+            shuffle=args.train_sampling_strategy != "sequential",
+            use_seedable_sampler=bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
+        )
 
     def eval_sampler(self, dataset: Any) -> Any:
         """Return the sampler of evaluation data, None for a stream."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from support.tiny import make_arguments
+from torch.utils.data import DataLoader
 
-from hftrain.adapter.data import data_seed, loader_config, read_accelerator_config, shard_plan
+from hftrain.adapter.data import data_seed, loader_options, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError
-from hftrain.data.loaders import LoaderConfig
 from hftrain.data.sharding import ShardPlan
 
 
@@ -39,9 +39,11 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
     arguments.dataloader_pin_memory = True
     workers = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "pin_memory": True}
     for is_training, size in ((True, 3), (False, 5)):
-        assert loader_config(arguments, is_training=is_training, has_accelerator=True) == LoaderConfig(
-            batch_size=size, drop_last=True, use_seedable_sampler=False, **workers
-        )
+        options = loader_options(arguments, is_training=is_training, has_accelerator=True)
+        assert options == {
+            **{"batch_size": size, "drop_last": True, "timeout": 0, "multiprocessing_context": None},
+            **workers,
+        }
     place = {"rank": 1, "world_size": 2, "seed": 7, "even_batches": False}
     for is_training, is_own, splits in ((True, True, True), (False, True, False), (False, False, True)):
         plan = shard_plan(arguments, rank=1, world_size=2, is_training=is_training, is_own=is_own)
@@ -51,7 +53,12 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
 def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path)
     for is_training in (True, False):
-        assert loader_config(arguments, is_training=is_training) == LoaderConfig(batch_size=4)
+        loader, plain = (
+            DataLoader(range(4), **options)
+            for options in (loader_options(arguments, is_training=is_training), {"batch_size": 4})
+        )
+        for name in ("batch_size", "drop_last", "num_workers", "pin_memory", "prefetch_factor", "timeout"):
+            assert getattr(loader, name) == getattr(plain, name)
         plan = shard_plan(arguments, rank=0, world_size=1, is_training=is_training)
         assert plan == ShardPlan(is_training=is_training)
 
@@ -60,7 +67,7 @@ def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
 def test_memory_is_pinned_where_asked_for_and_of_use(tmp_path: Path, pins: bool, has_accelerator: bool) -> None:
     arguments = make_arguments(tmp_path)
     arguments.dataloader_pin_memory = pins
-    assert not loader_config(arguments, is_training=True, has_accelerator=has_accelerator).pin_memory
+    assert not loader_options(arguments, is_training=True, has_accelerator=has_accelerator)["pin_memory"]
 
 
 @pytest.mark.parametrize(("options", "seed"), [({}, 42), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 0}, 0)])

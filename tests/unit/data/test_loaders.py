@@ -12,7 +12,6 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.loaders import LoaderConfig
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler
 
 
@@ -235,28 +234,13 @@ def test_set_epoch_out_of_reach_raises():
         train(Items(), num_workers=1, persistent_workers=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "at least one sample"),
-        ({"batch_size": 1, "num_workers": -1}, "fewer than none"),
-        ({"batch_size": 1, "prefetch_factor": 2}, "no workers"),
-        ({"batch_size": 1, "persistent_workers": True}, "no workers"),
-    ],
-)
-def test_loader_config_refuses(options, message):
-    with pytest.raises(ConfigError, match=message):
-        LoaderConfig(**options)
-
-
 def test_reading_does_not_import_accelerate():
     code = """
 import sys
 from hftrain.data import collators, columns, feed, loaders, sharding
-config = loaders.LoaderConfig(batch_size=2)
 for is_training in (True, False):
     plan = sharding.ShardPlan(world_size=2, is_training=is_training)
-    loader = loaders.build_loader(range(4), config, plan, collate=list)
+    loader = loaders.build_loader(range(4), plan, batch_size=2, collate=list)
     list(feed.TrainFeed(loader, seed=0).open(0, skip=1))
 assert "accelerate" not in sys.modules
 """
