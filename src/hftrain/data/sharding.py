@@ -71,6 +71,13 @@ def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
     return loader if inner is loader.loader else loader.with_loader(inner)
 
 
+def end_workers(loader: Any) -> None:
+    """End the persistent workers of a torch loader, even if the loader is still referenced."""
+    loader = getattr(loader, "loader", loader)
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
     """The share of the data that a rank reads.

@@ -7,8 +7,8 @@ from typing import Any
 
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
-from hftrain.data.persistent import end_workers
 from hftrain.data.samplers import is_rank_aware, samplers_of
+from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
 from hftrain.data.workers import WorkerDeaths
 from hftrain.strategies.base import Strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
@@ -13,7 +14,6 @@ from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.loaders import build_loader, default_train_sampler
-from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import ShardPlan
 from hftrain.data.shares import check_shares
 from hftrain.data.sizes import has_length
@@ -32,8 +32,8 @@ class TrainerData:
 
     def __init__(self, trainer: TrainerHooks) -> None:
         self._trainer = trainer
-        # Loaders of evaluations whose workers persist; `_eval_dataloaders` has them by the name of their set.
-        self._kept = LoaderCache(limit=1)
+        # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
+        self._kept: dict[str, tuple[Any, ...]] = {}
 
     @property
     def eval_sets(self) -> list[Any]:
@@ -156,13 +156,17 @@ class TrainerData:
                 **options,
             )
 
-        if is_training or not options["persistent_workers"]:
+        if is_training or key is None or not options["persistent_workers"]:
             return make()
-        self._kept.limit = 1 + len(self.eval_sets)
-        loader = self._kept.get((dataset, trainer.data_collator, trainer._signature_columns, batch_size), make)
-        if key is not None:
-            trainer._eval_dataloaders[key] = loader
-        return loader
+        parts, loaders = (
+            (dataset, trainer.data_collator, trainer._signature_columns, batch_size),
+            trainer._eval_dataloaders,
+        )
+        if key not in loaders or not all(map(is_, self._kept.get(key, (None,)), parts)):
+            # Removed first, so that its workers end before others start.
+            loaders.pop(key, None)
+            loaders[key], self._kept[key] = make(), parts
+        return loaders[key]
 
     def share_of(self, loader: Any, *, is_training: bool) -> Any:
         """Return what this rank reads of a loader that a hook returned. Collective."""
