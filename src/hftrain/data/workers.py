@@ -29,23 +29,21 @@ from hftrain.data.sizes import whole_dataset
 _THEIRS = "torch.utils.data._utils.signal_handling"
 _OF_A_WORKER = re.compile(r"DataLoader worker|DataLoader timed out")
 _PIDS = re.compile(r"pid(?:\(s\))? ([\d, ]+)")
-_POKE_S = _DUMP_S = _JOIN_S = 0.2
+_DUMP_S = _JOIN_S = 0.2
 _MOST_SAMPLES = 8
 
 
 class WorkerDeaths:
-    """Make torch report a worker's death only while the main thread waits for that worker's batches.
+    """Let a loader report its worker's death when it waits for a batch, not torch's SIGCHLD handler at any point.
 
-    torch's SIGCHLD handler raises in the main thread at any point: in a save, in an optimizer's step, in an
-    evaluation, whose state is intact. Here its error is deferred until the main thread requests the worker's
-    next batch. A handler that the program installed before torch's is still called by torch's, and one
-    that was installed later is not replaced.
+    That handler raises in the main thread: in a save, in an optimizer's step, in an evaluation, whose state is
+    intact. Loaders check their workers, too: every 5 s while they wait, or when the loader's `timeout` is over. A
+    handler that the program installed before torch's is still called by torch's, and one that was installed later is
+    not replaced.
     """
 
     def __init__(self) -> None:
         self._theirs: Any = None
-        self._held: RuntimeError | None = None
-        self._poker: threading.Thread | None = None
 
     def watch(self) -> None:
         """Replace torch's handler, if it is installed; called whenever a loader has started."""
@@ -57,35 +55,16 @@ class WorkerDeaths:
             signal.signal(signal.SIGCHLD, self._hear)
 
     def close(self) -> None:
-        """Restore torch's handler; a deferred error that was never raised is dropped."""
+        """Restore torch's handler."""
         if self._theirs is not None and signal.getsignal(signal.SIGCHLD) == self._hear:
             signal.signal(signal.SIGCHLD, self._theirs)
-        self._held = None
-        if self._poker is not None:
-            self._poker.join()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._held is None:
-            try:
-                self._theirs(number, frame)
-                return
-            except RuntimeError as error:
-                if not _OF_A_WORKER.match(str(error)):
-                    raise
-                self._held = error
-        if _waits_for(frame, _pids(self._held)):
-            held, self._held = self._held, None
-            raise held
-        if self._poker is None or not self._poker.is_alive():
-            self._poker = threading.Thread(target=self._poke, name="hftrain-worker-death", daemon=True)
-            self._poker.start()
-
-    def _poke(self) -> None:
-        """Call the handler again until the main thread waits for the worker: torch reports a death only once."""
-        while self._held is not None:
-            time.sleep(_POKE_S)
-            if self._held is not None:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+        try:
+            self._theirs(number, frame)
+        except RuntimeError as error:
+            if not _OF_A_WORKER.match(str(error)):
+                raise
 
 
 def noticing_copies(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
@@ -238,15 +217,6 @@ def _shared_memory() -> str:
 def _pids(error: BaseException) -> set[int]:
     found = _PIDS.search(str(error))
     return {int(pid) for pid in found[1].replace(",", " ").split()} if found else set()
-
-
-def _waits_for(frame: FrameType | None, pids: set[int]) -> bool:
-    """Return whether a frame is in the iterator of a loader with one of these workers, and not shutting them down."""
-    while frame is not None and frame.f_code.co_name != "_shutdown_workers":
-        if any(worker.pid in pids for worker in _workers_of(frame)):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _iterator_in(trace: TracebackType | None) -> Any:

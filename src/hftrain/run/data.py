@@ -23,7 +23,7 @@ class RunData:
 
     Attributes:
         feed: The batches that the loop reads; a loop may replace them.
-        deaths: Delays torch's errors about dead workers, until `close`.
+        deaths: Lets loaders report dead workers, until `close`.
     """
 
     def __init__(
