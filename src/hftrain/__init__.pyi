@@ -82,10 +82,10 @@ from hftrain.data.collators_packed import DataCollatorWithFlattening as DataColl
 from hftrain.data.collators_text import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
 from hftrain.data.collators_text import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
 from hftrain.data.collators_text import DataCollatorForTokenClassification as DataCollatorForTokenClassification
+from hftrain.data.columns import RemoveColumnsCollator as RemoveColumnsCollator
 from hftrain.data.documented import DistributedLengthGroupedSampler as DistributedLengthGroupedSampler
 from hftrain.data.documented import IterableDatasetShard as IterableDatasetShard
 from hftrain.data.documented import LengthGroupedSampler as LengthGroupedSampler
-from hftrain.data.documented import RemoveColumnsCollator as RemoveColumnsCollator
 from hftrain.data.documented import SequentialDistributedSampler as SequentialDistributedSampler
 from hftrain.data.documented import get_length_grouped_indices as get_length_grouped_indices
 from hftrain.data.documented import seed_worker as seed_worker

@@ -10,7 +10,7 @@ datasets = pytest.importorskip("datasets")
 
 from hftrain.core.errors import ConfigError  # noqa: E402
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator  # noqa: E402
-from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns  # noqa: E402
+from hftrain.data.columns import RemoveColumnsCollator, prune_columns, removable_columns, signature_columns  # noqa: E402
 from hftrain.data.feed import TrainFeed  # noqa: E402
 
 pytestmark = pytest.mark.interop
@@ -127,7 +127,7 @@ def test_columns_made_on_the_fly_are_left_to_the_collator(table):
     unknown = table.to_iterable_dataset().map(lambda row: {"more": row["index"]})
     for dataset in (transformed, unknown):
         assert removable_columns(dataset) is None
-    pruner = ColumnPruner(default_data_collator, keep=["index"], model_name="Recorder", description="training")
+    pruner = RemoveColumnsCollator(default_data_collator, ["index"], None, "Recorder", description="training")
     loader = build(transformed, batch_size=8, is_training=False, collate=pruner)
     assert [batch["index"].tolist() for batch in loader] == [[1] * 8]
 

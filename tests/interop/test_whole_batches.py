@@ -16,7 +16,7 @@ datasets: Any = pytest.importorskip("datasets")
 
 from hftrain.core.errors import TaskError  # noqa: E402
 from hftrain.data.collators import DefaultDataCollator, default_data_collator  # noqa: E402
-from hftrain.data.columns import ColumnPruner, TextRemover  # noqa: E402
+from hftrain.data.columns import RemoveColumnsCollator, TextRemover  # noqa: E402
 from hftrain.data.feed import TrainFeed  # noqa: E402
 from hftrain.data.sharding import RankLoader  # noqa: E402
 from hftrain.data.whole_batches import WholeBatches, whole_batches  # noqa: E402
@@ -168,8 +168,8 @@ def test_other_data_is_read_by_rows(dataset: Any) -> None:
         default_collate,
         DefaultDataCollator("np"),
         type("Own", (DefaultDataCollator,), {})(),
-        ColumnPruner(default_data_collator, keep=["x"], model_name="Net", description="training"),
-        ColumnPruner(list, keep=["x", "label"], model_name="Net", description="training"),
+        RemoveColumnsCollator(default_data_collator, ["x"], None, "Net", description="training"),
+        RemoveColumnsCollator(list, ["x", "label"], None, "Net", description="training"),
         type("OwnPruner", (TextRemover,), {})(default_data_collator, description="training"),
     ],
 )
@@ -177,9 +177,7 @@ def test_a_users_collator_gets_rows(collate: Any) -> None:
     assert whole_batches(columns(), collate) is None
 
 
-@pytest.mark.parametrize(
-    "wrap", [TextRemover, lambda c, **o: ColumnPruner(c, keep=["x", "label"], model_name="N", **o)]
-)
+@pytest.mark.parametrize("wrap", [TextRemover, lambda c, **o: RemoveColumnsCollator(c, ["x", "label"], None, "N", **o)])
 def test_what_is_before_the_default_collator_has_nothing_to_do(wrap: Any) -> None:
     collate = wrap(wrap(default_data_collator, description="training"), description="training")
     assert isinstance(whole_batches(columns(), collate), WholeBatches)

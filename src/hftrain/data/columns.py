@@ -11,7 +11,7 @@ import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.data.wrappers import tell_epoch
+from hftrain.data.wrappers import CollatorWrapper
 
 _logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ def removable_columns(dataset: Any) -> list[str] | None:
     """List the columns of a `datasets` dataset that can be removed before it is read.
 
     None for other datasets, for a stream whose columns are unknown, and if a custom transform makes the
-    model's columns from the stored ones. `ColumnPruner` handles those.
+    model's columns from the stored ones. `RemoveColumnsCollator` handles those.
     """
     names = getattr(dataset, "column_names", None)
     format_ = getattr(dataset, "format", None)
@@ -82,22 +82,20 @@ def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, descrip
         return dataset
     if len(dropped) == len(names):
         raise _nothing_left(names, keep, model_name=model_name, description=description)
-    _report(_message(dropped, model_name=model_name, description=description))
+    _report(_logger, _message(dropped, model_name=model_name, description=description))
     return dataset.remove_columns(dropped)
 
 
-class _Before:
+class _Before(CollatorWrapper):
     """A step before a collator; `description` is the dataset's role in messages (``"training"``)."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any], *, description: str) -> None:
-        self.collator = collator
-        self._description = description
+    logger: Any = _logger
+
+    def __init__(self, data_collator: Callable[[list[Any]], Any], *, description: str) -> None:
+        super().__init__(data_collator)
+        self.description = description
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch to a collator that has `set_epoch`."""
-        tell_epoch(self.collator, epoch)
 
     def keeps(self, names: Collection[str]) -> bool:
         """Return whether all of these numeric columns reach the collator."""
@@ -105,30 +103,49 @@ class _Before:
 
     def _tell(self, message: str) -> None:
         """Log a message, once for all workers."""
-        if not self._has_reported:
+        if self.logger is not None and not self._has_reported:
             self._has_reported.fill_(True)
-            _report(message)
+            _report(self.logger, message)
 
 
-class ColumnPruner(_Before):
-    """Drop the keys that a model cannot take before a collator sees them; can be pickled if the collator can.
+class RemoveColumnsCollator(_Before):
+    """Remove columns from the samples before they are collated; can be pickled if the collator can.
+
+    Args:
+        data_collator: The collator to call.
+        signature_columns: The columns to keep.
+        logger: Logs once which columns were removed.
+        model_name: The name in that message; without it nothing is logged.
+        description: The name of the dataset in that message.
+
+    Source: the documented `RemoveColumnsCollator`.
 
     Example:
-        >>> ColumnPruner(list, keep=["x"], model_name="Net", description="training")([{"x": 1, "text": "a"}])
+        >>> RemoveColumnsCollator(list, ["x"])([{"x": 1, "text": "a"}])
         [{'x': 1}]
     """
 
     def __init__(
-        self, collator: Callable[[list[Any]], Any], *, keep: Iterable[str], model_name: str, description: str
+        self,
+        data_collator: Callable[[list[Any]], Any],
+        signature_columns: Iterable[str],
+        logger: Any = None,
+        model_name: str | None = None,
+        description: str | None = None,
     ) -> None:
-        super().__init__(collator, description=description)
-        self._keep = frozenset(keep)
-        self._model_name = model_name
+        super().__init__(data_collator, description=description or "data")
+        self.signature_columns = frozenset(signature_columns)
+        self.logger = None if model_name is None else logger
+        self.model_name = model_name
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without the dropped keys; features that are not mappings are not changed."""
-        keep = self._keep
-        return self.collator(
+        """Collate the samples without the removed columns; samples that are not mappings are not changed.
+
+        Raises:
+            ConfigError: No column of a sample would remain.
+        """
+        keep = self.signature_columns
+        return self.data_collator(
             # The first test is cheap and covers the usual case: this runs for every sample.
             [
                 f
@@ -140,16 +157,16 @@ class ColumnPruner(_Before):
 
     def keeps(self, names: Collection[str]) -> bool:
         """Return whether all of these columns reach the collator."""
-        return self._keep.issuperset(names)
+        return self.signature_columns.issuperset(names)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
-        kept = {name: value for name, value in feature.items() if name in self._keep}
+        kept = {name: value for name, value in feature.items() if name in self.signature_columns}
         if len(kept) == len(feature):
             return feature
+        about = {"model_name": self.model_name or "model", "description": self.description}
         if not kept:
-            raise _nothing_left(feature, sorted(self._keep), model_name=self._model_name, description=self._description)
-        dropped = [name for name in feature if name not in kept]
-        self._tell(_message(dropped, model_name=self._model_name, description=self._description))
+            raise _nothing_left(feature, sorted(self.signature_columns), **about)
+        self._tell(_message([name for name in feature if name not in kept], **about))
         return kept
 
 
@@ -168,22 +185,22 @@ class TextRemover(_Before):
         first = features[0]
         # The second test is cheap and covers the usual case.
         if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):
-            return self.collator(features)
+            return self.data_collator(features)
         texts = text_columns(first)
         if not texts:
-            return self.collator(features)
+            return self.data_collator(features)
         names = ", ".join(texts)
         if len(texts) == len(first):
             raise ConfigError(
-                f"Cannot make batches of the {self._description} set:",
+                f"Cannot make batches of the {self.description} set:",
                 f"its columns cannot be made into tensors ({names}).",
                 "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
         self._tell(
-            f"Columns of the {self._description} set are left out, because they cannot become tensors: {names}. A "
+            f"Columns of the {self.description} set are left out, because they cannot become tensors: {names}. A "
             "data_collator of your own gets them."
         )
-        return self.collator([{name: value for name, value in f.items() if name not in texts} for f in features])
+        return self.data_collator([{name: value for name, value in f.items() if name not in texts} for f in features])
 
 
 _PLAIN = frozenset({torch.Tensor, int, float, bool})
@@ -215,11 +232,13 @@ def _message(dropped: Iterable[str], *, model_name: str, description: str) -> st
 
 
 @cache
-def _report(message: str) -> None:
-    _logger.info("%s", message)
+def _report(logger: Any, message: str) -> None:
+    logger.info("%s", message)
 
 
-def _nothing_left(found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str) -> ConfigError:
+def _nothing_left(
+    found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str | None
+) -> ConfigError:
     return ConfigError(
         f"Unused columns of the {description} set were to be removed.",
         f"Nothing would be left: {model_name}.forward takes none of its columns.",

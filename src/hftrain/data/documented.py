@@ -6,7 +6,7 @@ The Trainer's own loaders use `hftrain.data.grouping` and `hftrain.data.sharding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any
 
@@ -212,47 +212,6 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __len__(self) -> int:
         rounds = len(self.dataset) / (self.batch_size * self.num_processes)
         return (math.floor(rounds) if self.drop_last else math.ceil(rounds)) * self.batch_size
-
-
-class RemoveColumnsCollator:
-    """Remove columns from the samples before they are collated.
-
-    Args:
-        data_collator: The collator to call.
-        signature_columns: The columns to keep.
-        logger: Logs once which columns were removed.
-        model_name: The name in that message; without it nothing is logged.
-        description: The name of the dataset in that message.
-
-    Source: the documented `RemoveColumnsCollator`.
-    """
-
-    def __init__(
-        self,
-        data_collator: Callable[[list[Any]], Any],
-        signature_columns: Collection[str],
-        logger: Any = None,
-        model_name: str | None = None,
-        description: str | None = None,
-    ) -> None:
-        self.data_collator = data_collator
-        self.signature_columns = signature_columns
-        self.logger = logger
-        self.model_name = model_name
-        self.description = description
-        self.message_logged = False
-
-    def __call__(self, features: list[Any]) -> Any:
-        """Collate the samples without the removed columns; samples that are not mappings are not changed."""
-        return self.data_collator([self._kept(row) if isinstance(row, Mapping) else row for row in features])
-
-    def _kept(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        others = [name for name in row if name not in self.signature_columns]
-        if others and self.logger and self.model_name and not self.message_logged:
-            where = "" if self.description is None else f" of the {self.description} set"
-            self.logger.info("Columns%s that %s.forward does not take: %s", where, self.model_name, ", ".join(others))
-            self.message_logged = True
-        return {name: value for name, value in row.items() if name in self.signature_columns}
 
 
 def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:

@@ -19,7 +19,7 @@ from hftrain.data.sharding import RankLoader, ShardPlan, on_reader, rebuild_load
 from hftrain.data.sizes import has_length, whole_dataset
 from hftrain.data.states import with_seeds
 from hftrain.data.streams import EpochStream, epoch_stream, splits_among_workers
-from hftrain.data.wrappers import tell_epoch
+from hftrain.data.wrappers import CollatorWrapper
 
 Collate = Callable[[list[Any]], Any]
 
@@ -72,19 +72,12 @@ def build_loader(
     return on_reader(loader, partial(with_seeds, seed=plan.seed, rank=plan.rank))  # type: ignore[no-any-return]
 
 
-class StreamCollator:
+class StreamCollator(CollatorWrapper):
     """Call a collator; its `StopIteration`, which torch would take for the end of the stream, is an error."""
-
-    def __init__(self, collator: Collate) -> None:
-        self.collator = collator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch to a collator that has `set_epoch`."""
-        tell_epoch(self.collator, epoch)
 
     def __call__(self, samples: list[Any]) -> Any:
         try:
-            return self.collator(samples)
+            return self.data_collator(samples)
         except StopIteration as error:
             raise TaskError(
                 "Cannot collate a batch of a stream:",

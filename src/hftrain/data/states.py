@@ -15,7 +15,7 @@ from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
-from hftrain.data.wrappers import has_state, tell_epoch
+from hftrain.data.wrappers import CollatorWrapper, has_state
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -145,18 +145,11 @@ class Stamped:
         return self
 
 
-class _Stamp:
+class _Stamp(CollatorWrapper):
     """Collate, and add the state of the worker's dataset; runs in the worker, after each batch."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch to a collator that has `set_epoch`."""
-        tell_epoch(self.collate, epoch)
-
     def __call__(self, samples: Any) -> Stamped:
-        batch = self.collate(samples)
+        batch = self.data_collator(samples)
         worker: Any = get_worker_info()
         # A copy, because it is sent while the dataset is read further.
         state = copy.deepcopy(worker.dataset.state_dict())

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hftrain.data.collators import DefaultDataCollator, collate_columns, default_data_collator
-from hftrain.data.columns import ColumnPruner, TextRemover
+from hftrain.data.columns import RemoveColumnsCollator, TextRemover
 
 # The column types whose values are the same in Arrow and in Python.
 _NUMBERS = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64"})
@@ -72,10 +72,10 @@ def as_it_is(batch: Any) -> Any:
 
 
 def _is_default(collate: Any, names: Collection[str]) -> bool:
-    while type(collate) in (ColumnPruner, TextRemover):
+    while type(collate) in (RemoveColumnsCollator, TextRemover):
         if not collate.keeps(names):
             return False
-        collate = collate.collator
+        collate = collate.data_collator
     is_object = type(collate) is DefaultDataCollator and collate.return_tensors == "pt"
     return is_object or collate is default_data_collator
 

@@ -50,6 +50,6 @@ def locate_in_data(error: BaseException) -> str | None:
 
 def _name(collator: Any) -> str:
     # Skip our wrapper, which removes columns before it calls the user's collator.
-    while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "collator"):
-        collator = collator.collator
+    while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "data_collator"):
+        collator = collator.data_collator
     return getattr(collator, "__name__", type(collator).__name__)

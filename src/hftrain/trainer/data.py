@@ -10,8 +10,9 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.log import get_logger
 from hftrain.data.collators import makes_tensors
-from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns
+from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.sharding import ShardPlan
@@ -21,6 +22,8 @@ from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.run.parts import TrainerHooks
 from hftrain.trainer.rehearsal import cut_short
+
+_logger = get_logger(__name__)
 
 
 class TrainerData:
@@ -220,14 +223,16 @@ class TrainerData:
 
     def prune(self, dataset: Any, description: str) -> Any:
         """Return a dataset without the columns that the model does not take, if it has columns."""
-        about = self._about_columns(description)
-        return dataset if about is None else prune_columns(dataset, **about)
+        keep, model = self._columns_to_keep(), self._trainer.model
+        if keep is None:
+            return dataset
+        return prune_columns(dataset, keep=keep, model_name=type(model).__name__, description=description)
 
     def prune_in(self, collator: Callable[[list[Any]], Any], description: str) -> Callable[[list[Any]], Any]:
         """Return a collator that first drops the columns that the model does not take."""
-        about = self._about_columns(description)
-        if about is not None:
-            return ColumnPruner(collator, **about)
+        keep, model = self._columns_to_keep(), self._trainer.model
+        if keep is not None:
+            return RemoveColumnsCollator(collator, keep, _logger, type(model).__name__, description)
         is_pruned = self._trainer.args.remove_unused_columns and makes_tensors(collator)
         return TextRemover(collator, description=description) if is_pruned else collator
 
@@ -236,9 +241,3 @@ class TrainerData:
             return None
         self._trainer._set_signature_columns_if_needed()
         return self._trainer._signature_columns
-
-    def _about_columns(self, description: str) -> dict[str, Any] | None:
-        keep = self._columns_to_keep()
-        if keep is None:
-            return None
-        return {"keep": keep, "model_name": type(self._trainer.model).__name__, "description": description}

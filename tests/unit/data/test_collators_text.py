@@ -15,7 +15,7 @@ from hftrain.data.collators_text import (
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
 )
-from hftrain.data.columns import ColumnPruner
+from hftrain.data.columns import RemoveColumnsCollator
 from hftrain.data.feed import TrainFeed
 
 
@@ -75,7 +75,7 @@ def test_seeded_masks_differ_between_epochs_and_seeds():
     collator = DataCollatorForLanguageModeling(Tokenizer(), seed=7)
     seen = []
     for epoch in (0, 1, 0):
-        ColumnPruner(collator, keep=["input_ids"], model_name="Net", description="training").set_epoch(epoch)
+        RemoveColumnsCollator(collator, ["input_ids"], None, "Net", description="training").set_epoch(epoch)
         seen.append(read([collator(ROWS)]))
     other = read([DataCollatorForLanguageModeling(Tokenizer(), seed=8)(ROWS)])
     assert seen[0] == seen[2]

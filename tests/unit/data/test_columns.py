@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
+from hftrain.data.columns import RemoveColumnsCollator, prune_columns, removable_columns, signature_columns
 
 
 class Net(torch.nn.Module):
@@ -97,7 +97,7 @@ def test_prune_columns_with_nothing_left_raises():
 
 
 def test_pruner_drops_keys_of_mappings_only(caplog):
-    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="mixed")
+    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="mixed")
     with caplog.at_level(logging.INFO, logger="hftrain"):
         assert pruner([{"x": 1, "text": "a"}, (1, 2)]) == [{"x": 1}, (1, 2)]
         assert pruner([{"x": 1, "text": "a"}]) == [{"x": 1}]
@@ -106,7 +106,7 @@ def test_pruner_drops_keys_of_mappings_only(caplog):
 
 
 def test_pruner_with_nothing_left_raises():
-    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="training")
+    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="training")
     with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
         pruner([{"a": 1}])
 
@@ -117,7 +117,7 @@ def test_pruner_reports_once_for_all_workers(capfd):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="shared")
+        pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="shared")
         data = [{"x": i, "text": "a"} for i in range(4)]
         for _ in range(2):
             batches = list(DataLoader(data, batch_size=1, num_workers=1, collate_fn=pruner))

@@ -70,6 +70,5 @@ def test_columns_are_removed_and_told_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO):
         assert collate([{"x": 1, "text": "a"}, (2,)]) == [{"x": 1}, (2,)]
         collate([{"x": 1, "text": "a"}])
-    assert [record.getMessage() for record in caplog.records] == [
-        "Columns of the training set that Net.forward does not take: text"
-    ]
+    assert len(caplog.records) == 1
+    assert "left out: text" in caplog.records[0].getMessage()
