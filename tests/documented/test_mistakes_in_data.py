@@ -130,16 +130,18 @@ def asks_to_stop(own: Any, args: Any, state: Any, control: Any, **kwargs: Any) -
 EXPORTED = (TrainerCallback, ExportableState)
 
 DATA = [
-    sampling("None", lambda i: None, "4 of 4 are None", "Let the dataset return each one"),
+    sampling("None", lambda i: None, "4 of 4 are None", "Give every sample"),
     sampling("some None", lambda i: None if i % 2 else {"x": X, "labels": LABEL}, "2 of 4 are None"),
-    sampling("lengths of tuples", lambda i: (X,) * (1 + i % 2), "the tuples have [1, 2] parts"),
+    sampling("lengths of tuples", lambda i: (X,) * (1 + i % 2), "the shapes differ"),
     sampling("ragged", lambda i: {"x": torch.zeros(4 + i), "labels": 0}, "Cannot stack 'x'", "shapes differ", "pads"),
     sampling("ragged lists", lambda i: {"x": [1] * (4 + i)}, "Cannot stack 'x'", "the shapes differ", "tokenizer"),
     sampling(
-        "key of some", lambda i: {"x": X} | ({"labels": 0} if i == 6 else {}), "'labels' of 4 samples: 3 of them do not"
+        "key of some",
+        lambda i: {"x": X} | ({"labels": 0} if i == 6 else {}),
+        "3 of 4 are None or missing",
     ),
     sampling("picture", lambda i: {"x": Picture()}, "its type is Picture", "Convert it to a tensor in the dataset"),
-    sampling("picture in a tuple", lambda i: (Picture(), 0), "each holds Picture, int", "Convert it to a tensor"),
+    sampling("picture in a tuple", lambda i: (Picture(), 0), "Picture", "Convert it to a tensor"),
     sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "'labels'", "such as 'cat'", "Number the classes"),
     sampling("label as text", lambda i: {"x": X, "label": "cat"}, "'label'", "such as 'cat'", "Number the classes"),
     reading(

@@ -213,48 +213,51 @@ def _collate_places(features: list[Any]) -> Any:
     try:
         return default_collate(features)
     except (TypeError, RuntimeError) as error:
-        raise _pointing(_unlike(features, error), features) from error
+        raise _unlike("Cannot make a batch of the samples:", features, error) from error
 
 
-def _pointing(error: TaskError, values: list[Any]) -> TaskError:
-    """Keep with an error the place of the first value that is unlike most of them, if there is one."""
-    signs = [(type(value).__name__, getattr(value, "shape", None) or _length(value)) for value in values]
+def _unlike(asked: str, values: list[Any], error: Exception) -> TaskError:
+    """Return why samples, or their parts of one name, cannot be stacked; keep the place of one that is unlike most."""
+    signs = [(type(value).__name__, _shape(value)) for value in values]
+    kinds = sorted({kind for kind, _ in signs})
+    shapes = sorted({shape for _, shape in signs if shape is not None})
+    if "NoneType" in kinds:
+        missing = sum(value is None for value in values)
+        reason, remedy = f"{missing} of {len(values)} are None or missing.", "Give every sample the same parts."
+    elif len(shapes) > 1:
+        reason = f"the shapes differ ({', '.join(map(str, shapes[:3]))})."
+        remedy = "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads)."
+    elif len(kinds) > 1:
+        reason, remedy = f"the types differ ({', '.join(kinds)}).", "Give every sample the same type."
+    elif kinds == ["str"]:
+        remedy = "Number the classes in the dataset." if "'label" in asked else "Tokenize it."
+        reason = f"it is text, such as {values[0][:40]!r}."
+    else:
+        reason, remedy = f"its type is {kinds[0]}, which makes no tensor ({error}).", _CONVERT
+    found = TaskError(asked, reason, remedy)
     odd = [place for place, sign in enumerate(signs) if sign != max(signs, key=signs.count)]
     if odd:
-        keep_facts(error, place=odd[0])
-    return error
+        keep_facts(found, place=odd[0])
+    return found
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, (list, tuple)) else None
-
-
-def _unlike(features: list[Any], error: Exception) -> TaskError:
-    """Return the reason why samples cannot be stacked part by part."""
-    asked, kinds = "Cannot make a batch of the samples:", sorted({type(feature).__name__ for feature in features})
-    if any(feature is None for feature in features):
-        missing = sum(feature is None for feature in features)
-        return TaskError(asked, f"{missing} of {len(features)} are None.", "Let the dataset return each one.")
-    if len(kinds) > 1:
-        return TaskError(asked, f"they are of different kinds ({', '.join(kinds)}).", "Give all the same parts.")
-    sizes = sorted({len(feature) for feature in features}) if kinds[0] in ("tuple", "list") else []
-    if len(sizes) > 1:
-        return TaskError(asked, f"the {kinds[0]}s have {sizes} parts.", "Give all the same parts.")
-    parts = [type(part).__name__ for part in features[0]] if sizes else kinds
-    return TaskError(asked, f"each holds {', '.join(parts)} ({error}).", f"{_CONVERT} Give all the same shape.")
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    return (len(value),) if isinstance(value, (list, tuple)) else None
 
 
 def _collate_named(features: list[Any]) -> dict[str, Any]:
     try:
         rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
     except TypeError as error:
-        raise _pointing(_unlike(features, error), features) from error
+        raise _unlike("Cannot make a batch of the samples:", features, error) from error
     batch = {}
     label = next((name for name in _LABELS if rows[0].get(name) is not None), None)
     if label is not None:
         batch["labels"] = _column(rows, label, _stack_labels)
     elif isinstance(rows[0].get("labels"), str):
-        raise _unstackable(rows, "labels", TypeError("text"))
+        batch["labels"] = _column(rows, "labels", _stack)
     for name, value in rows[0].items():
         if name not in _LABELS and value is not None and not isinstance(value, (str, bytes)):
             batch[name] = _column(rows, name, _stack)
@@ -285,27 +288,8 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
     try:
         return stack([row[name] for row in rows])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _pointing(_unstackable(rows, name, error), [row.get(name) for row in rows]) from error
-
-
-def _unstackable(rows: list[Mapping[str, Any]], name: str, error: Exception) -> TaskError:
-    """Return why the samples' parts of one name cannot become a tensor, and the remedy."""
-    asked, values = f"Cannot stack {name!r} of {len(rows)} samples:", [row[name] for row in rows if name in row]
-    missing, kinds = len(rows) - len(values), sorted({type(value).__name__ for value in values})
-    if missing:
-        return TaskError(asked, f"{missing} of them do not have it.", "Give every sample the same keys.")
-    sized = [value for value in values if hasattr(value, "shape") or isinstance(value, (list, tuple))]
-    shapes = sorted({tuple(value.shape) if hasattr(value, "shape") else (len(value),) for value in sized})
-    if len(shapes) > 1:
-        found = ", ".join(map(str, shapes[:3]))
-        remedy = "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads)."
-        return TaskError(asked, f"the shapes differ ({found}).", remedy)
-    if len(kinds) > 1:
-        return TaskError(asked, f"the types differ ({', '.join(kinds)}).", "Give every sample the same type.")
-    if kinds == ["str"]:
-        remedy = "Number the classes in the dataset." if name in ("labels", *_LABELS) else "Tokenize it."
-        return TaskError(asked, f"it is text, such as {values[0][:40]!r}.", remedy)
-    return TaskError(asked, f"its type is {kinds[0]}, which makes no tensor ({error}).", _CONVERT)
+        values = [row.get(name) for row in rows]
+        raise _unlike(f"Cannot stack {name!r} of {len(rows)} samples:", values, error) from error
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

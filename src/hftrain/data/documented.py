@@ -6,7 +6,7 @@ The Trainer's own loaders use `hftrain.data.grouping` and `hftrain.data.sharding
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.seed import set_seed
-from hftrain.data.grouping import grouped_order
+from hftrain.data.grouping import LengthConfig, grouped_order, sample_lengths
 
 
 def get_length_grouped_indices(
@@ -222,11 +222,7 @@ def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
 def _lengths(dataset: Any, lengths: Any, name: str | None) -> list[int]:
     if lengths is not None:
         return lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
-    name = "input_ids" if name is None else name
-    if dataset is None or not isinstance(dataset[0], Mapping) or name not in dataset[0]:
-        raise ConfigError(
-            "Cannot order samples by length:",
-            "no lengths are given" if dataset is None else f"the samples have no part {name!r}.",
-            "Pass lengths, one number for each sample, or name the part in model_input_name.",
-        )
-    return [len(sample[name]) for sample in dataset]
+    if dataset is None:
+        raise ConfigError("Cannot order samples by length:", "no lengths are given.", "Pass them, or a dataset.")
+    found: list[int] = sample_lengths(dataset, LengthConfig(input_name=name or "input_ids")).tolist()
+    return found

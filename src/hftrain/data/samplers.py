@@ -246,17 +246,6 @@ class EvenedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         return even_out(self.sampler, self._unit)
 
-    def begin(self, start: int) -> Iterator[Any] | None:
-        """Iterate from a given item; None if the items before it must be drawn too."""
-        items = pick(self.sampler, (0, self._unit), (max(start, self._unit), None))
-        return None if items is None else self._from(items, start)
-
-    def _from(self, items: Iterator[Any], start: int) -> Iterator[Any]:
-        first, num = list(islice(items, self._unit)), len(self.sampler)
-        yield from first[start:]
-        yield from items
-        yield from islice(cycle(first), max(start - num, 0), len(self) - num)
-
     def __len__(self) -> int:
         return -(-len(self.sampler) // self._unit) * self._unit
 
@@ -324,7 +313,7 @@ def pick(sampler: Any, *spans: Span) -> Iterator[Any] | None:
     if kind is SeededBatches:
         batches = pick(sampler.batch_sampler, *spans)
         return None if batches is None else sampler.seeded(batches, start)
-    return sampler.begin(start) if kind in (RankBatches, EvenedSampler) else None
+    return sampler.begin(start) if kind is RankBatches else None
 
 
 def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[Span]:

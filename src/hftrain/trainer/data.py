@@ -148,9 +148,8 @@ class TrainerData:
         def make() -> Any:
             pruned = trainer._remove_unused_columns(dataset, description=description)
             collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
-            sampler = SequentialSampler if order is None and has_length(dataset) else order
             # A stream is read in its own order, even if it has a length.
-            sampler = None if isinstance(dataset, IterableDataset) else sampler
+            sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
                 pruned,
                 self._shard_plan(is_training=is_training),
