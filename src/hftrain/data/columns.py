@@ -1,4 +1,4 @@
-"""Removal of dataset columns that the model cannot use."""
+"""Wrappers of collators, and the removal of dataset columns that the model cannot use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.data.wrappers import CollatorWrapper
+from hftrain.data.wrappers import tell_epoch
 
 _logger = get_logger(__name__)
 
@@ -84,6 +84,17 @@ def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, descrip
         raise _nothing_left(names, keep, model_name=model_name, description=description)
     _report(_logger, _message(dropped, model_name=model_name, description=description))
     return dataset.remove_columns(dropped)
+
+
+class CollatorWrapper:
+    """A step before or after another collator, which shares its epoch."""
+
+    def __init__(self, data_collator: Callable[[list[Any]], Any]) -> None:
+        self.data_collator = data_collator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forward the epoch to a collator that has `set_epoch`."""
+        tell_epoch(self.data_collator, epoch)
 
 
 class _Before(CollatorWrapper):

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
+from hftrain.data.columns import CollatorWrapper
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler, give_generator, is_rank_aware, samplers_of
 from hftrain.data.seeding import new_generator, start_worker
@@ -19,7 +20,6 @@ from hftrain.data.sharding import RankLoader, ShardPlan, on_reader, rebuild_load
 from hftrain.data.sizes import has_length, whole_dataset
 from hftrain.data.states import with_seeds
 from hftrain.data.streams import EpochStream, epoch_stream, splits_among_workers
-from hftrain.data.wrappers import CollatorWrapper
 
 Collate = Callable[[list[Any]], Any]
 

@@ -11,11 +11,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hftrain.core.log import warn_once
+from hftrain.data.columns import CollatorWrapper
 from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
-from hftrain.data.wrappers import CollatorWrapper, has_state
+from hftrain.data.wrappers import has_state
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:

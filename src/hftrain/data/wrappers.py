@@ -1,8 +1,7 @@
-"""Wrappers of streams and of collators, and whether the dataset inside them has a state."""
+"""Wrappers of streams, and whether the dataset inside them has a state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -30,17 +29,6 @@ class StreamWrapper(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-
-class CollatorWrapper:
-    """A step before or after another collator, which shares its epoch."""
-
-    def __init__(self, data_collator: Callable[[list[Any]], Any]) -> None:
-        self.data_collator = data_collator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch to a collator that has `set_epoch`."""
-        tell_epoch(self.data_collator, epoch)
 
 
 def tell_epoch(part: Any, epoch: int) -> None:
