@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.collators import as_list, check_pads, pad_as_asked, pad_features, returned_as
-from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
+from hftrain.data.collators import DataCollatorWithPadding, as_list, check_pads, pad_as_asked, pad_features, returned_as
+from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling, split_labels
 
 # The largest number of predicted tokens in a sample.
 _MOST_PREDICTED = 512
@@ -149,15 +149,8 @@ class DataCollatorForPermutationLanguageModeling:
 
 
 @dataclass
-class DataCollatorForMultipleChoice:
-    """Pad the choices of all samples to the same length.
-
-    Args:
-        tokenizer: Any object with `pad`.
-        padding: True or ``"longest"`` for the longest choice, ``"max_length"``, or False.
-        max_length: Length to pad to for ``"max_length"``.
-        pad_to_multiple_of: Round lengths up to a multiple of this.
-        return_tensors: ``"pt"`` or ``"np"``.
+class DataCollatorForMultipleChoice(DataCollatorWithPadding):
+    """Pad the choices of all samples to the same length; the arguments are those of `DataCollatorWithPadding`.
 
     Shapes:
         each input: ``[batch, choices, length]``. labels: ``[batch]``, int64.
@@ -168,28 +161,17 @@ class DataCollatorForMultipleChoice:
     Source: the documented `DataCollatorForMultipleChoice`.
     """
 
-    tokenizer: Any
-    padding: bool | str = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
-
-    def __post_init__(self) -> None:
-        check_pads(self.tokenizer)
-
     def __call__(self, features: list[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
         """Make a batch of samples whose parts hold one entry for each choice; ``label`` becomes ``labels``."""
-        name = next((name for name in ("label", "labels") if name in features[0]), None)
-        num_choices = len(features[0]["input_ids"])
+        inputs, labels = split_labels(features)
+        num_choices = len(inputs[0]["input_ids"])
         choices = [
-            {key: value[choice] for key, value in row.items() if key != name}
-            for row in features
-            for choice in range(num_choices)
+            {key: value[choice] for key, value in row.items()} for row in inputs for choice in range(num_choices)
         ]
         padded = pad_as_asked(self, choices)
         batch = {key: value.view(len(features), num_choices, -1) for key, value in padded.items()}
-        if name is not None:
-            batch["labels"] = torch.tensor([row[name] for row in features], dtype=torch.int64)
+        if labels is not None:
+            batch["labels"] = torch.tensor(labels, dtype=torch.int64)
         return returned_as(return_tensors or self.return_tensors, batch)
 
 

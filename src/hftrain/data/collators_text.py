@@ -57,7 +57,7 @@ class DataCollatorForSeq2Seq:
         Raises:
             TaskError: Labels differ in length, and `padding` is False.
         """
-        inputs, labels = _split_labels(features)
+        inputs, labels = split_labels(features)
         batch = pad_as_asked(self, inputs)
         if labels is not None:
             batch["labels"] = self._pad_labels(labels)
@@ -115,7 +115,7 @@ class DataCollatorForTokenClassification:
         Raises:
             TaskError: A sample has more labels than tokens.
         """
-        inputs, labels = _split_labels(features)
+        inputs, labels = split_labels(features)
         batch = pad_as_asked(self, inputs)
         if labels is not None:
             width = batch["input_ids"].shape[1]
@@ -297,20 +297,20 @@ def _is_first(words_BL: torch.Tensor) -> torch.Tensor:
     return words_BL > before_BL
 
 
-def _split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
+def split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Remove and return the labels, because tokenizers do not pad them; None if there are none."""
     name = next((name for name in ("label", "labels", "label_ids") if name in features[0]), None)
     inputs = [{key: value for key, value in row.items() if key != name} for row in features]
     if name is None or all(row[name] is None for row in features):
         return inputs, None
-    return inputs, [as_list(row[name]) for row in features]
+    return inputs, [row[name] for row in features]
 
 
 def _pad_rows(rows: list[list[int]], width: int, value: int, side: str) -> torch.Tensor:
     if any(len(row) > width for row in rows):
         raise _ragged("labels")
     padding = [[value] * (width - len(row)) for row in rows]
-    pairs = zip(rows, padding, strict=True)
+    pairs = zip(map(as_list, rows), padding, strict=True)
     return torch.tensor([row + more if side == "right" else more + row for row, more in pairs], dtype=torch.int64)
 
 

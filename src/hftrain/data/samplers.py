@@ -139,14 +139,10 @@ class RankBatches(Sampler[Any]):
 
     An incomplete last round is left out if the batches must be full, else filled up from the first round, or
     with `even_batches=False` distributed unchanged. Batches of unknown size are repeated whole. Smaller batches in
-    earlier rounds are distributed unchanged; with `split_batches`, those without a part for every rank are left
-    out.
+    earlier rounds are distributed unchanged.
 
     Its attributes have the names of accelerate's `BatchSamplerShard`, which yields the same batches, except that it
     leaves out earlier rounds whose last batch is small.
-
-    Args:
-        split_batches: Whether a round is one batch, of which each rank gets a part.
 
     Example:
         >>> batches = [[0, 1], [2, 3], [4, 5]]
@@ -160,41 +156,31 @@ class RankBatches(Sampler[Any]):
         *,
         num_processes: int,
         process_index: int,
-        split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
-        self.split_batches = split_batches
         self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    def _rounds(self, batches: Iterable[Any], size: Any) -> Iterator[list[Any]]:
-        batches = iter(batches)
-        if self.split_batches:
-            starts = [place * size for place in range(self.num_processes)]
-            return ([batch[start : start + size] for start in starts] for batch in batches)
-        return iter(lambda: list(islice(batches, self.num_processes)), [])
 
     def __iter__(self) -> Iterator[Any]:
         return self._shares(self.batch_sampler)
 
     def begin(self, start: int) -> Iterator[Any] | None:
         """Iterate from a given round; None if the rounds before it must be drawn too."""
-        unit = 1 if self.split_batches else self.num_processes
+        unit = self.num_processes
         # Kept because the last round may be filled up from the first one.
         batches = pick(self.batch_sampler, (0, unit), (max(start, 1) * unit, None))
         return None if batches is None else islice(self._shares(batches), min(start, 1), None)
 
     def _shares(self, batches: Iterable[Any]) -> Iterator[Any]:
         rank, size = self.process_index, self.batch_size
-        if self.split_batches and size is not None:
-            size //= self.num_processes
+        batches = iter(batches)
         first: list[Any] = []
         rest: list[Any] = []
-        for round_ in self._rounds(batches, size):
+        while round_ := list(islice(batches, self.num_processes)):
             first = first or round_
             if rest and all(map(len, rest)):  # it was not the last round
                 yield rest[rank]
@@ -213,8 +199,6 @@ class RankBatches(Sampler[Any]):
             yield rest[rank]
 
     def __len__(self) -> int:
-        if self.split_batches:
-            return len(self.batch_sampler)
         rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
         return rounds + (not self.drop_last and rest > (0 if self.even_batches else self.process_index))
 

@@ -16,6 +16,8 @@ import numpy
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
+from hftrain.core.seed import plain_rng
+
 # The generators seeded here: the user's own seed, and the seed that was set. torch 2.9's support no weak
 # references or attributes.
 _SEEDED: dict[int, tuple[torch.Generator, int | None, int]] = {}
@@ -117,11 +119,8 @@ def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_same(numbers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    places = [
-        (python, found["state"]["pos"], found["has_gauss"], found["gauss"]) for python, found, _ in (numbers, others)
-    ]
-    keys = [each[1]["state"]["key"] for each in (numbers, others)]
-    return places[0] == places[1] and numpy.array_equal(*keys) and torch.equal(numbers[2], others[2])
+    plain, other = ((python, plain_rng({"numpy": found})) for python, found, _ in (numbers, others))
+    return plain == other and torch.equal(numbers[2], others[2])
 
 
 def new_generator(seed: int) -> torch.Generator:

@@ -88,7 +88,7 @@ class ShardPlan:
     Args:
         seed: Seeds unseeded orders, so that all ranks use the same order.
         even_batches: In training, fill up the last round from the start, so that all ranks get equally many batches.
-        split_batches: Whether the batch size is the total over all ranks.
+        split_batches: Whether the batch size is the total over all ranks; not for `share` in training.
         dispatch_batches: Whether the main process reads for all ranks; None for streams only.
     """
 
@@ -196,18 +196,8 @@ class ShardPlan:
         batches = loader.batch_sampler if is_batched else loader.sampler
         if not is_batched and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
-        size = getattr(batches, "batch_size", None)
-        if size is not None:
-            self.size_of(size)
-        elif self.split_batches:
-            raise _cannot_split(loader, "split_batches=True needs a batch sampler with a batch_size.")
-        share = RankBatches(
-            batches,
-            num_processes=self.world_size,
-            process_index=self.rank,
-            split_batches=self.split_batches,
-            even_batches=self.even_batches,
-        )
+        place = {"num_processes": self.world_size, "process_index": self.rank}
+        share = RankBatches(batches, **place, even_batches=self.even_batches)
         return {"batch_sampler": share} if is_batched else {"sampler": share, "batch_size": None}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:

@@ -151,9 +151,10 @@ def _died(iterator: Any, number: int, worker: Any) -> StrategyError:
 
 def _hung(iterator: Any, number: int, worker: Any) -> StrategyError:
     stack = ""
-    if dump_signal(getattr(iterator, "_worker_init_fn", None)) is not None:
+    number_to_dump = dump_signal(getattr(iterator, "_worker_init_fn", None))
+    if number_to_dump is not None:
         with suppress(OSError):
-            os.kill(worker.pid, dump_signal(getattr(iterator, "_worker_init_fn", None)) or 0)
+            os.kill(worker.pid, number_to_dump)
             time.sleep(_DUMP_S)  # the worker writes to the same standard error
             stack = " Its stack is printed above, the innermost call first."
     return StrategyError(

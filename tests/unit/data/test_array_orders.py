@@ -81,11 +81,7 @@ def ranks(batches: Any, **options: Any) -> RankBatches:
         lambda order, drop: BatchSampler(order, 4, drop),
         lambda order, drop: ranks(BatchSampler(order, 2, drop)),
         lambda order, drop: ranks(BatchSampler(order, 2, drop), even_batches=False),
-        lambda order, drop: ranks(BatchSampler(order, 6, drop), split_batches=True),
-        lambda order, drop: ranks(BatchSampler(order, 6, drop), split_batches=True, even_batches=False),
         lambda order, drop: SeededBatches(ranks(BatchSampler(Later(order, 3), 2, drop)), seed=1, rank=1),
-        lambda order, drop: BatchSampler(EvenedSampler(Later(order, 2), unit=9), 3, drop),
-        lambda order, drop: EvenedSampler(BatchSampler(order, 2, drop), unit=3),
         lambda order, drop: Later(Later(SeededBatches(BatchSampler(order, 2, drop), seed=1, rank=0), 1), 1),
     ],
 )
@@ -116,6 +112,7 @@ def test_every_chain_can_begin_anywhere(make: Any, drop: bool, num: int) -> None
         lambda: ranks(BatchSampler(RandomSampler(range(9)), 2, False)),
         lambda: SeededBatches(BatchSampler(RandomSampler(range(9)), 2, False), seed=0, rank=0),
         lambda: EvenedSampler(RandomSampler(range(9)), unit=2),
+        lambda: EvenedSampler(BatchSampler(SequentialSampler(range(9)), 2, False), unit=3),
     ],
 )
 def test_others_are_drawn_from_the_start(make: Any) -> None:

@@ -62,14 +62,12 @@ class OfAnySize(list):
     """Batches that tell no size."""
 
 
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}], ids=str)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rank_batches_are_those_of_accelerate(world_size, drop_last, options):
-    size = 2 * world_size if "split_batches" in options else 2
-    sources = [BatchSampler(SequentialSampler(range(n)), size, drop_last) for n in range(17)]
-    if "split_batches" not in options:
-        sources += [OfAnySize([[i] * (1 + i % 3) for i in range(n)]) for n in range(9)]
+    sources = [BatchSampler(SequentialSampler(range(n)), 2, drop_last) for n in range(17)]
+    sources += [OfAnySize([[i] * (1 + i % 3) for i in range(n)]) for n in range(9)]
     for source in sources:
         for rank in range(world_size):
             place = {"num_processes": world_size, "process_index": rank, **options}

@@ -86,8 +86,6 @@ def test_training_shares_are_even_and_agree_on_the_order():
     assert sorted(i for part in parts for batch in part for i in batch) == list(range(8))
     assert shares(loader_of(range(5)), is_training=True) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     assert shares(loader_of(range(5)), is_training=True, even_batches=False) == [[[0, 1], [4]], [[2, 3]]]
-    halves = shares(loader_of(range(4), batch_size=4), is_training=True, split_batches=True)
-    assert halves == [[[0, 1]], [[2, 3]]]
 
 
 def test_evaluation_shares_are_contiguous():
@@ -145,8 +143,6 @@ def test_the_new_loader_keeps_collator_and_workers():
     [
         (OwnWay(range(4)), {}, "iterates in its own way"),
         (DataLoader(range(4), batch_size=None), {}, "no batches"),
-        (loader_of(range(7), batch_sampler=OwnBatches()), {"split_batches": True}, "batch_size"),
-        (loader_of(range(4), batch_size=3), {"split_batches": True}, "multiple of the number"),
     ],
 )
 def test_loaders_that_cannot_be_split_raise(loader, options, message):
