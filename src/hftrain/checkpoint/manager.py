@@ -302,7 +302,8 @@ class CheckpointManager:
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
-        own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        # Rounded: of all digits, the last ones may change without another value, and so without another checksum.
+        own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
         own["commit_number"] = self._number = self._last_number() + 1
         if self._parcels is not None:
             self._parcels.collect(staged, step=step)
