@@ -143,7 +143,7 @@ def _verify_file(folder: Path, name: str, record: Any, *, hashes: bool) -> None:
         status = path.lstat()
     except OSError as error:
         raise unreadable(path, f"It cannot be found: {error}") from error
-    if path.resolve() != inner_path(folder.resolve(), name):
+    if stat.S_ISLNK(status.st_mode) or path.resolve() != inner_path(folder.resolve(), name):
         raise unreadable(path, "It is a link, or lies in one")
     if not stat.S_ISREG(status.st_mode):
         raise unreadable(path, "It is not a regular file")
