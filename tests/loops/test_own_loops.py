@@ -28,7 +28,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.checkpoint.signals import TrainingStopped
-from hftrain.run.loop_states import LoopStates
+from hftrain.loops.registry import LoopStates
 
 
 def make_trainer(folder: Path, loop: Any, **options: Any) -> Trainer:

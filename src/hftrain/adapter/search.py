@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hftrain.arguments.fields import ArgumentFields, BatchArguments, DataArguments, OptimizationArguments
-from hftrain.arguments.settle import settle
+from hftrain.arguments.training import settle
 from hftrain.core.errors import ConfigError, suggest
 
 _EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}

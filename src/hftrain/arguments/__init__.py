@@ -13,8 +13,7 @@ from hftrain.arguments.enums import (
     SchedulerType,
     ShardedDDPOption,
 )
-from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
-from hftrain.arguments.training import TrainingArguments
+from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
 __all__ = [
     "AcceleratorConfig",

@@ -11,10 +11,10 @@ from pathlib import PurePath
 from typing import Any
 
 from hftrain.arguments.accelerator import AcceleratorConfig
-from hftrain.arguments.copied_names import CopiedNames
+from hftrain.arguments.processes import ArgumentProcesses
 
 
-class ArgumentSerialization(CopiedNames):
+class ArgumentSerialization(ArgumentProcesses):
     """Views of the arguments, with secrets hidden."""
 
     def to_dict(self) -> dict[str, Any]:

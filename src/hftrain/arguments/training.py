@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrain.arguments.renames import COMMON_NAMES
+from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrategy
+from hftrain.arguments.fields import ArgumentFields, setting
+from hftrain.arguments.normalize import convert_choices, normalize
+from hftrain.arguments.renames import COMMON_NAMES, apply_renames
+from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
-from hftrain.arguments.settle import settle
 from hftrain.core.elsewhere import TRAINER_KEYWORDS
 from hftrain.core.errors import UnknownArgumentError, suggest
 
@@ -131,3 +135,67 @@ def _accepted_names(cls: type) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def settle(args: ArgumentFields) -> None:
+    """Convert arguments to their normal forms, fill in implied values, and check all; mutates them.
+
+    Idempotent, so it may be called again after attributes were assigned.
+    """
+    check_kinds(args)
+    normalize(args)
+    apply_renames(args)
+    convert_choices(args)
+    _derive(args)
+    check_values(args)
+    check_combinations(args)
+
+
+def _derive(args: ArgumentFields) -> None:
+    """Fill in omitted settings that others imply; idempotent."""
+    if args.run_name is None:
+        args.run_name = args.output_dir
+    if args.use_cpu:
+        args.dataloader_pin_memory = False
+    if args.eval_strategy != IntervalStrategy.NO:
+        args.do_eval = True
+    if args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps is None:
+        args.eval_steps = args.logging_steps
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        value = getattr(args, name)
+        # Fractions below 1 are shares of the run, and stay.
+        if isinstance(value, float) and value >= 1 and value.is_integer():
+            setattr(args, name, int(value))
+    if args.save_steps == -1 and args.save_strategy == SaveStrategy.STEPS:
+        args.save_strategy = SaveStrategy.NO
+    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in FOLLOW_METRIC
+    if needs_metric and args.metric_for_best_model is None:
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+    if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
+
+
+@dataclass(kw_only=True, repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """All settings of a sequence-to-sequence run.
+
+    Source: the documented `Seq2SeqTrainingArguments`.
+
+    Example:
+        >>> Seq2SeqTrainingArguments("working_dir", predict_with_generate=True).predict_with_generate
+        True
+    """
+
+    sortish_sampler: bool = setting(False, "Put samples of similar length together, with some randomness.")
+    predict_with_generate: bool = setting(False, "Evaluate and predict with the model's generate method.")
+    generation_max_length: int | None = setting(
+        None, "Maximum length of generated sequences. Defaults to the model's max_length."
+    )
+    generation_num_beams: int | None = setting(None, "Number of beams. Defaults to the model's num_beams.")
+    generation_config: str | Path | Any | None = setting(
+        None, "A GenerationConfig, or the Hub name or folder to load one from."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +16,6 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.signatures import Shown
 from hftrain.core.types import PrecisionPolicy
-from hftrain.precision.matmul import set_matmul
 
 ScalerFactory = Callable[[torch.device], GradScaler]
 
@@ -118,3 +118,60 @@ class Precision(Shown):
         """Restore the result of `state_dict`; without a scaler, warn once that a saved scaler's state is ignored."""
         if state:
             warn_once(f"The saved gradient scaler has no use with precision={self.policy.name!r} and was left out.")
+
+
+def set_matmul(matmul: str) -> Callable[[], None]:
+    """Set the arithmetic of float32 matrix products and cuDNN convolutions; return a function that restores it.
+
+    Args:
+        matmul: ``"high"`` for TF32, ``"highest"`` for float32.
+
+    Raises:
+        ConfigError: The flags were set through torch's newer `fp32_precision` interface, which hides them here.
+    """
+    # torch.compile still reads these flags and fails if only the newer `fp32_precision` was set
+    # (pytorch issue 166387). Setting these keeps both interfaces readable. Switch once that issue is closed.
+    try:
+        with warnings.catch_warnings():
+            # torch 2.9 recommends the newer flags once per process; 2.13 no longer does.
+            warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError as error:
+        raise ConfigError(
+            f"Cannot use matmul={matmul!r}.",
+            "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
+            "Remove those settings, or let them control TF32 and set neither `matmul` nor 'tf32' here.",
+            matmul=matmul,
+        ) from error
+    _apply(matmul, matmul == "high")
+    return lambda: _apply(*before)
+
+
+def _apply(matmul: str, allow_tf32: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+
+
+class FullPrecision(Precision):
+    """Run every operation in the parameters' own dtype.
+
+    Args:
+        matmul: ``"highest"`` or ``"high"`` (TF32); None keeps torch's setting.
+
+    Source: the documented `tf32` (True is ``"high"``, False is ``"highest"``).
+
+    Example:
+        >>> FullPrecision(matmul="high").policy.name
+        'tf32'
+    """
+
+    def __init__(self, *, matmul: str | None = None) -> None:
+        super().__init__(
+            PrecisionPolicy(
+                name="tf32" if matmul == "high" else "fp32",
+                param_dtype=torch.float32,
+                compute_dtype=torch.float32,
+                reduce_dtype=torch.float32,
+                matmul=matmul,
+            )
+        )

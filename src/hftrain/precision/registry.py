@@ -38,10 +38,10 @@ precisions: Registry[Precision] = Registry(
     },
 )
 
-precisions.register("fp32", "hftrain.precision.full:FullPrecision", summary="float32 throughout")
+precisions.register("fp32", "hftrain.precision.base:FullPrecision", summary="float32 throughout")
 precisions.register(
     "tf32",
-    "hftrain.precision.full:FullPrecision",
+    "hftrain.precision.base:FullPrecision",
     summary="float32, with TF32 inside matrix products and convolutions",
     matmul="high",
 )

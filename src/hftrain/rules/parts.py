@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from hftrain.arguments.renames import COMMON_NAMES
-from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
-from hftrain.arguments.training import TrainingArguments
+from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.elsewhere import TRAINER_KEYWORDS
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
 from hftrain.core.log import warn_once

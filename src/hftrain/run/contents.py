@@ -30,11 +30,11 @@ from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.loops.fit import FitLoop
+from hftrain.loops.registry import LoopStates
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.data import RunData
 from hftrain.run.finiteness import Finiteness
-from hftrain.run.loop_states import LoopStates
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan

@@ -22,10 +22,10 @@ from hftrain.checkpoint.fitting import check_optimizer, check_state, group_setti
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
-from hftrain.core.optimizer_state import load_optimizer_state
+from hftrain.core.parameters import load_optimizer_state
 from hftrain.core.tree import map_tensors
+from hftrain.loops.registry import LoopStates
 from hftrain.optim.added_groups import dismiss_groups
-from hftrain.run.loop_states import LoopStates
 from hftrain.run.parts import Ready, RunParts, holders_of
 from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps

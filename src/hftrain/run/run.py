@@ -24,7 +24,6 @@ from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
-from hftrain.run.announce import announce_training
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
@@ -36,7 +35,7 @@ from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.setup import empty_cache
-from hftrain.run.summary import show_summary
+from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.untrained import Untrained
 from hftrain.run.writing import saves_at_all
 

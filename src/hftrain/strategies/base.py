@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.optimizer_state import load_optimizer_state
-from hftrain.core.parameters import whole_shape
+from hftrain.core.parameters import load_optimizer_state, whole_shape
 from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard

@@ -11,8 +11,7 @@ from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
 from hftrain.arguments.enums import DebugOption
-from hftrain.arguments.settle import settle
-from hftrain.arguments.training import TrainingArguments
+from hftrain.arguments.training import TrainingArguments, settle
 from hftrain.callbacks import DefaultFlowCallback, TrainerCallback, progress_callback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError

@@ -28,8 +28,8 @@ from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
-from hftrain.run.announce import announce_evaluation
 from hftrain.run.parts import TrainerHooks
+from hftrain.run.summary import announce_evaluation
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_call import to_float32

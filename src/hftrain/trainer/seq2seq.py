@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.adapter.configs import generation_options
-from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
-from hftrain.arguments.training import TrainingArguments
+from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput

@@ -11,7 +11,7 @@ from support.tiny import Net, make_arguments
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.precision import precision_request
 from hftrain.precision.autocast import AutocastPrecision
-from hftrain.precision.full import FullPrecision
+from hftrain.precision.base import FullPrecision
 from hftrain.precision.registry import precisions
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hftrain.arguments import TrainingArguments
-from hftrain.arguments.settle import settle
+from hftrain.arguments.training import settle
 
 STEPS = {"eval_strategy": "steps"}
 

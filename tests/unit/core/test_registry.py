@@ -85,7 +85,7 @@ def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask
 
 PACKAGE = """
 from hftrain import FitLoop, Logger, Precision
-from hftrain.precision.full import FullPrecision
+from hftrain.precision.base import FullPrecision
 from hftrain.strategies.single import SingleDeviceStrategy
 
 

@@ -69,5 +69,5 @@ def test_flags_set_through_the_newer_interface_are_left_alone() -> None:
 
 def test_older_interface_is_used_without_a_warning() -> None:
     # In a process of its own: torch warns once.
-    code = "import warnings; from hftrain.precision.matmul import set_matmul; warnings.simplefilter('error')"
+    code = "import warnings; from hftrain.precision.base import set_matmul; warnings.simplefilter('error')"
     subprocess.run([sys.executable, "-c", f"{code}; set_matmul('high')()"], check=True)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.core.optimizer_state import load_optimizer_state
+from hftrain.core.parameters import load_optimizer_state
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 
