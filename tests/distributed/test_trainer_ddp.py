@@ -326,7 +326,7 @@ class PartlyUsed(Net):
 def advise(folder: str) -> list[list[str]]:
     """Return what DDP's users are advised: by default, with all parameters in use and not, and with a choice."""
     told = []
-    logger = logging.getLogger("hftrain.run.untrained")
+    logger = logging.getLogger("hftrain.run.training_checks")
     for model, options in ((Net(), {}), (PartlyUsed(), {}), (Net(), {"ddp_find_unused_parameters": True})):
         lines: list[str] = []
         logger.addFilter(keep := lambda record, lines=lines: lines.append(record.getMessage()) or True)

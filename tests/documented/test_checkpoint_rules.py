@@ -20,7 +20,7 @@ from torch import nn
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import weights as weights_module
-from hftrain.checkpoint.parts import load_optimizer
+from hftrain.checkpoint.state_files import load_optimizer
 from hftrain.checkpoint.weights import load_weights, read_weights
 from hftrain.core.state import TrainerState
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from hftrain.checkpoint import parts
+from hftrain.checkpoint import state_files
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError
@@ -151,16 +151,16 @@ def test_a_checkpoint_of_the_hugging_face_trainer_is_read(foreign, caplog):
     names = [name for name, _ in model.named_parameters()]
     groups = [[name for name in names if "norm" not in name], [name for name in names if "norm" in name]]
     optimizer = torch.optim.AdamW([{"params": [model.get_parameter(name) for name in group]} for group in groups])
-    optimizer.load_state_dict(parts.load_optimizer(foreign))
-    assert parts.load_part(foreign, "scheduler.pt")["last_epoch"] == 2
-    assert parts.load_trainer_state(foreign).global_step == 2
-    restore_rng(parts.load_rng(foreign, rank=0, world_size=1))
+    optimizer.load_state_dict(state_files.load_optimizer(foreign))
+    assert state_files.load_part(foreign, "scheduler.pt")["last_epoch"] == 2
+    assert state_files.load_trainer_state(foreign).global_step == 2
+    restore_rng(state_files.load_rng(foreign, rank=0, world_size=1))
     with pytest.raises(CheckpointError, match=r"training_args\.bin"):
-        parts.load_part(foreign, "training_args.bin")  # a pickle
+        state_files.load_part(foreign, "training_args.bin")  # a pickle
 
 
 def test_the_hugging_face_trainer_reads_our_generators(tmp_path):
-    parts.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
+    state_files.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
     expected = random.random(), numpy.random.random(), torch.rand(())
     arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     transformers.Trainer(torch.nn.Linear(1, 1), arguments)._load_rng_state(str(tmp_path))

@@ -40,7 +40,7 @@ def deepspeed_options(args: Any) -> dict[str, Any]:
     return {"config": config}
 
 
-def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> None:
+def fill_deepspeed_config(args: Any, strategy: Strategy, precision: Precision) -> None:
     """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy."""
     if not isinstance(strategy, DeepSpeedStrategy):
         return

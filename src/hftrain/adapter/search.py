@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hftrain.arguments.fields import ArgumentFields, BatchArguments, DataArguments, OptimizationArguments
-from hftrain.arguments.training import settle
+from hftrain.arguments.training import resolve
 from hftrain.core.errors import ConfigError, suggest
 
 _EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}
@@ -53,7 +53,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     for name, kind in known.items():
         if name in values:
             setattr(args, name, _cast(name, values[name], kind))
-    settle(args)
+    resolve(args)
     return unknown
 
 

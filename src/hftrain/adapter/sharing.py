@@ -19,7 +19,7 @@ _FIXED = {
 _ACCUMULATION = ("num_steps", "sync_each_batch", *_FIXED)
 
 
-def settle_sharing(args: Any) -> None:
+def resolve_sharing(args: Any) -> None:
     """Read and check `accelerator_config`; set `gradient_accumulation_steps` to its `num_steps`. Mutates `args`."""
     if isinstance(args.accelerator_config, (str, Path)):
         args.accelerator_config = AcceleratorConfig.from_json_file(args.accelerator_config)

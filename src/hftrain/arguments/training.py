@@ -98,7 +98,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        settle(self)
+        resolve(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Two names of one setting always have the same value; assigning None to the newer one changes nothing.
@@ -137,7 +137,7 @@ def _accepted_names(cls: type) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def settle(args: ArgumentFields) -> None:
+def resolve(args: ArgumentFields) -> None:
     """Convert arguments to their normal forms, fill in implied values, and check all; mutates them.
 
     Idempotent, so it may be called again after attributes were assigned.

@@ -25,7 +25,7 @@ class BackgroundWrite:
     Args:
         name: What `Consensus.due` returns at the boundary at which all call `finish`; unique to this write.
         work: Called in the thread, with a group through which the processes agree.
-        settle: Called in the main thread with what the work returned, or its error; may raise.
+        then: Called in the main thread with what the work returned, or its error; may raise.
         consensus: The object through which the processes agree.
     """
 
@@ -33,12 +33,12 @@ class BackgroundWrite:
         self,
         name: str,
         work: Callable[[Group], Path],
-        settle: Callable[[Path | None, BaseException | None], None],
+        then: Callable[[Path | None, BaseException | None], None],
         *,
         consensus: Consensus,
     ) -> None:
         self.name = name
-        self._work, self._settle, self._consensus = work, settle, consensus
+        self._work, self._then, self._consensus = work, then, consensus
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._is_over = threading.Event()
@@ -58,10 +58,10 @@ class BackgroundWrite:
         return self._error
 
     def finish(self) -> None:
-        """Wait, and settle. All processes must call it at the same step, once."""
+        """Wait, and call `then`. All processes must call it at the same step, once."""
         self.wait()
         self._consensus.withdraw(self.name)
-        self._settle(self._path, self._error)
+        self._then(self._path, self._error)
 
     def _run(self) -> None:
         try:

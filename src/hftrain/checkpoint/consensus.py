@@ -135,7 +135,7 @@ class Consensus:
         return not self._is_deaf
 
     def withdraw(self, what: str) -> None:
-        """Remove a request that is settled; a round that has begun may still return it."""
+        """Remove a request that is handled; a round that has begun may still return it."""
         self._asked.discard(what)
 
     def due(self, step: int) -> str | None:

@@ -16,8 +16,8 @@ import torch
 
 from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.parts import load_part, load_rng, load_trainer_state
 from hftrain.checkpoint.shape import Grid
+from hftrain.checkpoint.state_files import load_part, load_rng, load_trainer_state
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 

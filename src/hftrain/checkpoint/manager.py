@@ -19,8 +19,7 @@ from hftrain.checkpoint.layout import (
     nearby,
 )
 from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
-from hftrain.checkpoint.parcels import Parcels
-from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
+from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints, UnreachableError
 from hftrain.checkpoint.rotation import LocalCheckpoints, best_names, by_commit, last_finite_name
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
@@ -49,7 +48,7 @@ class CheckpointManager:
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
         keep_best: How many with the best metrics are kept in addition to the newest; without a limit, no others are.
         is_greater_better: Whether a higher metric is better.
-        parcels: Transfers files if machines do not share the mirror of a remote folder.
+        uploads: Transfers files if machines do not share the mirror of a remote folder.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_on_each_node`.
     """
@@ -65,7 +64,7 @@ class CheckpointManager:
         url: str | None = None,
         keep_best: int | None = None,
         is_greater_better: bool = False,
-        parcels: Parcels | None = None,
+        uploads: NodeUploads | None = None,
     ) -> None:
         self.output_dir, self.group, self.url = output_dir, group, url
         self.save_total_limit, self.only_model, self.on_each_node = save_total_limit, only_model, on_each_node
@@ -78,7 +77,7 @@ class CheckpointManager:
         self._number: int | None = None
         self._resumed_number = 0
         self.remote = None if url is None else RemoteCheckpoints(url, mirror=output_dir)
-        self._parcels = parcels
+        self._uploads = uploads
         self._committed: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
 
@@ -117,9 +116,9 @@ class CheckpointManager:
             logger.info("Saving model checkpoint to %s", target)
         # In this order, because `each` may be collective: no process may wait for one that has failed in `main`.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, group, is_for_main=self._parcels is None)
+        self._together(target, self._begin, group, is_for_main=self._uploads is None)
         self._together(target, lambda path: self._write(path, writers), group)
-        if self._parcels is not None:
+        if self._uploads is not None:
             self._together(target, lambda path: self._send(path, step), group)
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
@@ -165,7 +164,7 @@ class CheckpointManager:
         checkpoint that a killed save had set aside. The functions select by a manifest, and among those without one.
         """
         if self.group.is_main:
-            self.lock.settle()
+            self.lock.wait_for_writer()
             files.restore(self.output_dir, is_ours=_is_ours)
         if self.remote is not None:
             return self.remote.latest(is_asked_for)
@@ -282,9 +281,9 @@ class CheckpointManager:
                 each.rotate(self.run_id, 1, kept)
 
     def _begin(self, target: Path) -> None:
-        if self._parcels is not None and self.is_committer:
-            self._parcels.clear()
-        elif self._parcels is not None and not self._parcels.is_sender:
+        if self._uploads is not None and self.is_committer:
+            self._uploads.clear()
+        elif self._uploads is not None and not self._uploads.is_sender:
             return
         files.sweep(target.parent, is_ours=_is_ours)
         files.begin(target)
@@ -297,16 +296,16 @@ class CheckpointManager:
         files.fsync_tree(staged)  # on shared storage each machine can only flush what it wrote
 
     def _send(self, target: Path, step: int) -> None:
-        if self._parcels is not None and self._parcels.is_sender:
-            self._parcels.send(files.find_staging(target), step=step)
+        if self._uploads is not None and self._uploads.is_sender:
+            self._uploads.send(files.find_staging(target), step=step)
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
         # Rounded: of all digits, the last ones may change without another value, and so without another checksum.
         own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
         own["commit_number"] = self._number = self._last_number() + 1
-        if self._parcels is not None:
-            self._parcels.collect(staged, step=step)
+        if self._uploads is not None:
+            self._uploads.collect(staged, step=step)
         manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
         files.commit(staged, target)
         self.local.note(target.name, manifest)

@@ -11,8 +11,8 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, keep_choices, misfit, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, OPTIMIZER_SHARDS, SCALER, WEIGHT_SHARDS
-from hftrain.checkpoint.parts import load_optimizer, load_part, load_rng
 from hftrain.checkpoint.ranks import share_out
+from hftrain.checkpoint.state_files import load_optimizer, load_part, load_rng
 from hftrain.core.log import get_logger
 from hftrain.precision.base import Precision
 from hftrain.storage.shards import save_shards

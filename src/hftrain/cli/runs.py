@@ -15,8 +15,8 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import is_foreign
 from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
-from hftrain.checkpoint.parts import load_part
 from hftrain.checkpoint.rotation import by_commit, readable
+from hftrain.checkpoint.state_files import load_part
 from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
 from hftrain.core.state import find_misfit

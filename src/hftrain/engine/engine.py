@@ -19,9 +19,9 @@ from hftrain.checkpoint.fitting import check_state, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
 from hftrain.checkpoint.manager import CheckpointManager, Writer
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.parts import save_rng
-from hftrain.checkpoint.places import check_places
 from hftrain.checkpoint.shape import check_geometry, check_shape
+from hftrain.checkpoint.shared_folder import check_shared_folder
+from hftrain.checkpoint.state_files import save_rng
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
@@ -376,7 +376,7 @@ class Engine:
         if manager is None:
             raise _refused(call, "There is no folder for checkpoints.", "Pass Engine(output_dir=...).")
         if not self._is_claimed:
-            check_places(manager.output_dir, self.strategy, on_each_node=manager.on_each_node)
+            check_shared_folder(manager.output_dir, self.strategy, on_each_node=manager.on_each_node)
             manager.claim()
             self._is_claimed = True
         return manager

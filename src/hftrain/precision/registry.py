@@ -58,4 +58,4 @@ for _name, _dtype, _summary in (
     ("fp16_true", torch.float16, "float16 throughout, parameters included, without loss scaling"),
     ("fp64", torch.float64, "float64 throughout"),
 ):
-    precisions.register(_name, "hftrain.precision.whole:WholePrecision", summary=_summary, name=_name, dtype=_dtype)
+    precisions.register(_name, "hftrain.precision.pure:PurePrecision", summary=_summary, name=_name, dtype=_dtype)

@@ -15,8 +15,8 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import ExportableState
 from hftrain.checkpoint.fitting import group_settings
 from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
-from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.state_files import check_complete
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.notes import describe

@@ -23,7 +23,7 @@ from hftrain.run.plan import plan_run, report_changed_arguments
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
-from hftrain.run.untrained import Untrained, check_schedule
+from hftrain.run.training_checks import TrainingChecks, check_schedule
 from hftrain.strategies.base import Strategy
 from hftrain.task.overflow import DebugUnderflowOverflow
 
@@ -68,8 +68,8 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(contents.close)
     saver = Saver(parts, ready, manager, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
-    untrained = Untrained(parts, ready, contents.own)
-    stack.callback(untrained.close)
+    checks = TrainingChecks(parts, ready, contents.own)
+    stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(DebugUnderflowOverflow(ready.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
@@ -81,7 +81,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
         data=data,
         counts=counts,
         saver=saver,
-        untrained=untrained,
+        checks=checks,
         grace=grace,
         loop=loop,
         resume=resume,

@@ -15,8 +15,8 @@ from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OUTSIDE_WEIGHTS, OWN_
 from hftrain.checkpoint.manager import CheckpointManager, Writer
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
-from hftrain.checkpoint.parts import load_part, save_rng
 from hftrain.checkpoint.shape import check_geometry
+from hftrain.checkpoint.state_files import load_part, save_rng
 from hftrain.checkpoint.states import (
     Keep,
     as_it_is,

@@ -111,11 +111,11 @@ class Interrupts:
         if asked == SAVE or asked in STOPS:
             self._save()
         elif asked is not None:
-            self._saver.writes.settle_named(asked)
+            self._saver.writes.finish_named(asked)
         if asked in STOPS:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 
-    def settle(self) -> None:
+    def stop_if_asked_late(self) -> None:
         """End a complete run like a stopped one, if the stop was requested too late; collective."""
         if self.consensus is not None and self._policy.on_signal:
             # The main process may take long to finish the run; the others must check for requests only afterwards.
@@ -142,7 +142,7 @@ class Interrupts:
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True
         # No write may be pending.
-        self._saver.settle()
+        self._saver.writes.finish()
         step = self._saver.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
         message = f"{name} stopped the training {when}. {saved}."

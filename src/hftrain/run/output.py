@@ -10,8 +10,7 @@ from typing import Any
 from hftrain.checkpoint.foreign import check_foreign
 from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.parcels import Parcels
-from hftrain.checkpoint.remote import RemoteCheckpoints
+from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.storage.files import appears, check_writable, write_text
@@ -70,7 +69,7 @@ class Output:
         """Check that the folder is writable, by the main process if it is remote; before processes are launched.
 
         Several processes check this together once they are launched: if one raised alone, those on other machines
-        would wait for it. See `check_places`.
+        would wait for it. See `check_shared_folder`.
         """
         if self.url is None and self._strategy.world_size > 1:
             return
@@ -78,7 +77,7 @@ class Output:
         if self.url is not None and self._strategy.is_main:
             RemoteFolder(self.url).check_writable()
 
-    def meet(self) -> Parcels | None:
+    def meet(self) -> NodeUploads | None:
         """Check whether all processes see the mirror of the main process. Collective.
 
         Returns:
@@ -97,7 +96,8 @@ class Output:
         is_shared = strategy.all_true(is_seen)
         if strategy.is_main:
             probe.unlink()
-        return None if is_shared else Parcels(url, rank=strategy.rank, is_sender=not is_seen and strategy.is_local_main)
+        is_sender = not is_seen and strategy.is_local_main
+        return None if is_shared else NodeUploads(url, rank=strategy.rank, is_sender=is_sender)
 
     def publish(self, folder: str | None = None) -> None:
         """Upload new files of a mirror; only in the main process, others return at once.

@@ -14,9 +14,9 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
@@ -222,7 +222,7 @@ class TrainerHooks(Protocol):
     def _stop_observing(self) -> None:
         """Give the model its own call back, without autocast and observers."""
 
-    def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
+    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
         """Return the manager that commits the run's checkpoints."""
 
     def _make_model(self) -> nn.Module:

@@ -15,9 +15,9 @@ from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
 from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
-from hftrain.checkpoint.parts import load_part
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
+from hftrain.checkpoint.state_files import load_part
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress

@@ -36,7 +36,7 @@ from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.setup import empty_cache
 from hftrain.run.summary import announce_training, show_summary
-from hftrain.run.untrained import Untrained
+from hftrain.run.training_checks import TrainingChecks
 from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
@@ -58,7 +58,7 @@ class Run:
         data: RunData,
         counts: RunCounts,
         saver: Saver,
-        untrained: Untrained,
+        checks: TrainingChecks,
         grace: GracePeriod,
         loop: FitLoop,
         resume: Path | None,
@@ -66,7 +66,7 @@ class Run:
         self._parts, self._ready, self._plan, self._data = parts, ready, plan, data
         self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
         self.saver, self.contents = saver, saver.contents
-        self._loop, self._resume, self._untrained = loop, resume, untrained
+        self._loop, self._resume, self._checks = loop, resume, checks
         self._salvage = Salvage(parts, ready, counts, saver)
         self._interrupts = Interrupts(parts, saver, grace, loop)
 
@@ -105,10 +105,10 @@ class Run:
                 self._loop.attach(self._salvage.watch(self._fit_parts()))
                 self.contents.loops.hand_over(self._loop)
                 self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
-            self.saver.settle()
+            self.saver.writes.finish()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
-            self._interrupts.settle()
+            self._interrupts.stop_if_asked_late()
         return output
 
     def _begin_journal(self) -> None:
@@ -244,7 +244,7 @@ class Run:
         """Log the losses, and the values of the precision, the steps and the metrics."""
         parts, trainer = self._parts, self._parts.trainer
         self.counts.store()
-        self._untrained.check_unfrozen()
+        self._checks.check_unfrozen()
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         if trainer._is_overridden("_get_learning_rate"):
@@ -285,13 +285,13 @@ class Run:
         is_saved = self.saver.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
             self.saver.save()
-            self.saver.settle()
+            self.saver.writes.finish()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
         self.contents.own.close(is_complete=True)
-        self._untrained.check_unfrozen()
+        self._checks.check_unfrozen()
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden

@@ -101,5 +101,5 @@ class Salvage:
             self._go_back()
         self._parts.control.should_evaluate |= self.is_evaluating
         saver.save()
-        saver.settle()
+        saver.writes.finish()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

@@ -13,8 +13,8 @@ from hftrain.checkpoint.foreign import UNCOMMITTED
 from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager, Writer
 from hftrain.checkpoint.participants import writers
-from hftrain.checkpoint.parts import save_trainer_state
 from hftrain.checkpoint.rotation import Uncommitted
+from hftrain.checkpoint.state_files import save_trainer_state
 from hftrain.checkpoint.states import as_it_is, shard_writers
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.history import HistoryText
@@ -141,10 +141,6 @@ class Saver:
         tells = not parts.events.answers
         writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, tells=tells))
 
-    def settle(self) -> None:
-        """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
-        self.writes.finish()
-
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
         """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
         parts, state, trainer = self._parts, self._parts.state, self._parts.trainer
@@ -201,7 +197,7 @@ class Saver:
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, or warn if there is none."""
-        self.settle()
+        self.writes.finish()
         best = self._parts.best_checkpoint()
         if best is not None:
             self._parts.output.fetch_best(best)

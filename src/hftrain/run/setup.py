@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.checkpoint.state_files import load_trainer_state
 from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow
 from hftrain.run.parts import TrainerHooks

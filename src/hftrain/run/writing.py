@@ -15,9 +15,9 @@ from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError, Writer
-from hftrain.checkpoint.parcels import Parcels
-from hftrain.checkpoint.places import check_places
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.remote import NodeUploads
+from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.log import get_logger
@@ -94,7 +94,7 @@ class CheckpointWrites:
         if saves:
             manager = self.manager
             if manager.url is None:  # a mirror need not be shared
-                check_places(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
+                check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             check_room(parts, self._ready, manager)
             states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
             watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.trainer._is_overridden)
@@ -160,7 +160,7 @@ class CheckpointWrites:
             CheckpointError: It could not be written; for a background write, raised at a later step.
         """
 
-        def settle(path: Path | None, error: BaseException | None) -> None:
+        def conclude(path: Path | None, error: BaseException | None) -> None:
             self._flight = None
             if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
                 self._skip(save.step, error)
@@ -172,9 +172,9 @@ class CheckpointWrites:
             try:
                 path = self._commit(save, self.manager.group)
             except NoSpaceError as error:
-                settle(None, error)
+                conclude(None, error)
             else:
-                settle(path, None)
+                conclude(path, None)
             return
         wait = self._copies.fence()
         self._is_written.clear()
@@ -193,7 +193,7 @@ class CheckpointWrites:
                 if self._is_closed:
                     self.manager.lock.release()
 
-        self._flight = BackgroundWrite(f"written {save.step}", work, settle, consensus=self._consensus)
+        self._flight = BackgroundWrite(f"written {save.step}", work, conclude, consensus=self._consensus)
 
     @property
     def rotates_later(self) -> bool:
@@ -201,7 +201,7 @@ class CheckpointWrites:
         return not self.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
 
     def finish(self, *, for_next: bool = False) -> None:
-        """Wait for a background write, and settle it. All processes must call it at the same step.
+        """Wait for a background write, and raise its error. All processes must call it at the same step.
 
         Args:
             for_next: Whether the next save waits; a long wait is logged once.
@@ -220,8 +220,8 @@ class CheckpointWrites:
                 waited_s,
             )
 
-    def settle_named(self, name: str) -> None:
-        """Settle the write of this name, if it is not settled yet; at the agreed boundary."""
+    def finish_named(self, name: str) -> None:
+        """Finish the write of this name, if it is not finished yet; at the agreed boundary."""
         if self._flight is not None and self._flight.name == name:
             self._flight.finish()
 
@@ -308,7 +308,7 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 
 
 def make_manager(
-    trainer: TrainerHooks, output: Output, folder: Path, parcels: Parcels | None = None
+    trainer: TrainerHooks, output: Output, folder: Path, uploads: NodeUploads | None = None
 ) -> CheckpointManager:
     """Return the manager that saves and finds the checkpoints of a run in a folder."""
     args = trainer.args
@@ -321,5 +321,5 @@ def make_manager(
         url=output.url_of(folder),
         keep_best=trainer.save_policy.keep_best,
         is_greater_better=bool(args.greater_is_better),
-        parcels=parcels,
+        uploads=uploads,
     )

@@ -35,7 +35,7 @@ class FolderLock:
         """Lock the folder; False if this process or another has already locked it."""
         if sys.platform == "win32" or self._descriptor is not None:
             return True
-        self.settle()
+        self.wait_for_writer()
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
@@ -51,7 +51,7 @@ class FolderLock:
         """Mark the run as ended but still writing; `wait` returns when that is done and the folder is released."""
         self._wait = wait
 
-    def settle(self) -> None:
+    def wait_for_writer(self) -> None:
         """Wait until an interrupted run of this process has finished writing to the folder."""
         for lock in [*_held]:
             if lock._wait is not None and lock.folder.resolve() == self.folder.resolve():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hftrain.adapter.deepspeed import settle_deepspeed
+from hftrain.adapter.deepspeed import fill_deepspeed_config
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request
-from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
+from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
 from hftrain.arguments.enums import DebugOption
-from hftrain.arguments.training import TrainingArguments, settle
+from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import DefaultFlowCallback, TrainerCallback, progress_callback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
@@ -19,7 +19,7 @@ from hftrain.core.log import get_verbosity, warn_once
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
-from hftrain.rules.parts import check_arguments
+from hftrain.rules.constructor import check_arguments
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
@@ -29,12 +29,12 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.rehearsal import without_trackers
 
 
-def settled_arguments(args: TrainingArguments | None) -> TrainingArguments:
+def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
     """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     check_arguments(args)
-    settle(args)
-    settle_sharing(args)
+    resolve(args)
+    resolve_sharing(args)
     check_local_rank(args)
     return args
 
@@ -58,7 +58,7 @@ def choose_backends(
     if not isinstance(precision, Precision):
         precision = precisions.create(precision_name, **precision_options)
     note_devices(args, strategy)
-    settle_deepspeed(args, strategy, precision)
+    fill_deepspeed_config(args, strategy, precision)
     check_strategy(args, strategy, optimizers=optimizers)
     check_legal(strategy, precision)
     strategy.non_blocking = non_blocking_copies(args)

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.checkpoint.state_files import load_trainer_state
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng

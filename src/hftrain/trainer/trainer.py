@@ -23,9 +23,9 @@ from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, set_verbosity, warn_once
@@ -54,11 +54,11 @@ from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
+from hftrain.rules.constructor import check_model, check_packing, check_parts, refusing_unknown
 from hftrain.rules.data import check_train_data
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.rules.optimizer import check_optimizer, read_optimizers
-from hftrain.rules.parts import check_model, check_packing, check_parts, refusing_unknown
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
 from hftrain.run.best import follow_metric
@@ -91,7 +91,7 @@ from hftrain.trainer.choices import (
     choose_backends,
     default_collator,
     one_of,
-    settled_arguments,
+    resolved_arguments,
     with_trackers,
 )
 from hftrain.trainer.data import TrainerData
@@ -246,7 +246,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self.args, self.fast_dev_run = settled_arguments(args), number_of_batches(fast_dev_run)
+        self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
         has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
@@ -1219,9 +1219,9 @@ class Trainer:
         """
         return self._output.folder
 
-    def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
+    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
         folder = Path(self._get_output_dir(self._trial))
-        return make_manager(self, self._output, folder, parcels)
+        return make_manager(self, self._output, folder, uploads)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -1617,7 +1617,7 @@ class Trainer:
         Source: the documented `Trainer.push_to_hub`.
         """
         if self._session is not None:
-            self._session.saver.settle()
+            self._session.saver.writes.finish()
         return self._hub.push(
             message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
         )

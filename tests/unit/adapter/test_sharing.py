@@ -14,7 +14,7 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.data import total_batch_size
-from hftrain.adapter.sharing import non_blocking_copies, settle_sharing, syncs_each_batch
+from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing, syncs_each_batch
 from hftrain.rules.strategy import check_configured_state
 
 
@@ -67,17 +67,17 @@ def test_file_is_checked_like_a_dict(tmp_path: Path) -> None:
     path = tmp_path / "sharing.json"
     path.write_text('{"split_batchs": true}', encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean 'split_batches'"):
-        settle_sharing(make_arguments(tmp_path, accelerator_config=str(path)))
+        resolve_sharing(make_arguments(tmp_path, accelerator_config=str(path)))
     path.write_text(json.dumps(with_accumulation(num_steps=3)), encoding="utf-8")
     arguments = make_arguments(tmp_path, accelerator_config=str(path), gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match="differs from it"):
-        settle_sharing(arguments)
+        resolve_sharing(arguments)
 
 
 @pytest.mark.parametrize("config", [with_accumulation(num_steps=3), Config()], ids=type)
 def test_two_numbers_of_accumulation_steps_are_refused(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 differs from it"):
-        settle_sharing(make_arguments(tmp_path, accelerator_config=config, gradient_accumulation_steps=2))
+        resolve_sharing(make_arguments(tmp_path, accelerator_config=config, gradient_accumulation_steps=2))
 
 
 def test_class_in_place_of_settings_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hftrain.arguments import TrainingArguments
-from hftrain.arguments.training import settle
+from hftrain.arguments.training import resolve
 
 STEPS = {"eval_strategy": "steps"}
 
@@ -50,5 +50,5 @@ def test_open_setting_follows_from_others(given, name, value):
 def test_settling_twice_changes_nothing():
     args = TrainingArguments("out", **STEPS, load_best_model_at_end=True, torch_compile=True, use_cpu=True)
     before = args.to_dict()
-    settle(args)
+    resolve(args)
     assert args.to_dict() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrain.checkpoint import parts
+from hftrain.checkpoint import state_files
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.seed import capture_rng
@@ -57,10 +57,10 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
             lambda folder: save_containers(optimizer, folder / "optimizer.pt"),
             lambda folder: save_containers({"last_epoch": step}, folder / "scheduler.pt"),
             lambda folder: save_containers({"scale": 2.0}, folder / "scaler.pt"),
-            lambda folder: parts.save_trainer_state(TrainerState(global_step=step), folder),
+            lambda folder: state_files.save_trainer_state(TrainerState(global_step=step), folder),
             lambda folder: save_containers({"learning_rate": 0.1}, folder / "training_args.bin"),
         ]
-        each = [lambda folder: parts.save_rng(capture_rng(), folder, rank=0, world_size=1)]
+        each = [lambda folder: state_files.save_rng(capture_rng(), folder, rank=0, world_size=1)]
         facts = {"progress": {"step": step}, "geometry": {"world_size": 1, "batch_size": 8}}
         return manager.save(step, main=main, each=each, facts=facts)
 

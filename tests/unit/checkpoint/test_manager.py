@@ -14,7 +14,7 @@ import pytest
 from hftrain.checkpoint import manifest
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.parts import load_rng
+from hftrain.checkpoint.state_files import load_rng
 from hftrain.core.errors import CheckpointError
 from hftrain.storage import files
 from hftrain.storage.tensors import save_containers

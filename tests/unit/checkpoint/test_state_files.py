@@ -10,19 +10,19 @@ import numpy
 import pytest
 import torch
 
-from hftrain.checkpoint import parts
+from hftrain.checkpoint import state_files
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.state import TrainerState
 from hftrain.storage.tensors import save_containers
 
 LOADERS = {
-    "optimizer.pt": parts.load_optimizer,
-    "scheduler.pt": lambda folder: parts.load_part(folder, "scheduler.pt"),
-    "scaler.pt": lambda folder: parts.load_part(folder, "scaler.pt"),
-    "trainer_state.json": parts.load_trainer_state,
-    "training_args.bin": lambda folder: parts.load_part(folder, "training_args.bin"),
-    "rng_state.pth": lambda folder: parts.load_rng(folder, rank=0, world_size=1),
+    "optimizer.pt": state_files.load_optimizer,
+    "scheduler.pt": lambda folder: state_files.load_part(folder, "scheduler.pt"),
+    "scaler.pt": lambda folder: state_files.load_part(folder, "scaler.pt"),
+    "trainer_state.json": state_files.load_trainer_state,
+    "training_args.bin": lambda folder: state_files.load_part(folder, "training_args.bin"),
+    "rng_state.pth": lambda folder: state_files.load_rng(folder, rank=0, world_size=1),
 }
 
 
@@ -46,8 +46,8 @@ def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
     save_containers(schedule.state_dict(), tmp_path / "scheduler.pt")
     again, optimizer_again, schedule_again = build()
     again.load_state_dict(model.state_dict())
-    optimizer_again.load_state_dict(parts.load_optimizer(tmp_path))
-    schedule_again.load_state_dict(parts.load_part(tmp_path, "scheduler.pt"))
+    optimizer_again.load_state_dict(state_files.load_optimizer(tmp_path))
+    schedule_again.load_state_dict(state_files.load_part(tmp_path, "scheduler.pt"))
     for each in (model, again):
         each.zero_grad()
     train(model, optimizer, schedule)
@@ -58,10 +58,10 @@ def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
 def test_scaler_and_arguments_round_trip(tmp_path):
     scaler = torch.amp.GradScaler("cpu")
     save_containers(scaler.state_dict(), tmp_path / "scaler.pt")
-    assert parts.load_part(tmp_path, "scaler.pt") == scaler.state_dict()
+    assert state_files.load_part(tmp_path, "scaler.pt") == scaler.state_dict()
     arguments = {"lr": 0.1, "label_names": ["a"], "fsdp_config": {"x": None}}
     save_containers(arguments, tmp_path / "training_args.bin")
-    assert parts.load_part(tmp_path, "training_args.bin") == arguments
+    assert state_files.load_part(tmp_path, "training_args.bin") == arguments
 
 
 @pytest.mark.parametrize(("rank", "world_size", "name"), [(0, 1, "rng_state.pth"), (1, 2, "rng_state_1.pth")])
@@ -70,23 +70,23 @@ def test_rng_continues_every_generator(tmp_path, rank, world_size, name):
         return random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(()).item()
 
     draw()
-    parts.save_rng(capture_rng(), tmp_path, rank=rank, world_size=world_size)
+    state_files.save_rng(capture_rng(), tmp_path, rank=rank, world_size=world_size)
     expected = draw()
-    restore_rng(parts.load_rng(tmp_path, rank=rank, world_size=world_size))
+    restore_rng(state_files.load_rng(tmp_path, rank=rank, world_size=world_size))
     assert draw() == expected
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_rng_of_another_number_of_ranks_is_missed(tmp_path):
-    parts.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
+    state_files.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
     with pytest.raises(CheckpointError, match=r"rng_state_0\.pth.*does not exist"):
-        parts.load_rng(tmp_path, rank=0, world_size=2)
+        state_files.load_rng(tmp_path, rank=0, world_size=2)
 
 
 def test_trainer_state_round_trips(tmp_path):
     state = TrainerState(global_step=5, log_history=[{"loss": math.inf}], trial_params={"lr": 0.1})
-    parts.save_trainer_state(state, tmp_path)
-    assert parts.load_trainer_state(tmp_path) == state
+    state_files.save_trainer_state(state, tmp_path)
+    assert state_files.load_trainer_state(tmp_path) == state
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -118,21 +118,21 @@ def test_hostile_parts_are_refused_without_running_them(tmp_path, name):
 def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
     path = make_manager(only_model=True).save(3, main=[lambda folder: (folder / "x").write_text("")], facts={})
     with pytest.raises(CheckpointError, match="save_only_model=True"):
-        parts.load_optimizer(path)
+        state_files.load_optimizer(path)
 
 
 def test_callback_whose_state_came_to_hold_a_tensor_is_named(tmp_path):
     state = TrainerState(stateful_callbacks={"Fine": {"args": {}}, "Average": {"attributes": {"mean": torch.ones(2)}}})
     with pytest.raises(CheckpointError, match=r"cannot hold the state of Average: .*Tensor"):
-        parts.save_trainer_state(state, tmp_path)
+        state_files.save_trainer_state(state, tmp_path)
     assert not any(tmp_path.iterdir())
 
 
 def test_the_state_may_be_ten_times_as_large_as_other_files(tmp_path, monkeypatch):
     state = TrainerState(log_history=[{"loss": 0.5, "step": step} for step in range(200)])
-    parts.save_trainer_state(state, tmp_path)
+    state_files.save_trainer_state(state, tmp_path)
     monkeypatch.setattr("hftrain.storage.files._MAX_JSON_VALUES", 100)
-    assert parts.load_trainer_state(tmp_path) == state
+    assert state_files.load_trainer_state(tmp_path) == state
     monkeypatch.setattr("hftrain.storage.files._MAX_JSON_VALUES", 10)
     with pytest.raises(CheckpointError, match="it holds more than 100 values"):
-        parts.load_trainer_state(tmp_path)
+        state_files.load_trainer_state(tmp_path)

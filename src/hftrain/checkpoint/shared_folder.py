@@ -12,7 +12,7 @@ from hftrain.storage.files import WRITE_TEST, appears
 from hftrain.strategies.base import Strategy
 
 
-def check_places(folder: Path, strategy: Strategy, *, on_each_node: bool) -> None:
+def check_shared_folder(folder: Path, strategy: Strategy, *, on_each_node: bool) -> None:
     """Raise if machines do not share an output folder that they should share, or the reverse. Collective.
 
     The first process of each machine writes a file there and looks for the files of the others.

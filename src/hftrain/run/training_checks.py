@@ -27,7 +27,7 @@ from hftrain.task.model_task import ModelTask
 logger = get_logger(__name__)
 
 
-class Untrained:
+class TrainingChecks:
     """Check the gradients of the first update, and at each log for unfrozen parameters.
 
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.places import check_places
+from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.core.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def test_all_say_what_is_wrong_with_the_folders_and_nothing_is_left_there(
         name, _, second = names[rank].partition(" ")
         strategy: Any = Rank(rank, table, barrier, is_local_main=not second)
         try:
-            check_places(tmp_path / name, strategy, on_each_node=on_each_node)
+            check_shared_folder(tmp_path / name, strategy, on_each_node=on_each_node)
         except ConfigError as error:
             return str(error)
         return None

@@ -18,7 +18,7 @@ from hftrain.precision.base import Precision
 _REMEDY = "Use precision='fp16' or 'bf16', which keep the weights in float32."
 
 
-class WholePrecision(Precision):
+class PurePrecision(Precision):
     """Convert the model and its floating-point inputs to one dtype.
 
     Half precision needs half the memory of float32 but rounds small updates away. Prefer mixed precision if memory
@@ -29,7 +29,7 @@ class WholePrecision(Precision):
         dtype: The dtype of parameters, operations and optimizer state.
 
     Example:
-        >>> WholePrecision(name="bf16_true", dtype=torch.bfloat16).convert(nn.Linear(2, 1)).weight.dtype
+        >>> PurePrecision(name="bf16_true", dtype=torch.bfloat16).convert(nn.Linear(2, 1)).weight.dtype
         torch.bfloat16
     """
 

@@ -6,7 +6,7 @@ import pytest
 from support.remote import URL, listing, write
 
 from hftrain import CheckpointError
-from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.remote import NodeUploads
 from hftrain.storage import files
 
 pytestmark = pytest.mark.usefixtures("store")
@@ -22,10 +22,10 @@ def stage(folder, **content: str):
 def test_files_of_other_machines_are_collected(tmp_path):
     for rank in (1, 2):
         sent = stage(tmp_path / f"machine{rank}", **{f"rng_state_{rank}.pth": str(rank)})
-        Parcels(URL, rank=rank, is_sender=True).send(sent, step=5)
+        NodeUploads(URL, rank=rank, is_sender=True).send(sent, step=5)
         assert not sent.exists()
     staged = stage(tmp_path / "main", a="0")
-    Parcels(URL, rank=0, is_sender=False).collect(staged, step=5)
+    NodeUploads(URL, rank=0, is_sender=False).collect(staged, step=5)
     assert {path.name: path.read_text() for path in staged.iterdir()} == {
         "a": "0", "rng_state_1.pth": "1", "rng_state_2.pth": "2",
     }  # fmt: skip
@@ -34,13 +34,13 @@ def test_files_of_other_machines_are_collected(tmp_path):
 
 def test_what_a_killed_save_left_is_cleared(tmp_path):
     write("checkpoint-5/manifest.json", b"")
-    Parcels(URL, rank=1, is_sender=True).send(stage(tmp_path, a="1"), step=5)
-    Parcels(URL, rank=0, is_sender=False).clear()
+    NodeUploads(URL, rank=1, is_sender=True).send(stage(tmp_path, a="1"), step=5)
+    NodeUploads(URL, rank=0, is_sender=False).clear()
     assert listing() == ["checkpoint-5/manifest.json"]
 
 
 def test_a_damaged_parcel_is_not_collected(tmp_path):
-    Parcels(URL, rank=1, is_sender=True).send(stage(tmp_path / "machine1", a="1"), step=5)
+    NodeUploads(URL, rank=1, is_sender=True).send(stage(tmp_path / "machine1", a="1"), step=5)
     write(".parcel-1/checkpoint-5/a", b"2")
     with pytest.raises(CheckpointError, match=r"a"):
-        Parcels(URL, rank=0, is_sender=False).collect(stage(tmp_path / "main"), step=5)
+        NodeUploads(URL, rank=0, is_sender=False).collect(stage(tmp_path / "main"), step=5)
