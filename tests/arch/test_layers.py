@@ -15,6 +15,7 @@ from support.source import PACKAGE, ROOT, Module, is_type_checking, modules, wal
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("arguments",),
+    ("preemption",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
     ("loops", "hub", "search", "engine"),

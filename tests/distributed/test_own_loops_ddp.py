@@ -13,7 +13,7 @@ from support.resuming import StopAt
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Trainer, TrainerCallback, set_seed
-from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.preemption.signals import TrainingStopped
 
 pytestmark = pytest.mark.distributed
 

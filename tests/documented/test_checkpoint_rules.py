@@ -269,7 +269,7 @@ def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None
     read = trainer_state_of(saved)
     trainer.add_callback(Look)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hftrain.run.setup.load_trainer_state", lambda folder: read)
+        patch.setattr("hftrain.run.plan.load_trainer_state", lambda folder: read)
         trainer.train(resume_from_checkpoint=True)
     assert (found["max_steps"], found["num_train_epochs"], found["global_step"]) == (12, 2, 2)
     assert (found["logging_steps"], found["save_steps"], found["eval_steps"]) == (5, 4, 3)

@@ -21,7 +21,7 @@ from support.tiny import make_resumable, make_rows
 from hftrain import SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.preemption.signals import TrainingStopped
 from hftrain.storage import files
 
 MAX_STEPS = 14

@@ -27,8 +27,8 @@ from hftrain import (
     loops,
     set_seed,
 )
-from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.loops.registry import LoopStates
+from hftrain.preemption.signals import TrainingStopped
 
 
 def make_trainer(folder: Path, loop: Any, **options: Any) -> Trainer:

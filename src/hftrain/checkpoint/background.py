@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.preemption.consensus import Consensus, Group
 
 _ELSEWHERE = explain(
     "Cannot write a checkpoint in the background.",

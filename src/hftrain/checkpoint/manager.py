@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.consensus import Group
 from hftrain.checkpoint.layout import (
     MANIFEST,
     TRAINER_STATE,
@@ -23,6 +22,7 @@ from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints, Unreachabl
 from hftrain.checkpoint.rotation import LocalCheckpoints, best_names, by_commit, last_finite_name
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
+from hftrain.preemption.consensus import Group
 from hftrain.storage import files, hashing
 from hftrain.storage.locks import FolderLock
 from hftrain.storage.space import free_bytes, is_disk_full

@@ -14,10 +14,10 @@ from hftrain.checkpoint.foreign import is_foreign
 from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
+from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
-from hftrain.run.grace import GracePeriod
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import plan_run, report_changed_arguments
 from hftrain.run.ready import making_ready

@@ -8,13 +8,13 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from hftrain.checkpoint.consensus import SAVE, STOPS, Consensus, strongest
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.loops.fit import FitLoop
-from hftrain.run.grace import GracePeriod
+from hftrain.preemption.consensus import SAVE, STOPS, Consensus, strongest
+from hftrain.preemption.grace import GracePeriod
+from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
 from hftrain.run.writing import saves_at_all

@@ -30,12 +30,12 @@ import torch
 
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.checkpoint.manifest import PACKAGES
-from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.optional import installed_versions
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
+from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.output import Output
 from hftrain.storage.files import walk_files
 from hftrain.storage.remote import RemoteFolder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -260,3 +261,14 @@ def holders_of(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:
     """Return the objects that may have `checkpoint_objects`, with their names."""
     callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
     return [("trainer", trainer), ("task", trainer.task), *callbacks]
+
+
+def loss_window(trainer: TrainerHooks) -> LossWindow:
+    """Return the window that sums the losses between two logs, over all processes; an override may gather them."""
+    reduce: Callable[[torch.Tensor], torch.Tensor] = partial(trainer.strategy.reduce, op="mean")
+    if trainer._is_overridden("_nested_gather"):
+        reduce = lambda loss: trainer._nested_gather(loss).mean()  # noqa: E731
+    # Documented: not on XLA.
+    filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
+    is_live = trainer._is_overridden("_maybe_log_save_evaluate")
+    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)

@@ -17,10 +17,11 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
-from hftrain.checkpoint.state_files import load_part
+from hftrain.checkpoint.state_files import load_part, load_trainer_state
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.data.sizes import has_length
@@ -296,3 +297,19 @@ def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
         if finite is None
         else f"The last finite one is {finite.name}: resume_from_checkpoint={str(finite)!r} goes back to it.",
     )
+
+
+def start_state(
+    trainer: TrainerHooks, fresh: TrainerState, resume: Path | None, *, num_steps: int, num_epochs: int
+) -> None:
+    """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
+    state, args = trainer.state, trainer.args
+    loaded = fresh if resume is None else load_trainer_state(resume)
+    for flag in ("is_local_process_zero", "is_world_process_zero"):
+        setattr(loaded, flag, getattr(fresh, flag))
+    vars(state).update(vars(loaded))
+    state.max_steps, state.num_train_epochs = num_steps, num_epochs
+    if state.epoch is None:
+        state.epoch = 0.0
+    state.train_batch_size = args.train_batch_size
+    state.compute_steps(args, num_steps)

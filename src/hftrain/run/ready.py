@@ -16,9 +16,10 @@ from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.run.parts import Ready, RunParts
-from hftrain.run.setup import place_task
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
 from hftrain.task.recompute import recompute_activations
 
 
@@ -174,3 +175,12 @@ def _wrap(
         # accelerate wraps optimizers, and code for transformers looks into the wrapper.
         made[0].optimizer = made[0]  # type: ignore[attr-defined]
     return wrapped, made[0], unheld
+
+
+def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
+    """Move a task's metrics and other parts to the device, and the model unless the strategy does."""
+    model = task.model
+    # Its other children, and its own tensors.
+    del task.model
+    task.to(strategy.device)
+    task.model = model if is_model_placed else strategy.place(model)

@@ -24,17 +24,16 @@ from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
+from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
-from hftrain.run.grace import GracePeriod
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
-from hftrain.run.setup import empty_cache
 from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.training_checks import TrainingChecks
 from hftrain.run.writing import saves_at_all
@@ -317,3 +316,11 @@ class Run:
         show_summary(parts, self.saver, metrics, self._ready, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)
+
+
+def empty_cache() -> None:
+    """Release the device memory in torch's cache."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.loops.fit import FitParts
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.saving import Saver

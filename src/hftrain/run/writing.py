@@ -13,7 +13,6 @@ from typing import Any
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
-from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError, Writer
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.remote import NodeUploads
@@ -22,6 +21,7 @@ from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
+from hftrain.preemption.consensus import Consensus, Group
 from hftrain.rules.saving import watch_states
 from hftrain.run.capture import model_writer
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes

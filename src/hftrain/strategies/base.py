@@ -19,7 +19,7 @@ from hftrain.core.parameters import load_optimizer_state, whole_shape
 from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
 from hftrain.strategies.whole import check_whole
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
+from hftrain.preemption.board import Board
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.board import Board
 from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.rendezvous import fresh_place

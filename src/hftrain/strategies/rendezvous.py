@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hftrain.core.errors import StrategyError
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.frames import user_line, waits_for_others
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
+from hftrain.preemption.exits import end_process
 from hftrain.strategies.links import Links
 
 _POLL_S = 1.0
@@ -143,7 +144,7 @@ class RankWatch:
                 if not self._is_over.wait(_GRACE_S):
                     self._end_line(failure)
                     # The main thread waits in a collective that never ends and that no exception can interrupt.
-                    os._exit(1)
+                    end_process(1)
                 return
             asked = self._read("asked")
             if asked != self._answered:
@@ -152,7 +153,7 @@ class RankWatch:
             self._do_chore()
         if self._is_cut and self._is_orphan():
             self._end_line("torchrun, which started it, is gone, and the ranks cannot agree on a last checkpoint")
-            os._exit(1)
+            end_process(1)
 
     def _is_orphan(self) -> bool:
         """Return whether the torchrun that started this process and served the store was killed.
@@ -168,7 +169,7 @@ class RankWatch:
         # The store may be unreachable as well, and the call would then block.
         threading.Thread(target=self._post, args=("failed", failure), daemon=True).start()
         time.sleep(_NOTICE_S)
-        os._exit(1)
+        end_process(1)
 
     def _do_chore(self) -> None:
         try:

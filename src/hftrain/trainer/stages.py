@@ -18,7 +18,7 @@ from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import TrainerHooks
-from hftrain.run.setup import place_task
+from hftrain.run.ready import place_task
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask

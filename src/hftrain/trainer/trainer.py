@@ -67,10 +67,10 @@ from hftrain.run.capture import saved_tool, write_model
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
-from hftrain.run.parts import RunParts, Take
+from hftrain.run.parts import RunParts, Take, loss_window
+from hftrain.run.plan import start_state
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
-from hftrain.run.setup import loss_window, start_state
 from hftrain.run.writing import make_manager
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.stepper import Computing

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hftrain.checkpoint.background import BackgroundWrite
-from hftrain.checkpoint.consensus import Consensus
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Consensus
 from hftrain.strategies.single import SingleDeviceStrategy
 
 DONE = Path("done")

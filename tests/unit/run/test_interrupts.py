@@ -17,12 +17,12 @@ import pytest
 from support.tiny import make_resumable, make_rows, train
 
 from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
-from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.loops.fit import FitLoop
-from hftrain.run.grace import GracePeriod
+from hftrain.preemption.consensus import Consensus
+from hftrain.preemption.grace import GracePeriod
+from hftrain.preemption.signals import TrainingStopped
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hftrain import ConfigError
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
 from hftrain.strategies.links import VARIABLE, Links, link_timeout_s
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from hftrain.preemption.board import Board
 from hftrain.strategies import watch
-from hftrain.strategies.board import Board
 from hftrain.strategies.watch import RankWatch, is_broken_exchange
 
 GONE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45787.")

@@ -24,7 +24,7 @@ from support.tiny import make_resumable
 from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.run import grace
+from hftrain.preemption import grace
 from hftrain.storage import files
 
 pytestmark = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import threading
 import time
@@ -16,7 +15,8 @@ from typing import Any, Protocol
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
+from hftrain.preemption.exits import end_process
 
 logger = get_logger(__name__)
 
@@ -312,7 +312,7 @@ class Consensus:
         stop = self.left_over()
         if stop is not None:
             logger.error("%s ends the process at once and nothing is saved: %s.", stop, reason)
-            os._exit(128 + signal.Signals[stop])
+            end_process(128 + signal.Signals[stop])
 
     # -- what all share ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.log import get_logger
+from hftrain.preemption.exits import end_process
 
 logger = get_logger(__name__)
 
@@ -163,7 +164,7 @@ class GracePeriod:
                 pulse, changed_s = latest, time.monotonic()
         words = _within(_SAY_S, self._run.last_words) or ""
         self._say(f"SIGTERM ends the process at once: it is still in {self._place()}. {words}")
-        os._exit(128 + signal.SIGTERM)
+        end_process(128 + signal.SIGTERM)
 
     def _place(self) -> str:
         return f"{self._run.where()}, at {user_line(self._main)}"

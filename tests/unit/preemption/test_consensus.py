@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint import consensus
-from hftrain.checkpoint.consensus import SAVE, Consensus, strongest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
-from hftrain.strategies.board import Board
+from hftrain.preemption import consensus
+from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import SAVE, Consensus, strongest
 
 
 def make_consensus(
@@ -264,7 +264,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def exit_(status: int) -> None:
         statuses.append(status)
 
-    monkeypatch.setattr(consensus.os, "_exit", exit_)
+    monkeypatch.setattr(consensus, "end_process", exit_)
     return statuses
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.consensus import SAVE, Consensus
-from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.core.progress import Progress
-from hftrain.strategies.board import Board
+from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import SAVE, Consensus
+from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.strategies.single import SingleDeviceStrategy
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")

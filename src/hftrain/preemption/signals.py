@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from hftrain.checkpoint.consensus import SAVE, Consensus
 from hftrain.core.log import get_logger, warn_once
+from hftrain.preemption.consensus import SAVE, Consensus
 
 logger = get_logger(__name__)
 

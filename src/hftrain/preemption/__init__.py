@@ -1,0 +1,1 @@
+"""Stops and saves that are requested from outside: signals, agreement of the processes on a step, the grace period."""
