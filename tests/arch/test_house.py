@@ -17,7 +17,6 @@ FOREIGN = {
         *("_orig_mod", "_parameters", "_register_comm_hook", "_schedulers", "_training_state"),
         *("_rcvd_idx", "_send_idx", "_timeout"),
     },
-    "torch_xla": {"_sharded_param"},
     "accelerate": {"_set_sync_gradients", "_shared_state"},
     "deepspeed": {
         *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from hftrain.adapter.fsdp import read_fsdp_config
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
-# Settings of torch_xla's FSDP wrapper; without the wrapper, the compiler decides all of these but the dtypes.
+# Settings of torch_xla's FSDP wrapper, which needs a process per device: the compiler decides all but the dtypes.
 _DECIDED_BY_COMPILER = (
     *("reshard_after_forward", "flatten_parameters", "execute_sharding_on_init", "optimization_barrier_in_forward"),
     *("optimization_barrier_in_backward", "sync_on_finalization", "disable_reshard_on_root", "fp32_reduce_scatter"),
@@ -47,8 +45,7 @@ def xla_options(args: Any) -> dict[str, Any]:
             raise _refuse("fsdp", args.fsdp, "It needs the key xla on XLA devices.", "Set fsdp_config={'xla': True}.")
         return options
     _check_words([str(word) for word in args.fsdp])
-    settings = config.get("xla_fsdp_settings", {})
-    _check_settings(args, settings, is_wrapper=not config.get("xla_fsdp_v2"))
+    _check_settings(args, config.get("xla_fsdp_settings", {}))
     if config.get("activation_checkpointing"):
         remedy = "Use the key xla_fsdp_grad_ckpt."
         raise _refuse("fsdp_config", "activation_checkpointing", "It has another name on XLA devices.", remedy)
@@ -62,7 +59,6 @@ def xla_options(args: Any) -> dict[str, Any]:
     return {
         **options,
         "shards": True,
-        **({} if config.get("xla_fsdp_v2") else {"wraps": True, "settings": _with_dtypes(settings)}),
         "layer_classes": [name.strip() for name in names.split(",")] if isinstance(names, str) else names,
         "min_num_params": int(config.get("min_num_params", 0)),
         "recomputes": bool(config.get("xla_fsdp_grad_ckpt")),
@@ -76,7 +72,7 @@ def _check_words(words: list[str]) -> None:
         raise _refuse("fsdp", words, reason, "Use 'full_shard', with or without 'auto_wrap'.")
 
 
-def _check_settings(args: Any, settings: Any, *, is_wrapper: bool) -> None:
+def _check_settings(args: Any, settings: Any) -> None:
     if not isinstance(settings, dict):
         raise _refuse("xla_fsdp_settings", settings, "It is a dict of options.", "Give a dict.")
     for key, value in settings.items():
@@ -90,18 +86,8 @@ def _check_settings(args: Any, settings: Any, *, is_wrapper: bool) -> None:
             remedy = "Use bf16=True, which computes in bfloat16 and keeps buffers in float32, and leave it out."
             raise _refuse("xla_fsdp_settings", settings, reason, remedy)
     ignored = [key for key in settings if key in _DECIDED_BY_COMPILER]
-    if ignored and not is_wrapper:
+    if ignored:
         logger.warning("The XLA compiler decides about %s: these xla_fsdp_settings change nothing.", ignored)
-    if settings.get("flatten_parameters") and is_wrapper:
-        logger.warning("flatten_parameters changes nothing: parameters keep their names, by which decay goes.")
-
-
-def _with_dtypes(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: getattr(torch, str(value).removeprefix("torch.")) if key in _DTYPES else value
-        for key, value in settings.items()
-        if key != "flatten_parameters"
-    }
 
 
 def _refuse(name: str, value: Any, reason: str, remedy: str) -> ConfigError:

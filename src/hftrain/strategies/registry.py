@@ -58,8 +58,8 @@ _BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         {"stage": 3} | _OFFLOAD,
     ),
     ("xla", _XLA, "XLA devices (TPUs), driven by one process", {}),
-    ("xla_fsdp", _XLA, "xla_fsdp_v2, or torch_xla's own wrapper on a single device", {"shards": True, "wraps": True}),
-    ("xla_fsdp_v2", _XLA, "xla with the model sharded over the devices", {"shards": True}),
+    ("xla_fsdp", _XLA, "xla with the model sharded over the devices", {"shards": True}),
+    ("xla_fsdp_v2", _XLA, "another name of xla_fsdp", {"shards": True}),
 )
 for _name, _home, _summary, _preset in _BUILT_IN:
     strategies.register(_name, f"hftrain.strategies.{_home}", summary=_summary, **_preset)

@@ -22,7 +22,6 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
 from hftrain.strategies.fsdp.units import check_choice, find_units
-from hftrain.strategies.xla_wrapper import WrappedModel
 
 logger = get_logger(__name__)
 
@@ -37,17 +36,12 @@ class XLAStrategy(Strategy):
     compiler distributes the work (SPMD): this process holds the whole batch, each device computes a part of it, and
     the compiler inserts one gradient exchange per step.
 
-    With `wraps` and one device, torch_xla's own FSDP wraps the model instead. It needs one process per device, so with
-    several devices the compiler shards the model and a warning says so. A wrapped model can be trained only once.
-
     `launch` starts the XLA client, which must happen before the process's first backward pass on any device.
 
     Args:
         place_model: Whether `setup` moves the model.
         num_devices: The required number of devices; None uses one, or all available ones with `shards`.
         shards: Also shard parameters, gradients and optimizer state over the devices.
-        wraps: Use torch_xla's wrapper if there is one device.
-        settings: Options of the wrapper.
         layer_classes: Class names of the layers that become units; None uses the model's own hint.
         min_num_params: Choose the layers by their number of parameters instead.
         recomputes: Recompute the activations of these layers in the backward pass.
@@ -69,8 +63,6 @@ class XLAStrategy(Strategy):
         place_model: bool = True,
         num_devices: int | None = None,
         shards: bool = False,
-        wraps: bool = False,
-        settings: Mapping[str, Any] | None = None,
         layer_classes: Sequence[str] | None = None,
         min_num_params: int = 0,
         recomputes: bool = False,
@@ -85,11 +77,9 @@ class XLAStrategy(Strategy):
             )
         check_choice(self.name, layer_classes=layer_classes, min_num_params=min_num_params)
         super().__init__(torch.device("xla"), place_model=place_model)
-        self.num_cores, self.shards, self.wraps, self.settings = num_devices, shards, wraps, dict(settings or {})
+        self.num_cores, self.shards = num_devices, shards
         self.layer_classes, self.min_num_params, self.recomputes = layer_classes, min_num_params, recomputes
         self._mesh: Any = None
-        self._is_wrapping = False
-        self._wrapped: WrappedModel | None = None
         self._num_parts = 1
         self._step_end: RemovableHandle | None = None
         self._forward_start: RemovableHandle | None = None
@@ -130,9 +120,7 @@ class XLAStrategy(Strategy):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        # Other ways to count the devices initialise the client without SPMD.
-        self._is_wrapping = self.wraps and xr.global_runtime_device_count() == 1 and not xr.is_spmd()
-        splits = not self._is_wrapping and (self.shards or (self.num_cores or 1) > 1)
+        splits = self.shards or (self.num_cores or 1) > 1
         if not splits:
             _check_alone(xr.world_size(), "replicas (by torch_xla.launch or xmp.spawn)")
         elif not xr.is_spmd():
@@ -144,13 +132,6 @@ class XLAStrategy(Strategy):
         if splits:
             _check_alone(xr.process_count(), "machines")
             self._make_mesh(xr.global_runtime_device_count())
-            if self.wraps:
-                logger.warning(
-                    "The model is split over %d devices by the XLA compiler, as with xla_fsdp_v2, from one process. "
-                    "torch_xla's wrapper, with a process per device, is not used%s.",
-                    self._num_parts,
-                    f": these xla_fsdp_settings change nothing: {sorted(self.settings)}" if self.settings else "",
-                )
         self._take(device)
         self._move = self._send if splits else self._move
         self._forget_generator = add_generator("xla", capture=xm.get_rng_state, restore=xm.set_rng_state)
@@ -168,20 +149,9 @@ class XLAStrategy(Strategy):
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place and optionally shard a model; create an optimizer whose `step` ends the XLA step. Mutates the model."""
-        if make_optimizer is not None and self._is_wrapped(model):
-            raise StrategyError(
-                f"Cannot train {type(self.unwrap(model)).__name__} again with torch_xla's FSDP wrapper.",
-                "The wrapper keeps its parameters, and another optimizer could not be made for them.",
-                "Build the model and the Trainer again, or use strategy='xla_fsdp_v2'.",
-            )
         if make_optimizer is not None and self.recomputes:
             _recompute(self._units(self.unwrap(model)))
         model, optimizer = super().setup(model, make_optimizer, policy)
-        if optimizer is not None and self._is_wrapping:
-            # Wrap after creating the optimizer, which needs the original parameter names and shapes.
-            self._wrapped = WrappedModel(self.unwrap(model), self._units(self.unwrap(model)), self.settings)
-            self._wrapped.adopt(optimizer)
-            model = self._wrapped.root
         if optimizer is not None:
             if self._step_end is not None:
                 self._step_end.remove()
@@ -224,7 +194,7 @@ class XLAStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device and keep the identity of its parameters. Mutates the model."""
-        if not self.place_model or self._is_wrapped(model):
+        if not self.place_model:
             return model
         # Otherwise torch creates new parameters, which breaks weight tying and an optimizer's references.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -239,25 +209,9 @@ class XLAStrategy(Strategy):
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the module to evaluate; each of its forward passes first runs pending operations."""
         self.after_evaluation(model)
-        called = self._wrapped.root if self._wrapped and self._is_wrapped(model) else self.unwrap(model)
-        self._forward_start = called.register_forward_pre_hook(_end_step)
-        return called
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        model = super().unwrap(model)
-        return self._wrapped.bare if self._wrapped is not None and model is self._wrapped.root else model
-
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        if self._wrapped is not None:
-            norm: torch.Tensor = self._wrapped.root.clip_grad_norm_(max_norm, norm_type)
-            return norm
-        return super().clip_grad_norm(parameters, max_norm, norm_type)
-
-    def own_state(self, model: nn.Module) -> dict[str, Any]:
-        wrapped = self._wrapped if self._is_wrapped(model) else None
-        return super().own_state(model) if wrapped is None else wrapped.own_state()
+        model = self.unwrap(model)
+        self._forward_start = model.register_forward_pre_hook(_end_step)
+        return model
 
     def after_evaluation(self, model: nn.Module) -> None:
         if self._forward_start is not None:
@@ -270,14 +224,8 @@ class XLAStrategy(Strategy):
         yield
         _end_step()
 
-    def count_trainable(self, model: nn.Module) -> int:
-        wrapped = self._wrapped if self._is_wrapped(model) else None
-        return super().count_trainable(model) if wrapped is None else wrapped.count_trainable()
-
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state in host memory, with tied tensors tied. Ends no step, so RNG states do not change."""
-        if self._wrapped is not None and self._is_wrapped(model):
-            return self._wrapped.state()
         copies: dict[int, torch.Tensor] = {}
         state = self.unwrap(model).state_dict(keep_vars=True)
 
@@ -289,33 +237,24 @@ class XLAStrategy(Strategy):
         return {name: map_tensors(value, to_host) for name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        if self._wrapped is not None and self._is_wrapped(model):
-            return self._wrapped.load(state, strict=strict)
         found = super().load_model_state(model, state, strict=strict)
         self._split(self.unwrap(model))
         return found
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the full optimizer state in host memory."""
-        if self._wrapped is not None and self._is_wrapped(model):
-            return self._wrapped.optimizer_state(optimizer)
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         return state
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if self._wrapped is not None and self._is_wrapped(model):
-            state = self._wrapped.fit_optimizer_state(optimizer, state)
         super().load_optimizer_state(model, optimizer, state)
-        if self.shards and not self._is_wrapping:
+        if self.shards:
             for parameter, held in optimizer.state.items():
                 for value in held.values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         self._split_tensor(value)
 
     # -- implementation ------------------------------------------------------------------------------------------
-
-    def _is_wrapped(self, model: nn.Module) -> bool:
-        return self._wrapped is not None and self.unwrap(model) is self._wrapped.bare
 
     def _make_mesh(self, num_found: int) -> None:
         """Set the devices as the process's global mesh, which user code can read."""
@@ -347,7 +286,7 @@ class XLAStrategy(Strategy):
 
     def _split(self, model: nn.Module) -> None:
         """Shard a model's parameters over the devices; sharded ones are unchanged."""
-        if self.shards and not self._is_wrapping:
+        if self.shards:
             for parameter in model.parameters():
                 self._split_tensor(parameter)
 
