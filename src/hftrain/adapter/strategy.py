@@ -14,7 +14,7 @@ from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import is_set, lacks_processes
 from hftrain.strategies.registry import accepted_options, strategies
-from hftrain.task.introspect import is_spread
+from hftrain.task.introspect import is_on_several_devices
 
 logger = get_logger(__name__)
 
@@ -101,7 +101,7 @@ def _process_options(args: Any) -> dict[str, Any]:
 def forget_devices(args: Any, model: Any) -> None:
     """Make the arguments count devices again; a model spread over several counts as one. Mutates `args`."""
     vars(args).pop("_n_gpu", None)
-    if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
+    if model is not None and any(map(is_on_several_devices, (model, getattr(model, "model", model)))):
         vars(args)["_n_gpu"] = min(args.n_gpu, 1)
 
 

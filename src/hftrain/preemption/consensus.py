@@ -234,7 +234,7 @@ class Consensus:
     def _wait_for(self, number: int) -> bool:
         """Open a round, or wait until another process does; False if the training here ends first."""
         while not self._is_closing:
-            until_save_s = self._look_at_clock()
+            until_save_s = self._check_clock()
             if self.world_size > 1:
                 if int(self._board.read("opened") or -1) >= number:
                     return True
@@ -246,7 +246,7 @@ class Consensus:
                 self._bell.get(timeout=max(until_save_s, 0.0))
         return False
 
-    def _look_at_clock(self) -> float:
+    def _check_clock(self) -> float:
         """Request a save if it is due; return the seconds until the next one is."""
         if self._every_s is None:
             return _LONGEST_WAIT_S

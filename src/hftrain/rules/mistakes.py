@@ -18,7 +18,7 @@ from hftrain.core.signatures import plain_signature
 from hftrain.core.tree import is_samples
 from hftrain.rules.data_mistakes import locate_in_data
 from hftrain.rules.error_hints import hint_for
-from hftrain.strategies.whole import explain_unused
+from hftrain.strategies.checks import explain_unused
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 

@@ -8,7 +8,7 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.strategies.base import Strategy
-from hftrain.task.introspect import is_spread
+from hftrain.task.introspect import is_on_several_devices
 from hftrain.task.quantized import is_quantized
 
 
@@ -27,7 +27,7 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
     if strategy.name != "data_parallel":
         return
     reason = None
-    if is_spread(model):
+    if is_on_several_devices(model):
         reason = "Its layers are on several devices already."
     elif is_quantized(model):
         reason = "Its weights are quantized, and what they are packed in is not copied from device to device."

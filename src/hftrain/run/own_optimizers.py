@@ -26,7 +26,7 @@ from hftrain.core.parameters import load_optimizer_state
 from hftrain.core.tree import map_tensors
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.added_groups import dismiss_groups
-from hftrain.run.parts import Ready, RunParts, holders_of
+from hftrain.run.parts import Ready, RunParts, checkpoint_object_owners
 from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps
 from hftrain.storage.tensors import load_containers, tensor_identity
@@ -80,7 +80,7 @@ class OwnOptimizers:
     def find(self) -> dict[str, Any]:
         """Return the declared objects that exist now, by holder and name."""
         found: dict[str, Any] = {}
-        for owner, holder in holders_of(self._parts.trainer):
+        for owner, holder in checkpoint_object_owners(self._parts.trainer):
             declare = getattr(holder, "checkpoint_objects", None)
             for name, value in (declare() if callable(declare) else {}).items():
                 where = f"{owner}.{name}"
@@ -248,11 +248,11 @@ class OwnOptimizers:
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
-        known = {id(each) for each in (*saved, *inside, *(holder for _, holder in holders_of(trainer)))}
+        known = {id(each) for each in (*saved, *inside, *(holder for _, holder in checkpoint_object_owners(trainer)))}
         memory = {_memory(each) for each in (*tensors, *saved)} - {None}
         return [
             (f"{owner}.{name}", value)
-            for owner, holder in holders_of(trainer)
+            for owner, holder in checkpoint_object_owners(trainer)
             # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
             if not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
             for name, value in _with_helpers(holder, known)

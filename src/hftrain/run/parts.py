@@ -257,7 +257,7 @@ class TrainerHooks(Protocol):
         """End the documented state of training, and add the memory use to the metrics."""
 
 
-def holders_of(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:
+def checkpoint_object_owners(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:
     """Return the objects that may have `checkpoint_objects`, with their names."""
     callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
     return [("trainer", trainer), ("task", trainer.task), *callbacks]

@@ -138,10 +138,10 @@ class Saver:
         facts = {name: fact for one in contents.facts() for name, fact in one.state_dict().items()}
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
-        tells = not parts.events.answers
-        writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, tells=tells))
+        fires = not parts.events.answers
+        writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, fires=fires))
 
-    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, fires: bool) -> None:
         """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
         parts, state, trainer = self._parts, self._parts.state, self._parts.trainer
         if committed is None:
@@ -156,7 +156,7 @@ class Saver:
             if self.writes.rotates_later:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
             self.saved_step = save.step
-            if tells:
+            if fires:
                 parts.events.fire("on_save")
         if not self.writes.is_async:
             parts.output.publish_quietly()

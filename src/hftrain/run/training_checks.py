@@ -21,7 +21,7 @@ from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
 from hftrain.run.parts import Ready, RunParts
 from hftrain.strategies.base import has_engine
-from hftrain.strategies.whole import unused_parameters
+from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
 
 logger = get_logger(__name__)

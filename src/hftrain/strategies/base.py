@@ -20,7 +20,7 @@ from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.preemption.board import Board
-from hftrain.strategies.whole import check_whole
+from hftrain.strategies.checks import check_whole
 
 if TYPE_CHECKING:
     from hftrain.strategies.watch import RankWatch

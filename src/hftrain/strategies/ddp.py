@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed
+from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.unfreezing import AveragedParameters
-from hftrain.strategies.whole import check_trainable
+from hftrain.strategies.trainable_parameters import AveragedParameters
 
 # Newer torch versions renamed the option and warn about the older name.
 _BUFFERS_OPTION = "forward_sync_buffers"

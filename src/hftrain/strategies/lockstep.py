@@ -73,17 +73,17 @@ class Lockstep:
         dist.all_gather(all_of_them, mine)
         statuses: list[int] = torch.cat(all_of_them).tolist()
         if _CALLING in statuses and _EMPTY in statuses:
-            lent = lend(self._strategy, self._call, src=statuses.index(_CALLING))
+            call = broadcast_tree(self._strategy, self._call, src=statuses.index(_CALLING))
             if self._call is None:
-                self._call = lent
+                self._call = call
         return statuses
 
 
-def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
+def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
     """Return the arguments of rank `src`: tensors on the device in nested tuples, lists and mappings. Collective.
 
     Raises:
-        StrategyError: They hold another type; raised on rank `src` alone; see `can_lend`.
+        StrategyError: They hold another type; raised on rank `src` alone; see `can_broadcast`.
     """
     leaves: list[Any] = []
     form: Any = None
@@ -108,8 +108,8 @@ def _empty(kind: list[Any], device: torch.device) -> torch.Tensor:
     return torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
 
 
-def can_lend(tree: Any) -> bool:
-    """Return whether `lend` can send these arguments."""
+def can_broadcast(tree: Any) -> bool:
+    """Return whether `broadcast_tree` can send these arguments."""
     try:
         _plain(tree)
     except StrategyError:

@@ -94,7 +94,7 @@ def keys_to_ignore(model: nn.Module) -> list[str]:
     return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_on_several_devices(model: nn.Module) -> bool:
     """Return whether the layers are on different accelerators, by a device map or by its own `parallelize`."""
     device_map = getattr(model, "hf_device_map", None)
     if device_map:

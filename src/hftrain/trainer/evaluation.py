@@ -35,11 +35,11 @@ from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unre
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.count_items_check import CountItemsCheck
 from hftrain.trainer.evaluation_mean import EvaluationMean
-from hftrain.trainer.items_check import ItemsCheck
+from hftrain.trainer.loss_normalization import LossShares
 from hftrain.trainer.reports import to_plain, with_prefix
 from hftrain.trainer.stages import Stages
-from hftrain.trainer.weighing import LossShares
 
 
 class Evaluation:
@@ -245,7 +245,7 @@ class Evaluation:
         model: nn.Module,
         inputs: Any,
         shares: LossShares,
-        check: ItemsCheck,
+        check: CountItemsCheck,
         *,
         loss_only: bool,
         ignore_keys: list[str] | None,

@@ -11,8 +11,8 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.loss_finding import ALIKE, ITEMS, declared
+from hftrain.trainer.loss_normalization import LossShares
 from hftrain.trainer.proofs import COUNTED, PLAIN, findings, label_numbers
-from hftrain.trainer.weighing import LossShares
 
 _ROWS = (*KINDS, COUNTED)
 

@@ -133,7 +133,7 @@ class LossFinding:
         is_new = self._left is None and self._num_looks <= 8
         return self._is_restored or is_new or not self._num_looks & (self._num_looks - 1)
 
-    def tells(self, weight: Callable[[Finding], float]) -> bool:
+    def is_decisive(self, weight: Callable[[Finding], float]) -> bool:
         """Return whether a micro-batch has different weights by what its loss can still be; collective.
 
         It is then looked at, too.
@@ -183,7 +183,7 @@ class LossFinding:
                 logger.warning("The loss is not that of the checkpoint: batches may be weighted differently from here.")
         self._is_restored = False
         if self.is_open:
-            self._settle(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
+            self._decide(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
         return True
 
     def _known(self, total: Any, *, num_ranks: int) -> set[Finding] | None:
@@ -245,7 +245,7 @@ class LossFinding:
         left = [each for each, is_gone in zip(every, missing, strict=True) if not is_gone]
         return left if is_told else None, bool(differs)
 
-    def _settle(
+    def _decide(
         self, found: list[Finding], weight: Callable[[Finding], float], *, has_count: bool, is_uneven: bool
     ) -> None:
         """Decide, if the batch tells, and go on looking if it does not; collective."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
     from hftrain.loops.window import LogWindow
     from hftrain.run.parts import TrainerHooks
-    from hftrain.trainer.weighing import LossShares
+    from hftrain.trainer.loss_normalization import LossShares
 
 T = TypeVar("T")
 

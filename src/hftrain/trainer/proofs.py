@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.items import IGNORED_LABEL, LABELS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_call import ModelCall
-from hftrain.task.noted import Note, NotedCount
+from hftrain.task.tracked_count import ReadFlag, TrackedCount
 
 # Besides the kinds of items: divided by the item count of the step; a plain mean over unknown items; one that the
 # user's code has divided by the number of micro-batches.
@@ -74,7 +74,7 @@ class Watch:
     ) -> None:
         self._model, self._labels_of, self._is_copied = model, labels_of, is_copied
         self._labels: torch.Tensor | None = None
-        self._note: Note | None = None
+        self._note: ReadFlag | None = None
         self.calls: list[Call] = []
         self.is_open = False
         # What the documented compute_loss has returned.
@@ -105,8 +105,8 @@ class Watch:
         self._note = None
         if count is None or ModelCall.of(self._model).is_compiled:
             return kwargs
-        self._note = Note()
-        return {**kwargs, "num_items_in_batch": NotedCount.make(count, self._note)}
+        self._note = ReadFlag()
+        return {**kwargs, "num_items_in_batch": TrackedCount.make(count, self._note)}
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         named = {**dict(zip(forward_parameters(self._model), args, strict=False)), **kwargs}

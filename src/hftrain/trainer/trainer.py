@@ -76,7 +76,7 @@ from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_
 from hftrain.step.stepper import Computing
 from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
-from hftrain.task.introspect import base_model, is_spread, tensor_parallel_size
+from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
 from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_call import ModelCall
@@ -94,19 +94,19 @@ from hftrain.trainer.choices import (
     resolved_arguments,
     with_trackers,
 )
+from hftrain.trainer.count_items_check import CountItemsCheck
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.hub import TrainerHub
-from hftrain.trainer.items_check import ItemsCheck
 from hftrain.trainer.loss_finding import LossHooks
+from hftrain.trainer.loss_normalization import LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
 from hftrain.trainer.stages import Stages
-from hftrain.trainer.weighing import LossShares
 
 logger = get_logger(__name__)
 
@@ -315,11 +315,11 @@ class Trainer:
         self.task.model = self.model
         # If the user wrapped the model, the forward pass goes through that wrapper.
         self.model_wrapped = self._outermost = model
-        self.is_model_parallel = is_spread(self.model)
+        self.is_model_parallel = is_on_several_devices(self.model)
         self.strategy.place_model = bool(self.place_model_on_device)
         prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
         plain = self.task if isinstance(self.task, ModelTask) else None
-        self._items_check = ItemsCheck(self.task)
+        self._count_items_check = CountItemsCheck(self.task)
         self._find("label_names", list(plain.label_names) if plain else ["labels"])
         self._find("can_return_loss", plain.can_return_loss if plain else False)
         self._accepts_found = plain is not None and plain.accepts_item_count
@@ -703,7 +703,7 @@ class Trainer:
                     "Return StepOutput(loss=...).",
                 )
             if self._shares.is_on:
-                self._items_check.see(output, inputs)
+                self._count_items_check.see(output, inputs)
             if output.logs and self._session is not None:
                 self._session.logs.add(output.logs)
             loss, outputs = output.loss, output.outputs
@@ -966,7 +966,7 @@ class Trainer:
 
         Source: the documented `Trainer.prediction_step`.
         """
-        checks = self._shares, self._items_check
+        checks = self._shares, self._count_items_check
         return self._own_evaluation.step(
             model, inputs, *checks, loss_only=prediction_loss_only, ignore_keys=ignore_keys
         )

@@ -100,11 +100,11 @@ def test_a_save_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = make_consensus(every_s=60.0)
     now_s = 50.0
     alone.note_save()
-    assert alone._look_at_clock() == 60.0
+    assert alone._check_clock() == 60.0
     now_s = 109.0
-    assert [alone._look_at_clock(), alone.due(1)] == [1.0, None]
+    assert [alone._check_clock(), alone.due(1)] == [1.0, None]
     now_s = 111.0
-    assert [alone._look_at_clock(), alone.due(1)] == [60.0, SAVE]
+    assert [alone._check_clock(), alone.due(1)] == [60.0, SAVE]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -159,14 +159,14 @@ def test_arguments_of_a_forward_pass_travel_as_plain_data(monkeypatch: pytest.Mo
     call = ((torch.ones(2), [1, None]), {"mask": UserDict(a=torch.tensor([[True]])), "pair": (True, "x")})
     sent: list[Any] = []
     monkeypatch.setattr(lockstep.dist, "broadcast", lambda data, src: sent.append(data.clone()))
-    assert lockstep.lend(Rank(0, sent), call, src=0) is call  # type: ignore[arg-type]
+    assert lockstep.broadcast_tree(Rank(0, sent), call, src=0) is call  # type: ignore[arg-type]
     tensors = iter(sent[1:])
     monkeypatch.setattr(lockstep.dist, "broadcast", lambda data, src: data.copy_(next(tensors)))
-    (tensor, others), options = lockstep.lend(Rank(1, sent), None, src=0)  # type: ignore[arg-type]
+    (tensor, others), options = lockstep.broadcast_tree(Rank(1, sent), None, src=0)  # type: ignore[arg-type]
     assert (tensor.tolist(), tensor.dtype, others) == ([1.0, 1.0], torch.float32, [1, None])
     assert (options["mask"]["a"].tolist(), options["mask"]["a"].dtype) == ([[True]], torch.bool)
     assert options["pair"] == (True, "x")
-    assert lockstep.can_lend(call)
-    assert not lockstep.can_lend(((object(),), {}))
+    assert lockstep.can_broadcast(call)
+    assert not lockstep.can_broadcast(((object(),), {}))
     with pytest.raises(StrategyError, match="hold a object"):
-        lockstep.lend(Rank(0, []), ((object(),), {}), src=0)  # type: ignore[arg-type]
+        lockstep.broadcast_tree(Rank(0, []), ((object(),), {}), src=0)  # type: ignore[arg-type]

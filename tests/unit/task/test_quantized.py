@@ -10,7 +10,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
-from hftrain.task.introspect import is_spread
+from hftrain.task.introspect import is_on_several_devices
 from hftrain.task.quantized import check_quantized, has_adapters, is_quantized
 
 
@@ -73,12 +73,12 @@ def test_quantization_aware_training_needs_no_adapters() -> None:
 
 def test_spread_model_stays_where_it_is(tmp_path: Path) -> None:
     model = make_model(hf_device_map={"a": 0, "b": 1})
-    assert is_spread(model)
+    assert is_on_several_devices(model)
     trainer = Trainer(model, make_arguments(tmp_path))
     assert trainer.is_model_parallel
     assert not trainer.strategy.place_model
-    assert not is_spread(make_model(hf_device_map={"": 0}))
-    assert is_spread(make_model(is_parallelizable=True, model_parallel=True))
+    assert not is_on_several_devices(make_model(hf_device_map={"": 0}))
+    assert is_on_several_devices(make_model(is_parallelizable=True, model_parallel=True))
     ordinary = Trainer(Net(), make_arguments(tmp_path))
     assert not ordinary.is_model_parallel
     assert ordinary.strategy.place_model

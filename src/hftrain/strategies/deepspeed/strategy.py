@@ -20,6 +20,7 @@ from hftrain.core.optional import require
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
+from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.deepspeed.checks import check_for_training, check_keys, check_offload
 from hftrain.strategies.deepspeed.config import (
     HALVES,
@@ -36,10 +37,9 @@ from hftrain.strategies.deepspeed.config import (
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import load_whole, rows_of, settled, split_for_nvme, whole_of
+from hftrain.strategies.deepspeed.zero3 import load_whole, released_parameters, rows_of, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
-from hftrain.strategies.unfreezing import FixedParameters
-from hftrain.strategies.whole import check_trainable
+from hftrain.strategies.trainable_parameters import FixedParameters
 
 # Filled by `plan`, once the run's number of updates is known.
 _PLANNED = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
@@ -316,20 +316,20 @@ class DeepSpeedStrategy(SplittingStrategy):
                 "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
             )
             return {}
-        with settled(self._engine):
+        with released_parameters(self._engine):
             return whole_of(bare, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
         if not is_partitioned(bare) or find(self.config, _GATHERS):
             return None
-        with settled(self._engine):
+        with released_parameters(self._engine):
             return rows_of(bare, rank=self.rank, world_size=self.world_size)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         bare = self.unwrap(model)
         if is_partitioned(bare):
-            with settled(self._engine):
+            with released_parameters(self._engine):
                 return load_whole(bare, state, is_main=self.is_main)
         return bare.load_state_dict(state, strict=strict)
 

@@ -26,7 +26,7 @@ def split_for_nvme(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def settled(engine: Any) -> Iterator[None]:
+def released_parameters(engine: Any) -> Iterator[None]:
     """Release gathered and prefetched parameters, as DeepSpeed does for its own checkpoints. Collective.
 
     The last forward pass may have prefetched parameters, and a parameter in flight cannot be partitioned.

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.log import get_logger
-from hftrain.strategies.unfreezing import Follower
+from hftrain.strategies.trainable_parameters import Follower
 
 logger = get_logger(__name__)
 

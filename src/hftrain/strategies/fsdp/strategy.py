@@ -20,11 +20,11 @@ from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
+from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
-from hftrain.strategies.whole import check_trainable
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hftrain.core.errors import StrategyError
-from hftrain.strategies.unfreezing import FixedParameters
+from hftrain.strategies.trainable_parameters import FixedParameters
 
 
 def test_unfrozen_and_frozen_parameters_are_refused_by_name() -> None:

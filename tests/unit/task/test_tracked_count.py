@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.task.noted import Note, NotedCount
+from hftrain.task.tracked_count import ReadFlag, TrackedCount
 
 
 def divide(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -31,15 +31,15 @@ def compiled(function: Any) -> Any:
 @pytest.mark.parametrize("function", [divide, move, ignore])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_only_reads_are_noted(make: Any, function: Any) -> None:
-    note, x = Note(), torch.ones(3)
-    assert float(make(function)(x, NotedCount.make(4, note))) == 0.75
+    note, x = ReadFlag(), torch.ones(3)
+    assert float(make(function)(x, TrackedCount.make(4, note))) == 0.75
     assert note.is_read == (function is not ignore)
 
 
 def test_count_in_another_form_is_still_noted() -> None:
-    note = Note()
-    moved = NotedCount.make(4, note).to(torch.float32).cpu().view(1)
-    assert isinstance(moved, NotedCount)
+    note = ReadFlag()
+    moved = TrackedCount.make(4, note).to(torch.float32).cpu().view(1)
+    assert isinstance(moved, TrackedCount)
     assert not note.is_read
     assert moved.item() == 4
     assert note.is_read

@@ -75,7 +75,7 @@ class LossShares:
                 self._totals = {} if num_items is not None else self._totals
             elif len(self.found.candidates) > 1 and not self._is_first:
                 _, share = next(iter(self._counted.values()))
-                self._is_first = self.found.tells(lambda finding: float(self._weight(finding, share, num_items)))
+                self._is_first = self.found.is_decisive(lambda finding: float(self._weight(finding, share, num_items)))
         return batches, num_items
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:

@@ -13,7 +13,7 @@ from support.tiny import make_rows as make_single
 
 from hftrain import Trainer
 from hftrain.trainer import loss_finding, proofs
-from hftrain.trainer.weighing import _scaled
+from hftrain.trainer.loss_normalization import _scaled
 
 
 class OnDevice(torch.Tensor):

@@ -17,7 +17,7 @@ from hftrain.trainer.proofs import TOLERANCES, label_numbers, means_of
 _MOST_LOOKS = 8
 
 
-class ItemsCheck:
+class CountItemsCheck:
     """Compare the default `count_items` of a task with what its loss proves to be a mean over.
 
     It needs a step that returns outputs and labels, and a batch whose samples hold unequal numbers of labels. The first

@@ -22,20 +22,20 @@ _PASSING = (
 
 
 @dataclass(slots=True)
-class Note:
+class ReadFlag:
     """Whether code computed with a count, compared it, printed it, or read its value in any other way."""
 
     is_read: bool = False
 
 
-class NotedCount(torch.Tensor):
+class TrackedCount(torch.Tensor):
     """A 0-d count that behaves like any other tensor and records whether it is read, by Python or by compiled code."""
 
-    note: Note
+    note: ReadFlag
     plain: torch.Tensor
 
     @classmethod
-    def make(cls, count: int | torch.Tensor, note: Note) -> NotedCount:
+    def make(cls, count: int | torch.Tensor, note: ReadFlag) -> TrackedCount:
         """Return a noted count of the same value."""
         plain = torch.as_tensor(count).detach()
         noted = plain.as_subclass(cls)
@@ -63,12 +63,12 @@ class NotedCount(torch.Tensor):
         return function(*args, **kwargs)
 
 
-def _plain(args: Any, kwargs: Any) -> tuple[list[NotedCount], Any, Any]:
+def _plain(args: Any, kwargs: Any) -> tuple[list[TrackedCount], Any, Any]:
     """Return the counts among arguments, and the arguments with plain tensors in their place."""
-    counts: list[NotedCount] = []
+    counts: list[TrackedCount] = []
 
     def unwrap(value: Any) -> Any:
-        if not isinstance(value, NotedCount):
+        if not isinstance(value, TrackedCount):
             return value
         counts.append(value)
         return value.plain
@@ -78,15 +78,15 @@ def _plain(args: Any, kwargs: Any) -> tuple[list[NotedCount], Any, Any]:
 
 
 def _passing(name: str) -> Callable[..., torch.Tensor]:
-    def method(self: NotedCount, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def method(self: TrackedCount, *args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = getattr(self.plain, name)(*args, **kwargs)
         if torch.compiler.is_compiling():  # which knows the methods of plain tensors only
             self.note.is_read = True
             return result
-        return NotedCount.make(result, self.note)
+        return TrackedCount.make(result, self.note)
 
     return method
 
 
 for _name in _PASSING:
-    setattr(NotedCount, _name, _passing(_name))
+    setattr(TrackedCount, _name, _passing(_name))
