@@ -123,7 +123,7 @@ def test_accelerates_loggers_work_before_a_launch(
     from accelerate.logging import MultiProcessAdapter
     from accelerate.state import PartialState
 
-    from hftrain.compat.accelerate_state import adapted_log
+    from hftrain.compat.accelerate_patches import adapted_log
 
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setenv("RANK", rank)

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hftrain.compat.accelerate_state import adapted_init, adapted_log, adapted_settings
+from hftrain.compat.accelerate_patches import adapted_init, adapted_log, adapted_settings
 from hftrain.compat.names import TELLING, replacements
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,8 +40,8 @@ class Lockstep:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._is_repeating = False
         hook = self._before_forward
-        if model._compiled_call_impl is not None:
-            # Otherwise the compiler rewrites the collective into a form that ranks in eager mode do not run.
+        if "torch._dynamo" in sys.modules:
+            # Otherwise the compiler, if any, rewrites the collective into a form that ranks in eager mode do not run.
             hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
