@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import split_models
 from support.resuming import StopAt
-from support.tiny import Stream, make_arguments, make_rows, share
+from support.split_models import check_evaluated, evaluate, told
+from support.tiny import make_arguments, make_rows
 from torch import nn
 from torch.utils.data import default_collate
 
-from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
 from hftrain.core.errors import HFTrainError
 from hftrain.storage.shards import load_shards
@@ -67,37 +70,14 @@ def make_trainer(
     )
 
 
-def told(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run logged, and what the model has learnt (in the main process)."""
-    state = trainer.strategy.model_state(trainer.model_wrapped)
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    return {
-        "history": [
-            {name: entry[name] for name in names if name in entry}
-            for entry in trainer.state.log_history
-            if "train_loss" not in entry
-        ],
-        "weights": {name: value.float().flatten().tolist() for name, value in state.items()},
-    }
-
-
 def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
     trainer = make_trainer(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     return told(trainer)
 
 
-def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float = 1e-5) -> None:
-    assert len(ours["history"]) == len(theirs["history"])
-    for left, right in zip(ours["history"], theirs["history"], strict=True):
-        # Stage 0 in float32 clips without telling the norm.
-        right = {name: value for name, value in right.items() if name in left or name != "grad_norm"}
-        assert left == pytest.approx(right, rel=rel, abs=1e-6)
-    assert ours["weights"].keys() == theirs["weights"].keys()
-    for name, values in ours["weights"].items():
-        assert values == pytest.approx(theirs["weights"][name], rel=rel, abs=1e-5), name
-
-
+# Stage 0 in float32 clips without telling the norm.
+close = partial(split_models.close, has_norm=False)
 ZERO_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 ADAMW = {
     "type": "AdamW",
@@ -165,7 +145,7 @@ def everything(folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's use of torch
     return {
         "choices": each_choice(folder),
-        "evaluated": {name: evaluate(folder, most=17, strategy=name) for name in EVALUATED},
+        "evaluated": {name: evaluate(Deep, folder, strategy=name, **EVALUATING) for name in EVALUATED},
         "saved": save(folder),
         "refused": refuse_other_states(folder),
         "best": keep_best(folder),
@@ -207,55 +187,12 @@ def test_ragged_end_trains_as_with_ddp_and_bf16_nearly_so(two: list[Any]) -> Non
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 EVALUATED = ("deepspeed_stage_2", "deepspeed_stage_3")
-
-
-class Judged(TaskModule):
-    """The same model as a task, whose metric would count a sample too many."""
-
-    def __init__(self, model: nn.Module) -> None:
-        import torchmetrics
-
-        super().__init__(model)
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        loss, logits = self.model(**batch)
-        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
-
-    def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        loss, logits = self.model(batch["x"], labels=batch["labels"])
-        self.accuracy.update(logits, batch["labels"])
-        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
-
-
-def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:
-    """Train two steps and evaluate after each; then evaluate and predict on 1 to `most` samples, sized and streamed."""
-    arguments = make_arguments(
-        Path(folder), per_device_eval_batch_size=2, max_steps=2, eval_strategy="steps", eval_steps=1,
-        per_device_train_batch_size=4 if strategy is None else 2, metric_for_best_model="accuracy",
-        optim="adamw_torch",
-    )  # fmt: skip
-    set_seed(3)
-    task = Trainer(
-        Judged(Deep()), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(1, seed=2), strategy=strategy
-    )
-    task.train()
-    answers: list[Any] = [[entry["eval_loss"] for entry in task.state.log_history if "eval_loss" in entry]]
-    plain = make_arguments(Path(folder), per_device_eval_batch_size=2)
-    documented = Trainer(task.model, plain, compute_metrics=share, strategy=task.strategy if strategy else None)
-    for number in range(1, most + 1):
-        rows = make_rows(number, seed=number)
-        for data in (rows, Stream(rows)):
-            metrics, judged = documented.evaluate(data), task.evaluate(data)
-            prediction = documented.predict(data)
-            kept = {k: v for k, v in {**metrics, **judged}.items() if not k.endswith(("second", "time"))}
-            answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
-    return answers
+EVALUATING: dict[str, Any] = {"max_steps": 2, "optim": "adamw_torch"}
 
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return evaluate(str(tmp_path_factory.mktemp("alone")), most=17, strategy=None)
+    return evaluate(Deep, str(tmp_path_factory.mktemp("alone")), strategy=None, **EVALUATING)
 
 
 @pytest.mark.parametrize("strategy", EVALUATED)
@@ -263,12 +200,7 @@ def test_evaluation_on_1_to_17_samples_equals_that_of_one_process(
     two: list[Any], evaluated_alone: list[Any], strategy: str
 ) -> None:
     for answer in two:
-        found = answer["evaluated"][strategy]
-        assert found[0] == pytest.approx(evaluated_alone[0], rel=1e-5)
-        for ours, theirs in zip(found[1:], evaluated_alone[1:], strict=True):
-            assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
-            assert ours[2] == theirs[2]
-            torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-4, atol=1e-5)
+        check_evaluated(answer["evaluated"][strategy], evaluated_alone)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Stream, make_arguments, make_rows, share
+from support.split_models import check_evaluated, close, evaluate, told
+from support.tiny import make_arguments, make_rows
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
@@ -82,33 +83,10 @@ def make_trainer(
     )
 
 
-def told(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run logged, and what the model has learnt (in the main process)."""
-    state = trainer.strategy.model_state(trainer.model_wrapped)
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    return {
-        "history": [
-            {name: entry[name] for name in names if name in entry}
-            for entry in trainer.state.log_history
-            if "train_loss" not in entry
-        ],
-        "weights": {name: value.flatten().tolist() for name, value in state.items()},
-    }
-
-
 def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
     trainer = make_trainer(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     return told(trainer)
-
-
-def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float = 1e-5) -> None:
-    assert len(ours["history"]) == len(theirs["history"])
-    for left, right in zip(ours["history"], theirs["history"], strict=True):
-        assert left == pytest.approx(right, rel=rel, abs=1e-6)
-    assert ours["weights"].keys() == theirs["weights"].keys()
-    for name, values in ours["weights"].items():
-        assert values == pytest.approx(theirs["weights"][name], rel=rel, abs=1e-5), name
 
 
 CLIPPED = {"max_grad_norm": 0.5, "eval_strategy": "epoch", "weight_decay": 0.1}
@@ -189,7 +167,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def everything(folder: str) -> dict[str, Any]:
     return {
         "choices": each_choice(folder),
-        "evaluated": {engine: evaluate(folder, most=17, strategy=engine) for engine in ENGINES},
+        "evaluated": {engine: evaluate(Deep, folder, strategy=engine, max_steps=1) for engine in ENGINES},
         "saved": {engine: save(f"{folder}/{engine}", engine=engine) for engine in ENGINES},
         "bytes": {strategy: count_bytes(folder, strategy=strategy) for strategy in ("ddp", *ENGINES)},
         "best": [keep_best(folder, engine=engine) for engine in ENGINES],
@@ -231,55 +209,9 @@ def test_ragged_end_trains_as_with_ddp_and_half_precision_alike_on_all_ranks(two
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-class Judged(TaskModule):
-    """The same model as a task, whose metric would count a sample too many."""
-
-    def __init__(self, model: nn.Module) -> None:
-        import torchmetrics
-
-        super().__init__(model)
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        loss, logits = self.model(**batch)
-        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
-
-    def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        loss, logits = self.model(batch["x"], labels=batch["labels"])
-        self.accuracy.update(logits, batch["labels"])
-        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"], logs={"mean": logits.mean()})
-
-
-def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:
-    """Train a step, then evaluate and predict on 1 to `most` samples, sized and streamed, by both kinds of trainer."""
-    arguments = make_arguments(
-        Path(folder), per_device_eval_batch_size=2, max_steps=1,
-        per_device_train_batch_size=4 if strategy is None else 2, eval_strategy="steps", eval_steps=1,
-        metric_for_best_model="accuracy",
-    )  # fmt: skip
-    plain = make_arguments(Path(folder), per_device_eval_batch_size=2)
-    set_seed(3)
-    model = Deep()
-    # The rehearsal of the metric, and the evaluation while training: on one sample, so that ranks are without any.
-    task = Trainer(
-        Judged(model), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(1, seed=2), strategy=strategy
-    )
-    task.train()
-    answers: list[Any] = [{name: value for name, value in task.state.log_history[-2].items() if "eval_loss" in name}]
-    documented = Trainer(model, plain, compute_metrics=share, strategy=task.strategy if strategy else None)
-    for number in range(1, most + 1):
-        rows = make_rows(number, seed=number)
-        for data in (rows, Stream(rows)):
-            metrics, streamed = documented.evaluate(data), task.evaluate(data)
-            prediction = documented.predict(data)
-            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("second", "time", "mean"))}
-            answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
-    return answers
-
-
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return evaluate(str(tmp_path_factory.mktemp("alone")), most=17, strategy=None)
+    return evaluate(Deep, str(tmp_path_factory.mktemp("alone")), strategy=None, max_steps=1)
 
 
 @pytest.mark.parametrize("index", range(2))
@@ -287,12 +219,7 @@ def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_evaluation_on_1_to_17_samples_equals_that_of_one_process(
     two: list[Any], evaluated_alone: list[Any], index: int, engine: str
 ) -> None:
-    found = two[index]["evaluated"][engine]
-    assert found[0] == pytest.approx(evaluated_alone[0], rel=1e-5)
-    for ours, theirs in zip(found[1:], evaluated_alone[1:], strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
-        assert ours[2] == theirs[2]
-        torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-4, atol=1e-5)
+    check_evaluated(two[index]["evaluated"][engine], evaluated_alone)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

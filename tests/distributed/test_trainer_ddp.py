@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import EvalPrediction, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
+from hftrain import StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
@@ -124,47 +124,6 @@ def test_one_process_goes_on_where_two_stopped(tmp_path: Path, run_distributed: 
     run_distributed(train, folder=folder, stop=3, per_device_train_batch_size=2, **options)
     resumed = train(folder, resume=True, per_device_train_batch_size=4, **options)
     close(resumed, train(str(tmp_path / "whole"), per_device_train_batch_size=4, **options))
-
-
-def evaluate(folder: str, *, most: int) -> list[Any]:
-    """Evaluate and predict on 1 to `most` samples, sized and streamed, by both kinds of trainer."""
-    import torchmetrics
-
-    class Counting(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
-
-        def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-            loss, logits = self.model(**batch)
-            self.accuracy.update(logits, batch["labels"])
-            return StepOutput(loss=loss, outputs=logits, labels=batch["labels"], logs={"mean": logits.mean()})
-
-    def share(prediction: EvalPrediction) -> dict[str, float]:
-        return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-    answers = []
-    set_seed(3)
-    arguments = make_arguments(Path(folder), per_device_eval_batch_size=2)
-    documented, task = Trainer(Net(), arguments, compute_metrics=share), Trainer(Counting(), arguments)
-    for number in range(1, most + 1):
-        rows: Rows = make_rows(number, seed=number)
-        for data in (rows, Stream(rows)):
-            metrics = documented.evaluate(data)
-            prediction = documented.predict(data)
-            streamed = task.evaluate(data)
-            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("second", "time", "mean"))}
-            answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
-    return answers
-
-
-def test_evaluation_counts_each_sample_once_and_keeps_the_order(tmp_path: Path, run_distributed: Any) -> None:
-    alone = evaluate(str(tmp_path), most=9)
-    for both in run_distributed(evaluate, num_processes=2, folder=str(tmp_path), most=9):
-        for ours, theirs in zip(both, alone, strict=True):
-            assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-            assert ours[2] == theirs[2]
-            torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]))
 
 
 def test_ddp_alone_in_one_process_and_in_bf16(tmp_path: Path, run_distributed: Any) -> None:

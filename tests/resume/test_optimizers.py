@@ -10,40 +10,15 @@ import torch
 from support.optimizer_runs import make_run, weights_of
 from support.resuming import StopAt
 
-# What runs on the CPU; the others are refused there, see tests/unit/optim/extras.
+from hftrain.arguments.enums import OptimizerNames
+
 OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]
-OF_PACKAGES = [
-    "adafactor",
-    "adamw_torch_4bit",
-    "adamw_torch_8bit",
-    "adamw_bnb_8bit",
-    "adamw_8bit",
-    "ademamix",
-    "ademamix_8bit",
-    "lion_8bit",
-    "lion_32bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_ademamix_32bit",
-    "paged_ademamix_8bit",
-    "paged_lion_32bit",
-    "paged_lion_8bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit",
-    "galore_adamw",
-    "galore_adafactor",
-    "galore_adamw_layerwise",
-    "galore_adafactor_layerwise",
-    "apollo_adamw",
-    "apollo_adamw_layerwise",
-    "lomo",
-    "grokadamw",
-    "schedule_free_adamw",
-    "schedule_free_radam",
-    "schedule_free_sgd",
-    "stable_adamw",
-]
+# They are refused on a CPU, see tests/unit/optim/extras.
+ELSEWHERE = {
+    *("adalomo", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch_xla"),
+    *("galore_adamw_8bit", "galore_adamw_8bit_layerwise"),
+}
+OF_PACKAGES = sorted({*map(str, OptimizerNames)} - {*OF_TORCH} - ELSEWHERE)
 
 
 class Wrapped(torch.optim.Optimizer):

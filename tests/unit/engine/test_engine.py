@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from arch.test_hot_path import count_calls_between_backwards as count_calls
 from support.engines import NUM_STEPS, assert_close, make_optimizer, train, train_by_hand
 from support.stateful import StatefulStream
 from support.tiny import Net, Noisy, Stream, make_rows, make_trainer
@@ -285,30 +286,6 @@ def test_checkpoint_of_a_trainer_is_refused(tmp_path: Path) -> None:
             engine.load()
 
 
-def count_calls(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the Python calls from one step's backward to the next one's, at their fewest."""
-    counts: list[int] = []
-    calls = 0
-    backward = torch.Tensor.backward
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    def spy(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        counts.append(calls)
-        backward(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "backward", spy)
-        sys.setprofile(count)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-    return min(later - earlier for earlier, later in itertools.pairwise(counts[2:]))
-
-
 def test_step_costs_a_handful_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(make_rows(40), batch_size=4)
 
@@ -333,7 +310,10 @@ def test_step_costs_a_handful_of_calls(tmp_path: Path, monkeypatch: pytest.Monke
                 engine.clip(1.0)
                 engine.step()
 
-    plain, ours = count_calls(by_hand, monkeypatch), count_calls(with_engine, monkeypatch)
+    plain, ours = (
+        count_calls(by_hand, monkeypatch),
+        count_calls(with_engine, monkeypatch),
+    )
     assert ours - plain <= MAX_EXTRA_CALLS, f"{ours} calls per step, a plain loop makes {plain}"
 
 
