@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import GradientState, PartialState
 from arch.test_house import FOREIGN
+from support.source import PACKAGE, modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.optim import lr_scheduler
@@ -53,3 +54,23 @@ WHERE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", sorted(FOREIGN["torch"] | FOREIGN["accelerate"]))
 def test_private_name_is_there(name: str) -> None:
     assert name in WHERE[name](), f"torch {torch.__version__} with accelerate {accelerate.__version__} has no {name}"
+
+
+# What looks behind the language or another package's back, each in one file; the tests of that file are its canary.
+TRICKS = {
+    "_getframe(1).f_code": "core/lazy.py",  # `from package import name` alone may raise ImportError
+    "gc.disable": "core/lazy.py",  # a pass over torch's objects takes as long as our imports
+    "frame, level = sys._getframe": "core/log.py",  # Python before 3.12 has no skip_file_prefixes
+    "f_locals": "data/workers.py",  # torch's errors name neither the samples nor the worker's batch
+    "SIGCHLD": "data/workers.py",  # torch's handler raises in the midst of a save
+    "_compiled_call_impl": "task/model_call.py",  # a compiled model has no other place for its call
+    "pthread_kill": "preemption/signals.py",  # a blocking call of the main thread goes on otherwise
+    "os._exit": "preemption/exits.py",  # a collective whose partner is gone never ends
+    "_shared_state": "core/accelerate_state.py",  # accelerate's state cannot be read without creating it
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_trick_stands_in_one_file(trick: str) -> None:
+    files = [str(module.path.relative_to(PACKAGE)) for module in modules() if trick in module.path.read_text("utf-8")]
+    assert files == [TRICKS[trick]]

@@ -104,7 +104,7 @@ class Kill(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.at:
-            raise Killed
+            raise InterruptedError
 
 
 def train(folder: Path, *, at: int = 0, resume: str | None = None) -> tuple[Any, ...]:
@@ -128,6 +128,6 @@ def test_strangers_features_continue_exactly_after_a_kill(tmp_path: Path) -> Non
     expected = train(tmp_path / "whole")
     assert expected[1] == 2
     for at in range(3, NUM_STEPS):
-        with pytest.raises(Killed):
+        with pytest.raises(InterruptedError):
             train(tmp_path / str(at), at=at)
         assert train(tmp_path / str(at), resume="auto") == expected

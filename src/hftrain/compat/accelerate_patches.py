@@ -38,7 +38,7 @@ def adapted_settings(init: Any) -> Any:
     """
 
     def adapted(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not (args or kwargs or self._shared_state):
+        if not (args or kwargs or accelerate_state("AcceleratorState")):
             from accelerate.utils import TorchDynamoPlugin
 
             kwargs = {"dynamo_plugin": TorchDynamoPlugin(), "_from_accelerator": True}
@@ -56,7 +56,7 @@ def adapted_init(init: Any) -> Any:
     """
 
     def adapted(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        is_first = not self._shared_state
+        is_first = not accelerate_state("PartialState")
         if is_first:
             announce_launch()
         init(self, cpu or (is_first and read_launch().world_size > 1 and find_device_type() == "cpu"), **kwargs)

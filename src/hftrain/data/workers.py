@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from pickle import dumps
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from hftrain.data.seeding import SeededBatches, dump_signal
 from hftrain.data.sizes import whole_dataset
 
 _THEIRS = "torch.utils.data._utils.signal_handling"
+_FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
 _OF_A_WORKER = re.compile(r"DataLoader worker|DataLoader timed out")
 _PIDS = re.compile(r"pid(?:\(s\))? ([\d, ]+)")
 _DUMP_S = _JOIN_S = 0.2
@@ -186,6 +188,13 @@ def open_samples(trace: TracebackType | None) -> tuple[Any, ...]:
     return _sent(iterator, iterator._rcvd_idx - 1), *parts
 
 
+def names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:
+    """Return what torch's fetcher held when reading or collating failed: its own frames, none of the user's."""
+    # The outermost ones, which belong to the loader's dataset, come last.
+    frames = [frame for frame, _ in walk_tb(trace) if frame.f_globals.get("__name__") in _FETCHERS]
+    return {name: value for frame in reversed(frames) for name, value in frame.f_locals.items()}
+
+
 def _sent(iterator: Any, number: int) -> list[Any]:
     """Return the samples of batch `number` of a loader's pass; none if they are no longer known."""
     sampler = getattr(iterator, "_index_sampler", None)
@@ -221,15 +230,7 @@ def _pids(error: BaseException) -> set[int]:
 
 
 def _iterator_in(trace: TracebackType | None) -> Any:
-    """Return the innermost loader iterator with workers in an error's traceback."""
-    found = None
-    while trace is not None:
-        found = trace.tb_frame.f_locals["self"] if _workers_of(trace.tb_frame) else found
-        trace = trace.tb_next
-    return found
-
-
-def _workers_of(frame: FrameType) -> list[Any]:
-    """Return the workers of the loader iterator that a frame belongs to; torch and torchdata use the same attribute."""
-    owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-    return list(getattr(owner, "_workers", ())) if "MultiProcessingDataLoaderIter" in type(owner).__name__ else []
+    """Return the innermost loader iterator with workers in an error's traceback, torch's or torchdata's."""
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(trace) if "self" in frame.f_code.co_varnames]
+    kinds = [each for each in owners if "MultiProcessingDataLoaderIter" in type(each).__name__]
+    return next((each for each in reversed(kinds) if getattr(each, "_workers", ())), None)

@@ -8,9 +8,8 @@ from typing import Any
 
 from hftrain.core.errors import listed
 from hftrain.core.notes import describe, facts_of
-from hftrain.data.workers import open_samples
+from hftrain.data.workers import names_of_the_fetch, open_samples
 
-_TORCHS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
 # The lines in a traceback with which torch calls a dataset or a collator.
 _CALLS = re.compile(r'_utils.fetch\.py", line \d+, in \S+\n\s+(.*)')
 _MAX_SAMPLES = 8
@@ -22,9 +21,7 @@ def locate_in_data(error: BaseException) -> str | None:
     calls = _CALLS.findall(str(error) if worker else "".join(traceback.format_tb(error.__traceback__)))
     if not calls:
         return None
-    # What torch's frames hold, not the user's; the outermost ones belong to the loader's dataset.
-    frames = reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-    known = {k: v for each in frames if each.f_globals.get("__name__") in _TORCHS for k, v in each.f_locals.items()}
+    known = names_of_the_fetch(error.__traceback__)
     indices, reader = known.get("possibly_batched_index"), known.get("self")
     dataset: Any = getattr(reader, "dataset", None)
     collator: Any = getattr(reader, "collate_fn", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -312,14 +311,3 @@ def test_step_adds_few_python_calls() -> None:
     sys.setprofile(None)
     assert [call for call in calls if call != "<listcomp>"] == ["backward", "clip", "clip_grad_norm", "step"]
     assert len(calls) <= 10
-
-
-def test_backward_is_one_frame_below_the_loop() -> None:
-    frames: list[list[str]] = []
-
-    class Loss:
-        def backward(self) -> None:
-            frames.append([frame.name for frame in traceback.extract_stack(sys._getframe(1), limit=2)])
-
-    assemble(Engine(Owns.NOTHING), opened("fp32")).backward(Loss())
-    assert frames == [["test_backward_is_one_frame_below_the_loop", "backward"]]

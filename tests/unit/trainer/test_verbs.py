@@ -198,12 +198,6 @@ def test_metric_may_be_a_tensor_of_one_number(tmp_path: Path) -> None:
         assert type(trainer.state.log_history[-1]["eval_a"]) is float
 
 
-def test_batches_are_handed_out_unjoined(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path, eval_do_concat_batches=False))
-    output = trainer.predict(make_rows(9))
-    assert [len(batch) for batch in output.predictions] == [4, 4, 1]
-
-
 def test_frozen_modes_come_back_after_an_evaluation(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset=make_rows(5))
     trainer.model.layers[1].eval()
