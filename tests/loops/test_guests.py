@@ -94,10 +94,6 @@ class Task(TaskModule):
         return self.evaluation_step(batch) * (float("inf") if bool((batch["x"] > 90).any()) else 1)
 
 
-class Killed(Exception):
-    pass
-
-
 class Kill(TrainerCallback):
     def __init__(self, at: int) -> None:
         self.at = at
