@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import signal
 import threading
 import time
@@ -113,6 +114,7 @@ class Consensus:
         self.is_main, self.is_local_main = group.is_main, group.is_local_main
         self._act, self._pending, self._board, self._progress = act, pending, board, progress
         self._timeout_s, self._every_s = timeout_s, every_s if group.is_main else None
+        self._ends_s = math.inf
         self._saved_at_s = time.monotonic()
         self._asked: set[str] = set()
         # It takes no lock, so it may be used in a signal handler.
@@ -199,15 +201,16 @@ class Consensus:
         Raises:
             CheckpointError: Another process does not call this in time.
         """
-        deadline_s = time.monotonic() + self._timeout_s
+        begun_s = time.monotonic()
         self._turn += 1
 
         def is_late(of: int) -> bool:
-            if time.monotonic() < deadline_s:
+            now_s = time.monotonic()
+            if now_s < min(begun_s + self._timeout_s, self._ends_s):
                 return False
             raise CheckpointError(
                 "Processes were to agree on a save in the background.",
-                f"There was no word from rank {of} in {self._timeout_s:g} s.",
+                f"There was no word from rank {of} in {now_s - begun_s:.0f} s.",
                 "Look for its error; allow more time with ddp_timeout.",
             )
 
@@ -216,6 +219,10 @@ class Consensus:
             return bool(self._exchange("save", self._turn, flag, all, is_late))
         finally:
             self.is_waiting = False
+
+    def expect_no_more(self) -> None:
+        """Let a background save wait only seconds longer: another process is gone, and it ended its saves before."""
+        self._ends_s = time.monotonic() + _ANSWER_S
 
     # -- the thread ----------------------------------------------------------------------------------------------
 

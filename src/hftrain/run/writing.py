@@ -28,6 +28,7 @@ from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_
 from hftrain.run.output import Output
 from hftrain.run.parts import Ready, RunParts, TrainerHooks
 from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.strategies.watch import is_peer_gone
 
 logger = get_logger(__name__)
 
@@ -229,6 +230,8 @@ class CheckpointWrites:
         flight, self._flight = self._flight, None
         # A program that must end at once does not wait: the pending write is lost.
         if flight is not None and not isinstance(error, KeyboardInterrupt):
+            if self._consensus is not None and error is not None and is_peer_gone(error):
+                self._consensus.expect_no_more()
             failure = flight.wait()
             if failure is not None:
                 logger.error("The last checkpoint could not be written in the background: %s", failure)

@@ -226,6 +226,11 @@ def is_broken_exchange(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
 
 
+def is_peer_gone(error: BaseException) -> bool:
+    """Return whether an error reports that another rank's process has ended, not that it is late."""
+    return is_broken_exchange(error) and not _LATE.search(str(error))
+
+
 def _waits(answer: Any) -> bool:
     return answer is not None and bool(answer[1])
 

@@ -24,7 +24,7 @@ from support.tiny import make_resumable
 from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.preemption import grace
+from hftrain.preemption import consensus, grace
 from hftrain.storage import files
 
 pytestmark = [
@@ -303,21 +303,29 @@ def test_all_ranks_end_and_name_the_one_that_has_not_come(tmp_path: Path) -> Non
         assert "The last checkpoint is checkpoint-2; 1 whole steps after it are lost" in first.output
 
 
-def one_of_two_is_killed(**options: Any) -> None:
-    """Let the second rank be killed while both write, and tell the first one to stop."""
+def one_of_two_is_killed(is_early: bool = False, **options: Any) -> None:
+    """Let the second rank be killed while both write, before the next step or in it, and tell the first one to stop."""
+    consensus._ANSWER_S = 2.0
     trainer = make_resumable(
         Path("out"), save_policy=SavePolicy(grace_s=1.0, save_async=True), max_steps=6, save_steps=2, **options
     )
-    flush = files.fsync_tree
+    flush, has_come = files.fsync_tree, Path("has_come")
 
     def fsync_tree(folder: Path) -> None:
         if trainer.strategy.rank == 1:
+            while not (is_early or has_come.exists()):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         flush(folder)
 
     class Strike(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if is_early and state.global_step == 2:
+                time.sleep(2.0 if trainer.strategy.rank == 0 else FOREVER_S)
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3 and trainer.strategy.rank == 0:
+                has_come.touch()
                 begun_s = time.monotonic()
                 os.kill(os.getpid(), signal.SIGTERM)
                 with contextlib.suppress(BaseException):
@@ -330,13 +338,17 @@ def one_of_two_is_killed(**options: Any) -> None:
 
 
 def test_a_write_that_waits_for_a_rank_that_is_gone_gets_no_longer_grace(tmp_path: Path) -> None:
-    ((first, second),) = run_cases(one_of_two_is_killed, tmp_path, [{}], timeout_s=120)
+    (first, second), early = run_cases(one_of_two_is_killed, tmp_path, [{}, {"is_early": True}], timeout_s=180)
     print(first.output, second.output)
     assert second.code == -signal.SIGKILL
     assert first.code == 143
     found = re.search(r"waited (.*) s", first.output)
     assert found is not None
     assert 0.9 < float(found[1]) < 4.0
+    # Here its next step fails first: it must not wait for the write as long as for a rank that is late.
+    assert [each.code for each in early] == [1, -signal.SIGKILL], early[0].output
+    assert "There was no word from rank 1" in early[0].output
+    assert early[0].end_s < 40.0
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "30"])
