@@ -123,11 +123,14 @@ MODULE_ATTRIBUTES = _by_name(
     {
         "A task does not know its Trainer. A TrainerCallback gets args, control, state.epoch, state.global_step and "
         "state.is_world_process_zero.": "current_epoch global_rank global_step trainer",
-        "Call requires_grad_(False) on a network, and requires_grad_(True) afterwards.": "freeze toggle_optimizer",
+        "Call requires_grad_(False) on a network, and requires_grad_(True) afterwards.": "freeze",
+        "Use self.optimizers['name'].toggle().": "toggle_optimizer",
         "Keep settings as attributes in __init__.": "hparams save_hyperparameters",
         "Return StepOutput(loss=loss, logs={'name': value}), which every tracker gets.": "log log_dict logger",
         "Return the loss; the Trainer steps the optimizer and the schedule. A TrainerCallback gets optimizer and "
-        "lr_scheduler.": "lr_scheduler lr_schedulers manual_backward optimizer optimizers",
+        "lr_scheduler.": "lr_scheduler lr_schedulers optimizer",
+        "With automatic_optimization = False, training_step calls self.optimizers['name'].minimize(loss); "
+        "otherwise return the loss.": "manual_backward optimizers",
         "Return the values as outputs, which are gathered over processes.": "all_gather",
         "Set max_grad_norm in TrainingArguments.": "clip_gradients",
         "The batch is on the device already; make new tensors with device=batch[...].device.": "device",

@@ -108,9 +108,15 @@ class ScaledPrecision(AutocastPrecision):
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
+        self.apply(optimizer)
+        return self.update_scale()
+
+    def apply(self, optimizer: Optimizer) -> None:
+        self._scaler.step(optimizer)
+
+    def update_scale(self) -> bool:
         # GradScaler does not report skipped steps; only an overflow lowers the scale.
         before = self._scale
-        self._scaler.step(optimizer)
         self._scaler.update()
         self._unscaled.clear()
         self._scale = self._scaler.get_scale()

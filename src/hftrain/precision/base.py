@@ -23,7 +23,8 @@ ScalerFactory = Callable[[torch.device], GradScaler]
 class Precision(Shown):
     """Base class of precisions: chooses dtypes, autocast and loss scaling.
 
-    Subclasses override `prepare` and `autocast`, and for loss scaling also `backward`, `unscale` and `step`.
+    Subclasses override `prepare` and `autocast`, and for loss scaling also `backward`, `unscale`, `apply` and
+    `update_scale`.
 
     Args:
         policy: The settings of this precision that strategies may read.
@@ -104,6 +105,14 @@ class Precision(Shown):
     def step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; return False if the step was skipped because gradients overflowed."""
         optimizer.step()
+        return True
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Update the parameters of one of several optimizers, unless its gradients overflowed."""
+        optimizer.step()
+
+    def update_scale(self) -> bool:
+        """Adjust the scale of the loss after `apply`; return False if an update was skipped since the last call."""
         return True
 
     def logs(self) -> dict[str, float]:

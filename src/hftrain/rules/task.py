@@ -37,13 +37,6 @@ def check_task(task: TaskModule) -> None:
             f"{hidden[0]}() is a method of every TaskModule.",
             "Give the child another name.",
         )
-    if getattr(task, "automatic_optimization", True) is not True and lightning_base(type(task)) is None:
-        raise TaskError(
-            f"Cannot use automatic_optimization=False in {kind}:",
-            "the Trainer runs backward() and steps its optimizer for the loss that training_step returns.",
-            "Return one network's loss, and step the optimizers of the others, kept as attributes, in "
-            "training_step; see docs/from_lightning.md.",
-        )
     if "model" not in dict(task.named_children()):
         raise TaskError(
             f"Cannot use {kind} as a task:",

@@ -17,6 +17,7 @@ from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
+from hftrain.step.averaging import average_gradients
 from hftrain.step.stepper import Stepper
 from hftrain.storage.tensors import load_tensors
 from hftrain.strategies.base import Strategy
@@ -80,23 +81,9 @@ class OutsideWeights:
 
         return replace(stepper, clip=clip)
 
-    @torch.no_grad()
     def average(self) -> None:
-        """Average the gradients over all processes. Collective.
-
-        A process whose batch did not use a parameter has no gradient for it. If no process used it, it keeps none.
-        """
-        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
-            parameters = [parameter for parameter in self.parameters if parameter.dtype == dtype]
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flags = parts[0].new_tensor([float(p.grad is not None) for p in parameters])
-            sums = self._strategy.reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "mean")
-            means = torch.split(sums[len(flags) :], [p.numel() for p in parameters])
-            for number, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(mean.view_as(parameter))
-                elif sums[number] > 0:
-                    parameter.grad = mean.view_as(parameter).to(parameter.device, copy=True)
+        """Average the gradients over all processes. Collective."""
+        average_gradients(self.parameters, self._strategy)
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return them by their positions in the optimizer; None if there are none to save."""

@@ -17,7 +17,7 @@ from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.run.parts import Ready, RunParts
 from hftrain.step.assemble import assemble_stepper
-from hftrain.step.legality import check_in_backward
+from hftrain.step.legality import check_in_backward, check_several
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.task.recompute import recompute_activations
@@ -143,6 +143,7 @@ def _wrap(
         assert trainer.optimizer is not None
         # Checked here because a strategy may later put its own parameters into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
+        check_several(trainer.optimizer, strategy)
         outside.find(trainer.optimizer, trainer.task)
         for parameter in outside.parameters:
             parameter.grad = None  # an interrupted run may have left it

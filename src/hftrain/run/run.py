@@ -246,6 +246,7 @@ class Run:
         self._checks.check_unfrozen()
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
+        own |= getattr(self._ready.optimizer, "logs", dict)()
         if trainer._is_overridden("_get_learning_rate"):
             parts.rate = logs["learning_rate"]
             try:

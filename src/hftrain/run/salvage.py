@@ -17,6 +17,7 @@ from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.saving import Saver
+from hftrain.step.by_hand import OptimizersByHand
 
 logger = get_logger(__name__)
 
@@ -85,7 +86,7 @@ class Salvage:
             self._counts.reset(counts)
 
         self._step, self._go_back = self._parts.progress.step, go_back
-        self._is_updating = isinstance(self._ready.optimizer, UpdatesInBackward)
+        self._is_updating = isinstance(self._ready.optimizer, (UpdatesInBackward, OptimizersByHand))
 
     def _save_after(self, error: BaseException) -> None:
         step, saver = self._parts.progress.step, self._saver

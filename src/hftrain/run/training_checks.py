@@ -20,6 +20,7 @@ from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
 from hftrain.run.parts import Ready, RunParts
+from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
@@ -45,7 +46,7 @@ class TrainingChecks:
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
-        if is_split or not isinstance(optimizer, torch.optim.Optimizer):
+        if is_split or not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizersByHand):
             return
         self._frozen = [(name, p) for name, p in ready.task.model.named_parameters() if not p.requires_grad]
         # Of a wrapper that never called Optimizer.__init__, torch runs the hooks of the optimizer inside.

@@ -19,7 +19,9 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
+from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
 
@@ -59,6 +61,10 @@ def assemble_stepper(
     owns = strategy.owns
     engine: Any = strategy
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
+    if isinstance(optimizer, OptimizersByHand):
+        return optimizer.assemble(
+            strategy, precision, args, computing or Computing(precision.backward, precision.autocast)
+        )
     max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
@@ -78,6 +84,8 @@ def assemble_stepper(
         if Owns.CLIP not in owns
         else lambda: norm
     )
+    if isinstance(optimizer, Optimizers):
+        clip = _measured(clip, precision, optimizer)
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
@@ -137,6 +145,17 @@ def _make_clip(
         return norm
 
     return clip
+
+
+def _measured(clip: Callable[[], Any], precision: Precision, optimizer: Optimizers) -> Callable[[], Any]:
+    """Return a function that notes the norms of several optimizers before it clips."""
+
+    def measure_and_clip() -> Any:
+        precision.unscale(optimizer)
+        optimizer.measure()
+        return clip()
+
+    return measure_and_clip
 
 
 def _make_zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[[], None]:

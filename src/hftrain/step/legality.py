@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.types import Owns, PrecisionPolicy
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -54,6 +55,16 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
             f"Cannot use {cls.__name__}, which updates as soon as it has a gradient.",
             f"It cannot: {reason}.",
             "Use one process, gradient_accumulation_steps=1 and no fp16, or an optimizer that steps afterwards.",
+        )
+
+
+def check_several(optimizer: Any, strategy: Strategy) -> None:
+    """Raise if the strategy's engine steps one optimizer, and there are several."""
+    if isinstance(optimizer, Optimizers) and strategy.owns & (Owns.STEP | Owns.BACKWARD):
+        raise StrategyError(
+            f"Cannot use the optimizers {', '.join(optimizer.members)} with strategy={strategy.name!r}:",
+            "its engine steps one optimizer.",
+            "Return one optimizer with several groups from configure_optimizers(), or use 'ddp' or 'fsdp'.",
         )
 
 

@@ -25,6 +25,10 @@ class TaskModule(nn.Module):
     Args:
         model: The network; may also be assigned to `self.model` after ``super().__init__()``.
 
+    Attributes:
+        automatic_optimization: False: `training_step` steps the optimizers itself, with
+            ``self.optimizers["name"].minimize(loss)``, and returns a loss for the logs.
+
     Example:
         >>> class Regression(TaskModule):
         ...     def training_step(self, batch):
@@ -36,6 +40,9 @@ class TaskModule(nn.Module):
     """
 
     model: nn.Module
+    automatic_optimization: bool = True
+    # With `automatic_optimization = False`, in a training: the optimizers by name.
+    optimizers: Any
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
@@ -96,7 +103,10 @@ class TaskModule(nn.Module):
     def configure_optimizers(self) -> Any:
         """Return an optimizer or an (optimizer, schedule) pair; None (the default) uses those of the arguments.
 
-        The schedule is stepped once per optimizer update.
+        The schedule is stepped once per optimizer update. Several optimizers are returned by name, and step together
+        unless `automatic_optimization` is False: ``{"generator": optimizer, "critic": (optimizer, schedule)}``. A
+        schedule may have another interval: ``{"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule,
+        "interval": "epoch"}}``; one that reads a metric is stepped after evaluations: ``"monitor": "loss"``.
         """
         return None
 

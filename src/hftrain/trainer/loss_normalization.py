@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -216,6 +217,10 @@ class LossShares:
             return _scaled(loss, share[finding.what], self._num_ranks_of(finding), self._total(finding, num_items))
         factor = self._weight(finding, share, num_items)
         return loss if factor == 1 else loss * factor
+
+    def weighing(self, batch: Any, num_items: Count | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that multiplies losses of a micro-batch by its share of the step."""
+        return partial(self.weigh, share=self.share_of(batch), num_items=num_items) if self.is_on else lambda loss: loss
 
     def _num_ranks_of(self, finding: Finding) -> int:
         return 1 if finding.is_scaled else self.num_ranks

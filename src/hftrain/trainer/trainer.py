@@ -73,6 +73,7 @@ from hftrain.run.run import Run
 from hftrain.run.saving import load_task
 from hftrain.run.writing import make_manager
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
+from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
 from hftrain.strategies.base import EngineFlag, Strategy
 from hftrain.task.compilation import Compiler
@@ -580,6 +581,8 @@ class Trainer:
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
+        if isinstance(self.optimizer, OptimizersByHand):
+            return self._shares.take, self.optimizer.stepping(self._slot_training_step, self._shares.weighing)
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
         fitting = MicroBatches(self, self._shares, self._run_parts.logs, found_size(self.args, resume))
@@ -1380,11 +1383,13 @@ class Trainer:
         """
         chosen_model = self.model if model is None else model
         if self.optimizer is None:
-            made = read_optimizers(self.task.configure_optimizers(), maker=type(self.task).__name__)
+            made = read_optimizers(self.task)
             self._optimizer_is_the_tasks = made[0] is not None
             self.optimizer = made[0]
             if made[1] is not None:
                 self.lr_scheduler = made[1]
+            if isinstance(made[1], TrainerCallback):
+                self.add_callback(made[1])
         if self.optimizer is None:
             if self.optimizer_cls_and_kwargs is None:
                 chosen = self.get_optimizer_cls_and_kwargs(self.args, chosen_model)
@@ -1449,6 +1454,8 @@ class Trainer:
     def _forget_schedule(self) -> None:
         """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
         if self._optimizer_is_the_tasks:
+            if isinstance(self.lr_scheduler, TrainerCallback):
+                self.remove_callback(self.lr_scheduler)
             self.optimizer = self.lr_scheduler = None
         elif self._created_lr_scheduler:
             self.lr_scheduler = None

@@ -108,6 +108,15 @@ def test_optimizer_and_schedule_that_belong_together_pass() -> None:
 schedule_of_sgd = torch.optim.lr_scheduler.StepLR(sgd, 1)
 
 
+class Own(TaskModule):
+    def __init__(self, made: Any) -> None:
+        super().__init__(nn.Linear(1, 1))
+        self.made = made
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
@@ -115,11 +124,12 @@ schedule_of_sgd = torch.optim.lr_scheduler.StepLR(sgd, 1)
         (sgd, (sgd, None)),
         ((sgd, schedule_of_sgd), (sgd, schedule_of_sgd)),
         ([sgd, None], (sgd, None)),
+        ({"optimizer": sgd}, (sgd, None)),
         ((None, None), (None, None)),
     ],
 )
 def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
-    assert read_optimizers(made, maker="Own") == expected
+    assert read_optimizers(Own(made)) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,12 +139,12 @@ def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
         ((sgd, sgd), r"a tuple of \(SGD, SGD\)"),
         ([sgd], r"a list of \(SGD\)"),
         (([sgd], [schedule_of_sgd]), r"a tuple of \(list, list\)"),
-        ({"optimizer": sgd}, r"a dict\."),
+        ({"optimizer": sgd, "frequency": 2}, "frequency"),
     ],
 )
 def test_task_that_gives_something_else_is_named(made: Any, named: str) -> None:
     with pytest.raises(TaskError, match=f"what Own.configure_optimizers returned: .*{named}"):
-        read_optimizers(made, maker="Own")
+        read_optimizers(Own(made))
 
 
 # -- task ------------------------------------------------------------------------------------------------------------

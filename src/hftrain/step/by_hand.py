@@ -1,0 +1,287 @@
+"""Optimizers that a task steps itself: `automatic_optimization = False`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, StrategyError, TaskError
+from hftrain.core.types import Owns
+from hftrain.optim.several import Optimizers
+from hftrain.precision.base import Precision
+from hftrain.step.averaging import average_gradients
+from hftrain.step.stepper import Computing, Stepper
+from hftrain.strategies.base import Strategy
+
+
+class TaskOptimizer:
+    """One optimizer of a task that steps by hand; ``self.optimizers["name"]`` in `training_step`.
+
+    It does what the Trainer does otherwise: scales the loss to its share of the step, averages the gradients over all
+    processes, unscales them, clips them to `max_grad_norm`, steps, drops them, and steps the schedule.
+
+    Attributes:
+        name: Its name.
+        optimizer: The optimizer that `configure_optimizers` returned.
+        max_grad_norm: The largest norm of its gradients; None takes that of the arguments.
+    """
+
+    def __init__(self, owner: OptimizersByHand, name: str, optimizer: Optimizer) -> None:
+        self.name, self.optimizer = name, optimizer
+        self.max_grad_norm: float | None = None
+        self.has_gradient = False
+        self._owner, self._counted = owner, Optimizers({name: optimizer})
+
+    @property
+    def num_updates(self) -> int:
+        """How often it has changed its parameters, since the start of the training; checkpoints keep it."""
+        return int(self.optimizer.param_groups[0]["num_updates"])
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What it trains."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def minimize(self, loss: torch.Tensor) -> bool:
+        """Run `backward`, then `step`."""
+        self.backward(loss)
+        return self.step()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Add the gradients of a loss to those of this optimizer's parameters; those of others stay as they are.
+
+        Args:
+            loss: The mean over the items of the micro-batch, as `training_step` returns it otherwise.
+            options: Keywords of `torch.Tensor.backward`, such as `retain_graph`.
+        """
+        run = self._owner.run
+        if run is None or not torch.is_grad_enabled():
+            raise TaskError(
+                f"Cannot train with the optimizer {self.name!r} now.",
+                "No training step is running: an evaluation calls training_step of a task without evaluation_step.",
+                "Define evaluation_step(batch).",
+            )
+        with run.only(self.parameters) as inputs:
+            run.precision.backward(run.weigh(loss), **{**inputs, **options})
+        self.has_gradient = True
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> bool:
+        """Update the parameters; return whether that was done.
+
+        With gradient accumulation, nothing is done before the last micro-batch. In fp16 an update is left out if the
+        gradients overflowed. Collective.
+
+        Args:
+            closure: Computes and returns the loss; the optimizer calls it as often as it needs, as LBFGS and SAM do.
+        """
+        run = self._owner.run
+        if closure is not None:
+            return self._step_with(closure)
+        if run is None or not run.is_last:
+            return False
+        if not self.has_gradient:
+            raise TaskError(
+                f"Cannot step the optimizer {self.name!r}:",
+                "no backward() came before it.",
+                "Call self.optimizers[name].backward(loss) first, or minimize(loss) for both.",
+            )
+        before = self.num_updates
+        self._prepare(run)
+        run.precision.apply(self._counted)
+        self.optimizer.zero_grad()
+        self.has_gradient = False
+        self._owner.update_scale()
+        return self._finish(before)
+
+    def _step_with(self, closure: Callable[[], torch.Tensor]) -> bool:
+        run, before = self._owner.run, self.num_updates
+        if run is None or run.precision.policy.loss_scaling or run.accumulates:
+            raise TaskError(
+                f"Cannot step the optimizer {self.name!r} with a closure:",
+                "it runs the model several times in a step, which fp16's loss scale and gradient accumulation exclude.",
+                "Use bf16 or float32, and gradient_accumulation_steps=1.",
+            )
+
+        def evaluate() -> torch.Tensor:
+            with torch.enable_grad():
+                self.optimizer.zero_grad()
+                loss = closure()
+                self.backward(loss)
+            self._prepare(run)
+            return loss.detach()
+
+        self._counted.step(evaluate)
+        self.optimizer.zero_grad()
+        self.has_gradient = False
+        return self._finish(before)
+
+    def _prepare(self, run: _Running) -> None:
+        """Average, unscale and clip the gradients."""
+        if not self._owner.outcomes:
+            self._owner.norms.clear()  # of the step before
+        if run.averages:
+            average_gradients(self.parameters, run.strategy)
+        run.precision.unscale(self._counted)
+        max_norm = run.args.max_grad_norm if self.max_grad_norm is None else self.max_grad_norm
+        if max_norm and max_norm > 0:
+            self._owner.norms[self.name] = run.strategy.clip_grad_norm(self.parameters, max_norm)
+        else:
+            self._counted.measure()
+            self._owner.norms[self.name] = self._counted.norms[self.name]
+
+    def _finish(self, before: int) -> bool:
+        is_updated = self.num_updates > before
+        self._owner.outcomes.append(is_updated)
+        if is_updated and self._owner.schedules is not None:
+            self._owner.schedules.step_one(self.name)
+        return is_updated
+
+    @contextmanager
+    def toggle(self) -> Iterator[None]:
+        """Freeze the parameters of the other optimizers within the context: their gradients need not be computed."""
+        run, own = self._owner.run, set(map(id, self.parameters))
+        frozen = [p for p in self._owner.parameters if p.requires_grad and id(p) not in own]
+        frozen = [] if run is None or run.strategy.shards_model else frozen
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+
+class _Running:
+    """What the optimizers need of a run."""
+
+    def __init__(
+        self, owner: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, computing: Computing | None
+    ) -> None:
+        self._owner, self._computing = owner, computing
+        self.strategy, self.precision, self.args = strategy, precision, args
+        self.averages = strategy.world_size > 1 and not strategy.shards_model
+        self.weigh: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch is the last one of its step."""
+        return self._computing is None or self._computing.syncs
+
+    @property
+    def accumulates(self) -> bool:
+        return bool(getattr(self.args, "gradient_accumulation_steps", 1) > 1)
+
+    @contextmanager
+    def only(self, parameters: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
+        """Let a backward pass reach these parameters only; returns keywords for it."""
+        if not self.strategy.shards_model:
+            yield {"inputs": [parameter for parameter in parameters if parameter.requires_grad]}
+            return
+        # What autograd sees there are the gathered parameters. Their gradients are sharded at once, also in earlier
+        # micro-batches: another optimizer may not have any in the last one.
+        self._owner.task.model.set_requires_gradient_sync(True)
+        own = set(map(id, parameters))
+        others = [(p, p.grad) for p in self._owner.parameters if id(p) not in own]
+        for parameter, _ in others:
+            parameter.grad = None
+        yield {}
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+class OptimizersByHand(Optimizers):
+    """The optimizers of a task with `automatic_optimization = False`; ``task.optimizers["name"]`` in a training.
+
+    Args:
+        task: Sees the bare model in a training under DDP: each optimizer averages its gradients itself.
+        members: Optimizers by name, whose parameters are disjoint.
+    """
+
+    def __init__(self, task: Any, members: Mapping[str, Optimizer]) -> None:
+        super().__init__(members)
+        self.run: _Running | None = None
+        self.outcomes: list[bool] = []
+        self.task = task
+        self._handles = {name: TaskOptimizer(self, name, member) for name, member in members.items()}
+        self.parameters = [p for handle in self._handles.values() for p in handle.parameters]
+        task.optimizers = self
+
+    def __getitem__(self, name: str) -> TaskOptimizer:
+        if name not in self._handles:
+            raise TaskError(
+                f"There is no optimizer {name!r}.",
+                f"configure_optimizers() returned {', '.join(self._handles)}.",
+                "Use one of these names.",
+            )
+        return self._handles[name]
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing: each one has stepped in `training_step`."""
+
+    def assemble(self, strategy: Strategy, precision: Precision, args: Any, computing: Computing | None) -> Stepper:
+        """Return the calls of a step, of which the task does the most.
+
+        Raises:
+            StrategyError: The strategy steps one optimizer itself, or exchanges gradients in its own way.
+        """
+        exchanges = strategy.world_size > 1 and not strategy.shards_model and strategy.name != "ddp"
+        is_flat = strategy.shards_model and strategy.name != "fsdp"
+        if strategy.owns != Owns.NOTHING or exchanges or is_flat:
+            raise StrategyError(
+                f"Cannot use automatic_optimization=False with strategy={strategy.name!r}:",
+                "it steps the optimizer, or exchanges the gradients, in a way of its own.",
+                "Use 'ddp', 'fsdp' or one process.",
+            )
+        if getattr(args, "auto_find_batch_size", False):
+            raise ConfigError(
+                "Cannot use auto_find_batch_size with automatic_optimization=False:",
+                "a batch cannot be split, as its training_step updates parameters.",
+                "Set per_device_train_batch_size.",
+            )
+        self.run = _Running(self, strategy, precision, args, computing)
+        if not strategy.shards_model:
+            self.task.model = strategy.unwrap(self.task.model)
+        return Stepper(
+            autocast=precision.autocast,
+            backward=lambda *_, **__: None,
+            clip=self._total_norm,
+            step=self._end_step,
+            zero_grad=self.outcomes.clear,
+        )
+
+    def stepping(
+        self, step: Callable[[Any, Any, Any], torch.Tensor], weigh: Callable[[Any, Any], Callable[[Any], torch.Tensor]]
+    ) -> Callable[[Any, Any, Any], torch.Tensor]:
+        """Return a training step that weighs the losses of its micro-batch; `weigh` is given batch and item count."""
+
+        def run(model: Any, batch: Any, num_items: Any) -> torch.Tensor:
+            assert self.run is not None
+            self.run.weigh = weigh(batch, num_items)
+            return step(model, batch, num_items)
+
+        return run
+
+    def update_scale(self) -> None:
+        """Adjust fp16's loss scale, unless gradients that were scaled by it wait for their step."""
+        assert self.run is not None
+        if not any(handle.has_gradient for handle in self._handles.values()):
+            self.run.precision.update_scale()
+
+    def _total_norm(self) -> torch.Tensor | None:
+        norms = list(self.norms.values()) if self.outcomes else []
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+
+    def _end_step(self) -> bool:
+        """End a step of the plan; return False if all its updates were skipped."""
+        if waiting := [name for name, handle in self._handles.items() if handle.has_gradient]:
+            raise TaskError(
+                f"The step ended with gradients of {', '.join(waiting)} that were not used.",
+                "backward() was called, and step() was not: a checkpoint would not hold them.",
+                "Call step() after each backward(); gradient_accumulation_steps adds up gradients of several batches.",
+            )
+        self.step()  # schedules notice it
+        return any(self.outcomes) or not self.outcomes
