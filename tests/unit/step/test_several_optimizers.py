@@ -282,7 +282,7 @@ def test_what_cannot_step_several_refuses(tmp_path: Path) -> None:
 def test_strategies_that_step_themselves_refuse() -> None:
     engine: Any = SimpleNamespace(owns=Owns.BACKWARD | Owns.STEP, name="deepspeed", world_size=2, shards_model=False)
     optimizers = Optimizers({"a": SGD, "b": OTHER})
-    with pytest.raises(StrategyError, match="several|a, b"):
+    with pytest.raises(StrategyError, match="deepspeed"):
         check_several(optimizers, engine)
     check_several(SGD, engine)
     own = OptimizersByHand(Gan(), {"a": SGD, "b": OTHER})
