@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 # Arguments of the Trainer.
 _TRAINERS = frozenset(
     {
-        "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run", "loggers",
-        "loop", "model", "model_init", "optimizers", "precision", "processing_class", "save_policy", "strategy",
+        "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run",
+        "limit_eval_batches", "limit_train_batches", "loggers", "loop", "model", "model_init", "optimizers",
+        "overfit_batches", "precision", "processing_class", "sanity_eval_batches", "save_policy", "strategy",
         "tokenizer", "train_dataset",
     }
 )  # fmt: skip

@@ -14,7 +14,7 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
 # Decide the order of the data, or the meaning of the optimizer's state: a difference is an error.
-_FIXED = ("samples", "data_seed", "drop_last", "precision")
+_FIXED = ("samples", "data_seed", "drop_last", "limits", "precision")
 # Matter only within an epoch: an order that depends on the batch size, or on the random numbers of one process.
 _FIXED_WITHIN = ("grouping", "seedable")
 # A run may change these; a warning lists them.
@@ -98,9 +98,11 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     # In these cases, a position is only valid with the same number of ranks.
     alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
     fixed += ["world_size"] if is_within_epoch and alone else []
-    if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):
+    is_countable = saved.get("round_size") and current.get("round_size")
+    # A limit is a number of batches: with others, the rest of the pass would be other samples.
+    if is_within_epoch and (not is_countable or saved.get("limits")):
         fixed += ["world_size", "batch_size"]
-    assumed = {name: current.get(name) for name in _FIXED_WITHIN}
+    assumed: dict[str, Any] = {**{name: current.get(name) for name in _FIXED_WITHIN}, "limits": {}}
     check_geometry({**assumed, **saved}, {name: current[name] for name in fixed if name in current}, step=step)
     changed = [name for name in _FREE if name in current and saved.get(name) != current[name]]
     return [f"{name} {saved.get(name)} -> {current[name]}" for name in changed]

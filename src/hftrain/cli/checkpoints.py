@@ -46,6 +46,7 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
         size = readable_bytes(sum(record["size"] for record in found.files.values()))
         state = "weights only" if found.only_model else "verified" if should_verify else "complete"
         state += "" if found.is_finite else ", not finite"
+        state += ", limited data" if found.facts.get("limits") else ""
         last = f"resume_from_checkpoint=True takes {path.name}" + (
             ", which cannot be resumed: save_only_model=True saved it." if found.only_model else "."
         )

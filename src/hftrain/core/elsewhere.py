@@ -145,9 +145,8 @@ TRAINER_KEYWORDS = _by_name(
         "Compute the loss in the task's training_step, or pass compute_loss_func=....": "criterion loss_fn",
         "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).": "sync_batchnorm",
         _LOGGERS: "logger",
-        "Pass a shorter dataset, set max_steps, or use fast_dev_run.": (
-            "limit_train_batches limit_val_batches overfit_batches"
-        ),
+        "Pass limit_eval_batches=... to the Trainer.": "limit_val_batches limit_test_batches",
+        "Pass limit_train_batches=... to the Trainer.": "steps_per_epoch",
         "Pass data_collator=....": "collate_fn",
         "Pass eval_dataset=..., or override get_eval_dataloader to return the loader.": (
             "eval_dataloader eval_loader val_dataloader val_dataloaders val_loader"
@@ -160,7 +159,7 @@ TRAINER_KEYWORDS = _by_name(
         ),
         "Profile train() with torch.profiler, in a callback that steps it.": "profiler",
         "Set disable_tqdm=True in TrainingArguments.": "enable_progress_bar",
-        "Set eval_on_start=True in TrainingArguments, or rehearse with fast_dev_run.": "num_sanity_val_steps",
+        "Pass sanity_eval_batches=... to the Trainer.": "num_sanity_val_steps",
         "Set eval_strategy='epoch', or eval_strategy='steps' and eval_steps in TrainingArguments.": (
             "check_val_every_n_epoch val_check_interval"
         ),

@@ -16,6 +16,7 @@ from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
 from hftrain.data.eval_sets import EvalSet
+from hftrain.data.limits import Limits
 from hftrain.data.sizes import has_length
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
@@ -40,13 +41,14 @@ def check_kind(dataset: Any, role: str) -> None:
         raise ConfigError(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy)
 
 
-def check_train_data(args: TrainingArguments, dataset: Any) -> None:
+def check_train_data(args: TrainingArguments, dataset: Any, limits: Limits) -> None:
     """Raise unless there is a non-empty dataset, and the length of the run is known."""
     remedy = "Pass train_dataset to the Trainer or override get_train_dataloader."
     if dataset is None:
         raise ConfigError("Cannot train:", "there is no train_dataset.", remedy)
     if not has_length(dataset):
-        require_max_steps(args)
+        if not limits.of_training or limits.num_train(None) is None:
+            require_max_steps(args)
     elif len(dataset) == 0:
         raise ConfigError("Cannot train.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
 

@@ -51,7 +51,8 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     manager = trainer._make_manager(parts.output.meet())
     model = trainer._make_model()
     stack.callback(parts.events.close_run)
-    data = RunData(trainer._open_training_data, strategy, parts.events, seed=data_seed(args))
+    seed, limits = data_seed(args), trainer.limits
+    data = RunData(trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits)
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
     counts = RunCounts(parts, model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
+from hftrain.data.limits import LimitedFeed, Limits
 from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
@@ -20,6 +22,7 @@ class RunData:
     Args:
         open_loader: Returns this rank's batches, from another dataset if one is given.
         seed: The data seed.
+        limits: How much of the data is read.
 
     Attributes:
         feed: The batches that the loop reads; a loop may replace them.
@@ -27,9 +30,16 @@ class RunData:
     """
 
     def __init__(
-        self, open_loader: Callable[..., Any], strategy: Strategy, events: CallbackHandler, *, seed: int
+        self,
+        open_loader: Callable[..., Any],
+        strategy: Strategy,
+        events: CallbackHandler,
+        *,
+        seed: int,
+        limits: Limits,
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
+        self._limits = limits
         self.deaths = WorkerDeaths()
         self.feed = self._open()
 
@@ -52,7 +62,8 @@ class RunData:
         loader = resumable_loader(self._open_loader(*dataset), seed=seed, rank=strategy.rank)
         if dataset:
             end_workers(self.feed.loader)
-        feed = TrainFeed(loader, seed=seed, collates_ahead=True)
+        make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed
+        feed = make(loader, seed=seed, collates_ahead=True)
         if strategy.world_size > 1:
             main = strategy.broadcast_object(feed.own_seeds)
             # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.

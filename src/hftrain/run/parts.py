@@ -21,6 +21,7 @@ from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
+from hftrain.data.limits import Limits
 from hftrain.loops.contract import Loop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
@@ -140,6 +141,7 @@ class TrainerHooks(Protocol):
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
     spill_dir: Path | None
+    limits: Limits
     loops: Mapping[str, Loop[Any]]
     neftune_noise_alpha: float | None
     is_deepspeed_enabled: Any
@@ -252,6 +254,9 @@ class TrainerHooks(Protocol):
 
     def _note_sync(self, syncs: bool) -> None:
         """Note whether an update follows the next micro-step."""
+
+    def _try_evaluation(self) -> None:
+        """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
 
     def _finish_training(self, metrics: dict[str, Any]) -> None:
         """End the documented state of training, and add the memory use to the metrics."""

@@ -208,6 +208,7 @@ def _find_geometry(parts: RunParts, loader: Any, *, total_batch_size: int) -> di
         "grouping": grouping.batch_size if grouping else 0 if args.train_sampling_strategy == "sequential" else None,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         "own_shares": has_own_shares(loader, world_size=num_readers),
+        "limits": trainer.limits.of_training,
         "precision": policy.name,
         # None: an engine keeps its own copies, which depend on the precision.
         "weights_dtype": None if Owns.CASTING in strategy.owns else str(policy.param_dtype),

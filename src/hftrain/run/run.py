@@ -129,6 +129,7 @@ class Run:
                     "max_steps": plan.max_steps,
                     "num_examples": plan.length.num_examples,
                     "total_batch_size": plan.total_batch_size,
+                    **({"limits": limits} if (limits := parts.trainer.limits.facts) else {}),
                 },
                 environment=environment(parts.strategy) | {"precision": parts.precision.policy.name},
                 model=type(ready.model).__name__,
@@ -140,6 +141,7 @@ class Run:
         parts, ready, plan, args, trainer = self._parts, self._ready, self._plan, self._parts.args, self._parts.trainer
         schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
         take, training_step = trainer._steps(self._resume)
+        evaluates_first = args.eval_on_start or trainer.limits.sanity_eval_batches
         return FitParts(
             config=FitConfig(
                 max_steps=plan.max_steps,
@@ -158,7 +160,7 @@ class Run:
                 log=self._log,
                 evaluate=self._evaluate,
                 save=self.saver.save,
-                evaluate_first=self._evaluate_first if args.eval_on_start else None,
+                evaluate_first=self._evaluate_first if evaluates_first else None,
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
@@ -266,8 +268,12 @@ class Run:
 
     def _evaluate_first(self) -> None:
         """Evaluate before training; neither the best metric nor a schedule depends on it. Collective."""
-        with self._parts.journal.paused():
-            self._parts.trainer._evaluate(self._parts.trial, self._parts.ignore_keys, skip_scheduler=True)
+        parts, trainer = self._parts, self._parts.trainer
+        with parts.journal.paused():
+            if trainer.limits.sanity_eval_batches:
+                trainer._try_evaluation()
+            if parts.args.eval_on_start:
+                trainer._evaluate(parts.trial, parts.ignore_keys, skip_scheduler=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.data.limits import FirstBatches
 from hftrain.data.sizes import has_length
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import Ready, RunParts
@@ -50,6 +51,8 @@ def show_summary(
     title = f"Trained {num_steps} steps in {seconds_text(metrics['train_runtime'])}"
     rates = LogLines().split({name: value for name, value in metrics.items() if name.endswith("_per_second")})[1]
     rows: Rows = {"speed": rates}
+    if limits := parts.trainer.limits.facts:
+        rows["limited"] = [f"{name}={value}" for name, value in limits.items()]
     if resume is not None:
         rows["resumed"] = [f"from {_shown(resume)}"]
     if state.global_step < state.max_steps:
@@ -152,6 +155,9 @@ logger = get_logger(__name__)
 
 def announce_training(parts: RunParts, plan: RunPlan) -> None:
     """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
+    limits = ", ".join(f"{name}={value}" for name, value in parts.trainer.limits.facts.items())
+    if limits and parts.strategy.is_main:
+        logger.warning("Not all of the data is read: %s.", limits)
     if not logger.isEnabledFor(logging.INFO):
         # Counting parameters is not free.
         return
@@ -178,4 +184,6 @@ def announce_evaluation(loader: Any, *, description: str, batch_size: int, count
     dataset = getattr(loader, "dataset", None)
     is_known = has_length(dataset) or (dataset is None and has_length(loader))
     logger.info("  Num examples = %s", count_samples(loader) if is_known else "unknown")
+    if isinstance(loader, FirstBatches):
+        logger.info("  Batches read by each process = at most %d", loader.number)
     logger.info("  Batch size = %d", batch_size)

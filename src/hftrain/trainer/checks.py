@@ -213,7 +213,8 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
         if makes_schedule:
             total = trainer.get_total_train_batch_size(args)
             num_steps = TrainPlan(*trainer.set_initial_training_values(args, loader, total)).max_steps
-    if makes_schedule:
+    # A stream's passes may be limited, and its steps be known later.
+    if makes_schedule and num_steps > 0:
         given = trainer.optimizer_cls_and_kwargs
         rate = args.learning_rate if given is None else given[1].get("lr", args.learning_rate)
         stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))

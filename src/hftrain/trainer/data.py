@@ -14,6 +14,7 @@ from hftrain.core.log import get_logger
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
+from hftrain.data.limits import first_batches
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.sharding import ShardPlan
 from hftrain.data.shares import check_shares
@@ -21,7 +22,6 @@ from hftrain.data.sizes import has_length
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.run.parts import TrainerHooks
-from hftrain.trainer.rehearsal import cut_short
 
 _logger = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class TrainerData:
         trainer, args = self._trainer, self._trainer.args
         check_tensor_parallel(trainer.get_tp_size(), trainer.strategy, is_handled=trainer.is_deepspeed_enabled)
         if not trainer._is_overridden("get_train_dataloader"):
-            check_train_data(args, trainer.train_dataset)
+            check_train_data(args, trainer.train_dataset, trainer.limits)
             self._check_columns(trainer.train_dataset, role="train_dataset")
             if not trainer._is_overridden("_get_train_sampler"):
                 self._check_lengths(trainer.train_dataset, is_training=True)
@@ -178,7 +178,7 @@ class TrainerData:
         if trainer.strategy.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
             check_shares(share, sets, gather_object=trainer.strategy.gather_object)
-        return share if is_training else cut_short(share, trainer._num_rehearsed)
+        return share if is_training else first_batches(share, trainer._num_rehearsed)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         strategy = self._trainer.strategy

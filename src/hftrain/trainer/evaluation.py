@@ -20,6 +20,7 @@ from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.dispatch import takes_turns
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.grouping import reading_order
+from hftrain.data.limits import first_batches
 from hftrain.data.sizes import expected_samples
 from hftrain.evaluation.generating import generates
 from hftrain.evaluation.recurrence import read_memory
@@ -111,6 +112,31 @@ class Evaluation:
             yield
         finally:
             self._trainer.compute_metrics = previous
+
+    def try_out(self, read: Callable[[str | None], Any], num_batches: int) -> None:
+        """Evaluate the first batches of every set for its errors alone: nothing is logged, no callback called.
+
+        Args:
+            read: Returns this rank's batches of a set; None is the only one.
+            num_batches: Of each rank.
+        """
+        trainer, handler, own = self._trainer, self._trainer.callback_handler, self._trainer.eval_dataset
+        callbacks, loader = list(handler.callbacks), handler.eval_dataloader
+        handler.callbacks.clear()
+        handler.refresh()
+        try:
+            for name in own if isinstance(own, Mapping) else [None]:
+                with self.own_metrics(self.sets.get(name or "")), self._stages.evaluating("eval"):
+                    self.over(
+                        first_batches(read(name), num_batches),
+                        description="Sanity evaluation",
+                        prediction_loss_only=True if trainer.compute_metrics is None else None,
+                        ignore_keys=None,
+                        metric_key_prefix="eval" if name is None else f"eval_{name}",
+                    )
+        finally:
+            handler.callbacks[:] = callbacks
+            handler.refresh(eval_dataloader=loader)
 
     # -- one evaluation ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,6 @@ def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks, given as classes or instances, without those that report to a tracker."""
     kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
     return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
-
-
-def cut_short(loader: Any, num_batches: int) -> Any:
-    """Return a loader of the first batches of an evaluation loader, or the loader itself if `num_batches` is 0."""
-    return _FirstBatches(loader, num_batches) if num_batches else loader
 
 
 def existing_part(folder: Path) -> Path:
@@ -141,25 +136,6 @@ def _copy_parts(trainer: TrainerHooks) -> None:
             "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
         ) from error
     trainer.model, trainer.model_wrapped = trainer.task.model, trainer._outermost
-
-
-class _FirstBatches:
-    """The first batches of a loader, with its other attributes except the samplers, which order the whole dataset."""
-
-    sampler = batch_sampler = None
-
-    def __init__(self, loader: Any, number: int) -> None:
-        self._loader = loader
-        self._number = number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return min(len(self._loader), self._number)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._loader), self._number)
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -40,6 +41,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, Owns, PredictionOutput, TrainOutput
 from hftrain.data.columns import signature_columns
 from hftrain.data.eval_sets import split_eval_sets
+from hftrain.data.limits import Limits
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
@@ -143,6 +145,13 @@ class Trainer:
         fast_dev_run: Number of steps or batches of a rehearsal; True means 1, None disables it. `train` runs the steps
             on a copy of the model, evaluates, saves and resumes in a temporary folder, logs the step time and cleans
             up. `evaluate` and `predict` run that many batches. Callbacks are called; trackers and the Hub are not.
+        limit_train_batches: How many batches of each process a pass has; a `float` is a share of them (1 is one batch,
+            1.0 are all). Epochs, steps and the schedule are planned with that many. Checkpoints and the report say so.
+        limit_eval_batches: How many batches of each process `evaluate` reads, in the same way; not `predict`.
+        overfit_batches: Like `limit_train_batches`, but every pass has the same batches in the same order. Evaluations
+            read as many of theirs, unless `limit_eval_batches` says otherwise.
+        sanity_eval_batches: Batches of each evaluation set that `train` evaluates before the first step, to fail early.
+            It leaves no trace: no callback is called, nothing is logged, random numbers are restored.
         count_items: The items that a plain model's loss averages over: ``"labels"``, ``"shifted_labels"``,
             ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
             possible with single-sample batches of unequal length or with a custom loss.
@@ -176,6 +185,7 @@ class Trainer:
     train_dataset: Any
     eval_dataset: Any
     spill_dir: Path | None
+    limits: Limits
     # Number of batches of each stage in a rehearsal; 0 in a real run.
     fast_dev_run: int
     optimizer: torch.optim.Optimizer | None
@@ -241,6 +251,10 @@ class Trainer:
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
         fast_dev_run: bool | int | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_eval_batches: int | float | None = None,
+        overfit_batches: int | float | None = None,
+        sanity_eval_batches: int | None = None,
         count_items: str | CountItems | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
@@ -248,6 +262,12 @@ class Trainer:
     ) -> None:
         given = dict(vars(self))
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
+        self.limits = Limits(
+            limit_train_batches=limit_train_batches,
+            limit_eval_batches=limit_eval_batches,
+            overfit_batches=overfit_batches,
+            sanity_eval_batches=sanity_eval_batches or None,
+        )
         check_model(model, model_init)
         has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
@@ -577,7 +597,8 @@ class Trainer:
     def _begin_steps(self) -> list[InManifest]:
         """Take up the documented step's parts of a run; return what the manifest records of them."""
         self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
-        return [self._shares.found.fact]
+        limits = self.limits.facts
+        return [self._shares.found.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
@@ -593,6 +614,14 @@ class Trainer:
             self._training_mode.close()
             self._training_mode = None
         self._note_sync(True)
+
+    def _try_evaluation(self) -> None:
+        """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
+
+        def read(name: str | None) -> Any:
+            return self._own_data.share_of(self.get_eval_dataloader(name), is_training=False)
+
+        self._own_evaluation.try_out(read, self.limits.sanity_eval_batches or 0)
 
     def _finish_training(self, metrics: dict[str, Any]) -> None:
         self.is_in_train = False
@@ -869,8 +898,9 @@ class Trainer:
             return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
         chosen = self._own_evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with self._own_evaluation.own_metrics(chosen), self._own_stages.evaluating("eval"):
+            share = self._own_data.share_of(self.get_eval_dataloader(eval_dataset), is_training=False)
             _, metrics = self._own_evaluation.over(
-                self._own_data.share_of(self.get_eval_dataloader(eval_dataset), is_training=False),
+                self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
@@ -1230,7 +1260,7 @@ class Trainer:
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
-        check_train_data(self.args, self.train_dataset)
+        check_train_data(self.args, self.train_dataset, self.limits)
         return self._get_dataloader(
             self.train_dataset,
             "training",
@@ -1335,12 +1365,14 @@ class Trainer:
 
         Source: the documented `Trainer.set_initial_training_values`.
         """
-        num_batches = len(dataloader) if has_length(dataloader) else None
+        length = len(dataloader) if has_length(dataloader) else None
+        num_batches = self.limits.num_train(length) if self.limits.of_training else length
+        num_examples = 0 if length is None else self.num_examples(dataloader)
+        if num_batches is not None and num_batches != length:
+            per_batch = total_train_batch_size // args.gradient_accumulation_steps
+            num_examples = min(num_examples or sys.maxsize, num_batches * per_batch)
         plan = train_plan(
-            args,
-            num_batches=num_batches,
-            num_examples=self.num_examples(dataloader) if num_batches is not None else 0,
-            total_batch_size=total_train_batch_size,
+            args, num_batches=num_batches, num_examples=num_examples, total_batch_size=total_train_batch_size
         )
         return (
             plan.num_epochs,

@@ -1,0 +1,151 @@
+"""Fewer batches than there are: per pass, per evaluation, or the same few in each pass, to try a run out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.feed import TrainFeed
+from hftrain.data.sizes import has_length
+from hftrain.data.wrappers import has_state
+
+Amount = int | float | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Limits:
+    """How many batches of each process a Trainer reads; `Trainer` documents the settings.
+
+    Attributes:
+        of_training: The setting that decides what a run is trained on, if there is one; a resume compares it.
+        of_evaluation: That of evaluations, likewise.
+        facts: The settings that leave data out, in plain values; checkpoints and reports name them.
+
+    Units:
+        limit_train_batches, limit_eval_batches, overfit_batches: batches, or as a `float` the share of them.
+        sanity_eval_batches: batches.
+
+    Raises:
+        ConfigError: A value is not allowed, or two contradict each other.
+    """
+
+    limit_train_batches: Amount = None
+    limit_eval_batches: Amount = None
+    overfit_batches: Amount = None
+    sanity_eval_batches: int | None = None
+    # Plain attributes, so that nothing here is called by those who set no limit.
+    of_training: dict[str, int | float] = field(init=False)
+    of_evaluation: dict[str, int | float] = field(init=False)
+    facts: dict[str, int | float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in fields(self) if each.init]
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, value in given.items():
+            is_number = type(value) in (int, float) and (name != "sanity_eval_batches" or type(value) is int)
+            if not is_number or value <= 0 or (type(value) is float and value > 1):
+                share = "" if name == "sanity_eval_batches" else ", or a share of them such as 0.1"
+                raise ConfigError(
+                    f"Cannot use Trainer({name}={value!r}).",
+                    "It says how many batches to read: 1 is one batch, 1.0 are all.",
+                    f"Pass a whole number above 0{share}, or leave it out.",
+                )
+        if {"limit_train_batches", "overfit_batches"} <= given.keys():
+            raise ConfigError(
+                "Cannot use both limit_train_batches and overfit_batches:",
+                "both say how many batches a pass has, and only the second that they are the same ones in each.",
+                "Keep one of the two.",
+            )
+        given.pop("sanity_eval_batches", None)
+        self.facts = given
+        self.of_training = {name: value for name, value in given.items() if name != "limit_eval_batches"}
+        of_evaluation = "overfit_batches" if self.limit_eval_batches is None else "limit_eval_batches"
+        self.of_evaluation = {of_evaluation: given[of_evaluation]} if of_evaluation in given else {}
+
+    def num_train(self, num_batches: int | None) -> int | None:
+        """Return the batches in a pass of one process, of as many as its loader has (None: unknown)."""
+        return _limited(self.of_training, num_batches)
+
+    def for_evaluation(self, loader: Any) -> Any:
+        """Return the part of an evaluation loader that is read."""
+        number = _limited(self.of_evaluation, len(loader) if has_length(loader) else None)
+        return loader if number is None or not self.of_evaluation else first_batches(loader, number)
+
+
+def first_batches(loader: Any, number: int) -> Any:
+    """Return a loader of the first batches of an evaluation loader, or the loader itself if `number` is 0."""
+    return FirstBatches(loader, number) if number else loader
+
+
+class FirstBatches:
+    """The first batches of a loader, with its other attributes except the samplers, which order the whole dataset."""
+
+    sampler = batch_sampler = None
+
+    def __init__(self, loader: Any, number: int) -> None:
+        self._loader = loader
+        self.number = number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return min(len(self._loader), self.number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self.number)
+
+
+class LimitedFeed(TrainFeed):
+    """The first batches of each pass; the same ones, in the order of the first pass, with `overfit_batches`.
+
+    Raises:
+        ConfigError: The data saves its own position. After a part of a pass that is neither the data's start nor its
+            end, and a resumed run would begin the next pass there.
+    """
+
+    def __init__(self, loader: Any, *, limits: Limits, **options: Any) -> None:
+        super().__init__(loader, **options)
+        self._limits = limits
+        for part in (self._reader, getattr(self._reader, "dataset", None)):
+            if part is not None and has_state(part):
+                raise ConfigError(
+                    f"Cannot use {next(iter(limits.of_training))} with a {type(part).__name__}:",
+                    "it saves its own position, which after a part of a pass is in the middle of the data.",
+                    "Pass a shorter dataset, such as dataset.take(100), or set max_steps.",
+                )
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in one pass of this rank, or None if unknown."""
+        return self._limits.num_train(super().num_batches)
+
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
+        """Start a pass, see `TrainFeed.open`."""
+        # The order follows from the pass's number.
+        epoch = 0 if self._limits.overfit_batches is not None else epoch
+        batches, number = super().open(epoch, skip=skip, offset=offset), self.num_batches
+        return batches if number is None else islice(batches, max(0, number - skip))
+
+
+def _limited(setting: Mapping[str, int | float], num_batches: int | None) -> int | None:
+    for name, value in setting.items():
+        if isinstance(value, int):
+            return value if num_batches is None else min(value, num_batches)
+        if num_batches is None:
+            raise ConfigError(
+                f"Cannot use {name}={value}.", "The data has no length to take a share of.", "Pass a number of batches."
+            )
+        # 0.29 * 100 is a little less than 29.
+        number = int(round(value * num_batches, 6))
+        if not number:
+            raise ConfigError(
+                f"Cannot use {name}={value}.",
+                f"That is less than one of the {num_batches} batches of a process.",
+                f"Pass a larger share, or {name}=1 for one batch.",
+            )
+        return number
+    return num_batches

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.feed import TrainFeed
+from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
+
+
+class Counting(IterableDataset[int]):
+    """A stream that saves its position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        return iter(range(self.position, 10))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 0},
+        {"limit_train_batches": True},
+        {"limit_eval_batches": 1.5},
+        {"limit_eval_batches": "0.5"},
+        {"overfit_batches": -1},
+        {"sanity_eval_batches": 0.5},
+        {"limit_train_batches": 1, "overfit_batches": 1},
+    ],
+)
+def test_impossible_limits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Limits(**options)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(3, 3), (1, 1), (1000, 100), (1.0, 100), (0.29, 29), (0.019, 1)])
+def test_whole_numbers_are_batches_and_fractions_shares(value: float, expected: int) -> None:
+    assert Limits(limit_train_batches=value).num_train(100) == expected
+    assert Limits(overfit_batches=value).num_train(100) == expected
+    assert len(Limits(limit_eval_batches=value).for_evaluation([[0]] * 100)) == expected
+
+
+def test_share_of_less_than_a_batch_or_of_unknown_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="less than one"):
+        Limits(limit_train_batches=0.001).num_train(100)
+    with pytest.raises(ConfigError, match="no length"):
+        Limits(limit_eval_batches=0.5).for_evaluation(iter([]))
+    assert Limits(limit_train_batches=5).num_train(None) == 5
+
+
+def test_without_limits_nothing_is_wrapped() -> None:
+    loader = DataLoader(range(4))
+    assert Limits().for_evaluation(loader) is loader
+    assert Limits().num_train(None) is None
+    assert Limits().facts == Limits().of_training == Limits(sanity_eval_batches=2).of_evaluation == {}
+
+
+def test_overfitting_limits_evaluations_unless_told_otherwise() -> None:
+    assert len(Limits(overfit_batches=2).for_evaluation([[0]] * 9)) == 2
+    assert len(Limits(overfit_batches=2, limit_eval_batches=4).for_evaluation([[0]] * 9)) == 4
+    assert isinstance(Limits(overfit_batches=2).for_evaluation(iter([])), FirstBatches)
+
+
+@pytest.mark.parametrize("overfits", [False, True])
+def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
+    limits = Limits(overfit_batches=3) if overfits else Limits(limit_train_batches=3)
+    whole = TrainFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5)
+    feed = LimitedFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5, limits=limits)
+    assert feed.num_batches == 3
+    for epoch in range(3):
+        expected = [batch.tolist() for batch in whole.open(0 if overfits else epoch)][:3]
+        for skip in range(4):
+            assert [batch.tolist() for batch in feed.open(epoch, skip=skip)] == expected[skip:]
+
+
+def test_data_with_a_position_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="position"):
+        LimitedFeed(DataLoader(Counting()), seed=0, limits=Limits(limit_train_batches=3))
