@@ -102,6 +102,7 @@ from hftrain.loops.fit import FitParts as FitParts
 from hftrain.optim.extras.adafactor import Adafactor as Adafactor
 from hftrain.optim.extras.adafactor import AdafactorSchedule as AdafactorSchedule
 from hftrain.optim.extras.adafactor import get_adafactor_schedule as get_adafactor_schedule
+from hftrain.optim.extras.muon import Muon as Muon
 from hftrain.optim.functions import get_constant_schedule as get_constant_schedule
 from hftrain.optim.functions import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
 from hftrain.optim.functions import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup

@@ -18,7 +18,7 @@ from hftrain.step.legality import legality_table
 STRATEGIES = ("single", "ddp", "fsdp")
 PAIRS = [row for row in legality_table() if row.device == "cpu" and row.strategy in STRATEGIES and row.reason is None]
 # Those that need no package of their own; the others run below, where their packages are installed.
-BUILT_IN = ("adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "sgd", "adagrad", "rmsprop")
+BUILT_IN = ("adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "sgd", "adagrad", "rmsprop", "muon")
 CLIPPING = (0.0, 1.0)
 
 

@@ -12,7 +12,7 @@ from support.resuming import StopAt
 
 from hftrain.arguments.enums import OptimizerNames
 
-OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]
+OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision", "muon"]
 # They are refused on a CPU, see tests/unit/optim/extras.
 ELSEWHERE = {
     *("adalomo", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch_xla"),

@@ -89,7 +89,7 @@ FOLLOW_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class OptimizerNames(_Choice):
-    """The documented optimizers. Source: the documented `OptimizerNames`."""
+    """The documented optimizers, and Muon. Source: the documented `OptimizerNames`."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -133,6 +133,7 @@ class OptimizerNames(_Choice):
     APOLLO_ADAMW = "apollo_adamw"
     APOLLO_ADAMW_LAYERWISE = "apollo_adamw_layerwise"
     STABLE_ADAMW = "stable_adamw"
+    MUON = "muon"
 
 
 class DebugOption(_Choice):

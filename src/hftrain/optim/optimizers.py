@@ -202,6 +202,7 @@ _TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "schedule_free_adamw": ("schedulefree:adamw", "schedulefree", {}),
     "schedule_free_radam": ("schedulefree:radam", "schedulefree", {}),
     "schedule_free_sgd": ("schedulefree:sgd", "schedulefree", {}),
+    "muon": ("muon:muon", "torch", {}),
     "stable_adamw": ("optimi:stable_adamw", "torch-optimi", {}),
 }
 for _name, (_handler, _summary, _preset) in _TABLE.items():

@@ -70,6 +70,6 @@ def test_yaml_no_means_no():
 
 
 def test_counts_are_the_documented_ones():
-    assert len(OptimizerNames) == 42
+    assert len(OptimizerNames) == 43
     assert len(SchedulerType) == 12  # of transformers 5
     assert EvaluationStrategy is IntervalStrategy

@@ -23,7 +23,7 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_optimizers_hold_the_documented_names() -> None:
-    assert len(OptimizerNames) == 42
+    assert len(OptimizerNames) == 43
     assert {*map(str, OptimizerNames), "adamw_hf"} <= {*optimizers.names()}
 
 

@@ -1,0 +1,298 @@
+"""Muon: orthogonalised momentum for hidden matrices, AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.log import get_logger
+from hftrain.optim.low_rank import find_targets
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
+
+logger = get_logger(__name__)
+
+# The quintic that raises small singular values fastest, and the smallest norm that a matrix is divided by.
+_POLYNOMIAL, _SMALLEST = (3.4445, -4.7750, 2.0315), 1e-7
+_RATES = {"original": lambda a, b: math.sqrt(max(1, a / b)), "match_rms_adamw": lambda a, b: 0.2 * math.sqrt(max(a, b))}
+_OPTIONS = {
+    **{"muon_lr": float, "muon_weight_decay": float, "momentum": float, "nesterov": bool, "ns_steps": int},
+    "adjust_lr_fn": str,
+}
+
+
+class Muon(Optimizer):
+    """torch's Muon for the hidden matrices and its AdamW for the rest, as one optimizer with one state.
+
+    Under FSDP (strategy ``"fsdp"``), each matrix has an owner that gets all its rows, orthogonalises them and sends
+    them back: two exchanges per step in bfloat16, with the bits of one process. With DDP every process does it all.
+
+    Args:
+        params: Parameters or groups, as for every optimizer.
+        targets: Those of them to orthogonalise, of shape ``[rows, columns]``; they become groups of their own, with
+            ``"use_muon": True``.
+        lr: The learning rate.
+        betas, eps: AdamW's.
+        weight_decay: Of groups that name none.
+        muon_lr: The rate of the matrices, which follows the same schedule; None is `lr`.
+        muon_weight_decay: The decay of the matrices; None is that of their group.
+        momentum: The averaging factor of the matrices' gradients.
+        nesterov: Whether to add the gradient to the average once more.
+        ns_steps: Steps of the Newton-Schulz iteration.
+        adjust_lr_fn: torch's name of the factor of the rate of an [a, b] matrix: ``"match_rms_adamw"`` is
+            0.2 sqrt(max(a, b)), with which AdamW's rate suits both; ``"original"`` is sqrt(max(1, a / b)).
+
+    Raises:
+        ConfigError: An option has no such value, or a target is not a matrix.
+        StrategyError: The strategy splits matrices in another way than by rows.
+
+    Source: Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al., 2025,
+    arXiv 2502.16982; `torch.optim.Muon`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> optimizer = Muon(model.parameters(), targets=[model[0].weight], lr=1e-3, muon_lr=0.02)
+        >>> [(group["use_muon"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        [(False, 0.001, 3), (True, 0.02, 1)]
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        targets: Iterable[torch.Tensor] = (),
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        muon_lr: float | None = None,
+        muon_weight_decay: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        if adjust_lr_fn not in _RATES or not 1 <= ns_steps < 100 or not 0 <= momentum < 1:
+            raise ConfigError(
+                f"Cannot use Muon with momentum={momentum}, ns_steps={ns_steps}, adjust_lr_fn={adjust_lr_fn!r}.",
+                "The momentum must be in [0, 1), the steps from 1 to 99, and the function one of "
+                f"{', '.join(_RATES)}.",
+                "Correct the value.",
+            )
+        treated = {id(matrix) for matrix in targets}
+        own = {"use_muon": True} if muon_lr is None else {"use_muon": True, "lr": muon_lr}
+        own |= {} if muon_weight_decay is None else {"weight_decay": muon_weight_decay}
+        groups: list[dict[str, Any]] = []
+        given = list(params)
+        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+            members = list(group["params"])
+            groups.append({**group, "params": [p for p in members if id(p) not in treated]})
+            groups.append({**group, "params": [p for p in members if id(p) in treated], **own})
+        # AdamW's first, since the first group's rate is the one that is logged.
+        groups = sorted((each for each in groups if each["params"]), key=lambda each: "use_muon" in each)
+        defaults = {
+            **{"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_muon": False},
+            **{"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
+        }
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; with ``"use_muon": True`` its parameters must be matrices."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        shapes = [tuple(p.shape) for p in group["params"] if p.dim() != 2] if group["use_muon"] else []
+        if shapes:
+            del self.param_groups[-1]
+            raise ConfigError(
+                f"Cannot orthogonalise parameters of shape {shapes[0]}.",
+                "Muon is for matrices, [rows, columns].",
+                "Leave the others to AdamW: do not name them as targets.",
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Update the parameters. Collective if matrices are split over processes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if trained:
+                (self._step_matrices if group["use_muon"] else self._step_others)(group, trained)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any], matrices: list[torch.Tensor]) -> None:
+        if any(matrix.dim() != 2 for matrix in matrices):
+            raise _refused("It has flattened the matrices.")
+        momentum, rate, updates = group["momentum"], float(group["lr"]), []
+        for matrix in matrices:
+            gradient, state = matrix.grad, self.state[matrix]
+            assert gradient is not None
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            gradient, average = _local(gradient), _local(state["momentum_buffer"])
+            average.lerp_(gradient, 1 - momentum)
+            updates.append(gradient.lerp(average, momentum) if group["nesterov"] else average)
+        for matrix, update in zip(matrices, _orthogonal(matrices, updates, group["ns_steps"]), strict=True):
+            own = _local(matrix)
+            own.mul_(1 - rate * group["weight_decay"])
+            own.add_(update, alpha=-rate * _RATES[group["adjust_lr_fn"]](*matrix.shape))
+
+    def _step_others(self, group: dict[str, Any], others: list[torch.Tensor]) -> None:
+        for parameter in others:
+            if not self.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter].update(step=torch.tensor(0.0), **zeros)
+        states = [self.state[parameter] for parameter in others]
+        adamw(
+            others,
+            [parameter.grad for parameter in others],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalise(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return about U V^T of a matrix U S V^T, in bfloat16, by Newton-Schulz steps; singular values end near 1."""
+    a, b, c = _POLYNOMIAL
+    is_tall = matrix.size(0) > matrix.size(1)
+    found = matrix.bfloat16().T if is_tall else matrix.bfloat16()
+    found = found / found.norm().clamp(min=_SMALLEST)
+    for _ in range(num_steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], num_steps: int) -> list[torch.Tensor]:
+    """Return the matrices' orthogonalised updates, or this process's rows of them. Collective for split matrices."""
+    found: list[Any] = [None] * len(updates)
+    split: dict[Any, list[int]] = {}
+    for index, (matrix, update) in enumerate(zip(matrices, updates, strict=True)):
+        places = matrix.placements if isinstance(matrix, DTensor) else ()
+        dims = [number for number, place in enumerate(places) if not place.is_replicate()]
+        if not dims:
+            found[index] = orthogonalise(update, num_steps)
+        elif len(dims) > 1 or type(places[dims[0]]) is not Shard or places[dims[0]].dim != 0:
+            raise _refused(f"It has split a matrix as {places}, not by rows.")
+        else:
+            split.setdefault((matrix.device_mesh, dims[0]), []).append(index)  # type: ignore[attr-defined]
+    for (mesh, dim), indices in split.items():
+        shapes = [matrices[index].shape for index in indices]
+        parts = _by_owners([updates[index] for index in indices], shapes, mesh.get_group(dim), num_steps)
+        for index, part in zip(indices, parts, strict=True):
+            found[index] = part
+    return found
+
+
+def _by_owners(parts: list[torch.Tensor], shapes: list[torch.Size], group: Any, num_steps: int) -> list[torch.Tensor]:
+    """Send each matrix's rows to its owner, and get this process's rows of the result; all in two exchanges."""
+    world, me = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    owned = [range(len(parts))[rank::world] for rank in range(world)]
+    in_order = [index for each in owned for index in each]
+    # As torch.chunk splits: equal heights, then a smaller one, then none.
+    each_has = [-(-rows // world) for rows, _ in shapes]
+    heights = [
+        [max(0, min(has, rows - rank * has)) for rank in range(world)]
+        for has, (rows, _) in zip(each_has, shapes, strict=True)
+    ]
+    given = [sum(parts[index].numel() for index in each) for each in owned]
+    taken = [[heights[index][rank] * shapes[index][1] for index in owned[me]] for rank in range(world)]
+    rows = _exchange([parts[index] for index in in_order], given, list(map(sum, taken)), group)
+    pieces = iter(rows.split([size for each in taken for size in each]))
+    by_rank = [[next(pieces).view(-1, shapes[index][1]) for index in owned[me]] for _ in range(world)]
+    whole = [orthogonalise(torch.cat(each), num_steps) for each in zip(*by_rank, strict=True)]
+    split = [matrix.split(heights[index]) for index, matrix in zip(owned[me], whole, strict=True)]
+    back = [rows.new_empty(0), *(each[rank] for rank in range(world) for each in split)]  # it may own none
+    rows = _exchange(back, list(map(sum, taken)), given, group)
+    found = dict(zip(in_order, rows.split([parts[index].numel() for index in in_order]), strict=True))
+    return [found[index].view(part.shape) for index, part in enumerate(parts)]
+
+
+def _exchange(pieces: list[torch.Tensor], given: list[int], taken: list[int], group: Any) -> torch.Tensor:
+    """Send `given[r]` elements of the pieces to process r, and return the `taken[r]` of each, in bfloat16."""
+    packed = torch.cat([piece.bfloat16().reshape(-1) for piece in pieces])
+    found = packed.new_empty(sum(taken))
+    torch.distributed.all_to_all_single(found, packed, taken, given, group=group)
+    return found
+
+
+def _refused(reason: str) -> StrategyError:
+    return StrategyError(
+        "Cannot use Muon with this strategy.",
+        f"{reason} An orthogonalised part is not a part of the orthogonalised matrix.",
+        "Use strategy='ddp' or 'fsdp' (FSDP2), or another optimizer.",
+    )
+
+
+def muon(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
+    """Return Muon with the model's hidden matrices, or the linear modules of `optim_target_modules`."""
+    options = read_options(config, _OPTIONS)
+    targets = find_hidden(model) if config.target_modules is None else find_targets(model, config)
+    chosen = {id(matrix) for matrix in targets}
+    named = [] if model is None else [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    logger.info(
+        "optim='muon' orthogonalises %s. AdamW trains %s.",
+        ", ".join(name for name, p in named if id(p) in chosen),
+        ", ".join(name for name, p in named if id(p) not in chosen) or "nothing else",
+    )
+    settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    return Muon, {**settings, **options, "targets": targets}
+
+
+def find_hidden(model: nn.Module | None) -> list[nn.Parameter]:
+    """List the trainable matrices between the embeddings and the output layer, in model order.
+
+    They are the parameters of two dimensions whose name ends in ``weight``, except those of `nn.Embedding` (also if
+    another module shares them) and of the output layer: what ``model.get_output_embeddings()`` returns, or else the
+    last `nn.Linear` of the model.
+
+    Raises:
+        ConfigError: There are none, or there is no model.
+        StrategyError: The strategy has flattened them.
+    """
+    if model is None:
+        raise ConfigError("Cannot use optim='muon'.", "It looks for hidden matrices in the model.", "Pass the model.")
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if any(m.weight.requires_grad and m.weight.dim() != 2 for m in linear):
+        raise _refused("It has flattened the matrices.")
+    try:
+        output = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        output = None
+    ends = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    ends += linear[-1:] if output is None else [output]
+    left = {id(parameter) for end in ends for parameter in end.parameters()}
+    found = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith("weight") and parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in left
+    ]
+    if not found:
+        raise ConfigError(
+            "Cannot use optim='muon'.",
+            "The model has no trainable matrix between its embeddings and its output layer.",
+            "Name the linear modules to orthogonalise in optim_target_modules, or use another optimizer.",
+        )
+    return found

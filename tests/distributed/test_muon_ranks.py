@@ -1,0 +1,83 @@
+"""Muon on several processes: matrices that are split have the updates of whole ones, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.optimizer_runs import Words, make_words
+from support.resuming import StopAt
+from support.tiny import make_arguments
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from hftrain import Muon, StrategyError, Trainer, set_seed
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = ((5, 3), (1, 4), (8, 2), (2, 7), (6, 6))
+
+
+def updated(*, is_split: bool, num: int = 3) -> list[list[float]]:
+    """Return matrices after some updates, the same for all ways to split them."""
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+    gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(num)]
+    if is_split:
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = Muon(model.parameters(), targets=list(model.parameters()), lr=0.1, weight_decay=0.1)
+    for each in gradients:
+        for parameter, gradient in zip(model.parameters(), each, strict=True):
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parameter.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer.step()
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [value.flatten().tolist() for value in whole]
+
+
+def check_split(folder: str) -> str:
+    """Compare with whole matrices; return why other splits are refused."""
+    torch.distributed.init_process_group("gloo")
+    assert updated(is_split=True) == updated(is_split=False)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    matrix = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    matrix.grad = torch.ones_like(matrix)
+    with pytest.raises(StrategyError) as caught:
+        Muon([matrix], targets=[matrix]).step()
+    torch.distributed.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_split_matrices_get_the_bits_of_whole_ones(tmp_path: Path, run_distributed: Any, num_processes: int) -> None:
+    for message in run_distributed(check_split, num_processes=num_processes, folder=str(tmp_path)):
+        assert "not by rows" in message
+
+
+def train(folder: str, strategies: list[str]) -> list[list[list[float]]]:
+    """Train `Words` as a whole, and in three parts for the last strategy; return the weights of each run."""
+    found = []
+    plans: list[tuple[str, str, Any, bool]] = [(each, each, None, False) for each in strategies]
+    plans += [(strategies[-1], "parts", at, at != 2) for at in (2, 4, None)]
+    for strategy, name, at, resumes in plans:
+        set_seed(1)
+        args = make_arguments(
+            Path(folder) / name, optim="muon", max_steps=6, per_device_train_batch_size=2, max_grad_norm=0.0,
+            learning_rate=1e-2, save_strategy="no",
+        )  # fmt: skip
+        trainer = Trainer(Words(), args, train_dataset=make_words(), callbacks=[StopAt(at)], strategy=strategy)
+        trainer.train(resume_from_checkpoint=resumes)
+        state = trainer.strategy.model_state(trainer.model_wrapped)
+        found.append([value.flatten().tolist() for value in state.values()])
+        trainer.strategy.close()
+    return found
+
+
+def test_fsdp_trains_as_ddp_does_and_continues_exactly_twice(tmp_path: Path, run_distributed: Any) -> None:
+    ddp, fsdp, *_, resumed = run_distributed(train, folder=str(tmp_path), strategies=["ddp", "fsdp"])[0]
+    assert fsdp == ddp
+    assert resumed == fsdp
