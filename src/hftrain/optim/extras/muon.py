@@ -82,8 +82,7 @@ class Muon(Optimizer):
         if adjust_lr_fn not in _RATES or not 1 <= ns_steps < 100 or not 0 <= momentum < 1:
             raise ConfigError(
                 f"Cannot use Muon with momentum={momentum}, ns_steps={ns_steps}, adjust_lr_fn={adjust_lr_fn!r}.",
-                "The momentum must be in [0, 1), the steps from 1 to 99, and the function one of "
-                f"{', '.join(_RATES)}.",
+                f"The momentum must be in [0, 1), the steps from 1 to 99, and the function one of {', '.join(_RATES)}.",
                 "Correct the value.",
             )
         treated = {id(matrix) for matrix in targets}
@@ -117,7 +116,7 @@ class Muon(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Update the parameters. Collective if matrices are split over processes."""
         loss = None
         if closure is not None:
@@ -154,7 +153,7 @@ class Muon(Optimizer):
         states = [self.state[parameter] for parameter in others]
         adamw(
             others,
-            [parameter.grad for parameter in others],
+            [parameter.grad for parameter in others if parameter.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -194,7 +193,7 @@ def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], n
         dims = [number for number, place in enumerate(places) if not place.is_replicate()]
         if not dims:
             found[index] = orthogonalise(update, num_steps)
-        elif len(dims) > 1 or type(places[dims[0]]) is not Shard or places[dims[0]].dim != 0:
+        elif [places[number] for number in dims] != [Shard(0)]:
             raise _refused(f"It has split a matrix as {places}, not by rows.")
         else:
             split.setdefault((matrix.device_mesh, dims[0]), []).append(index)  # type: ignore[attr-defined]
@@ -220,13 +219,13 @@ def _by_owners(parts: list[torch.Tensor], shapes: list[torch.Size], group: Any, 
     given = [sum(parts[index].numel() for index in each) for each in owned]
     taken = [[heights[index][rank] * shapes[index][1] for index in owned[me]] for rank in range(world)]
     rows = _exchange([parts[index] for index in in_order], given, list(map(sum, taken)), group)
-    pieces = iter(rows.split([size for each in taken for size in each]))
+    pieces = iter(torch.split(rows, [size for each in taken for size in each]))
     by_rank = [[next(pieces).view(-1, shapes[index][1]) for index in owned[me]] for _ in range(world)]
     whole = [orthogonalise(torch.cat(each), num_steps) for each in zip(*by_rank, strict=True)]
-    split = [matrix.split(heights[index]) for index, matrix in zip(owned[me], whole, strict=True)]
+    split = [torch.split(matrix, heights[index]) for index, matrix in zip(owned[me], whole, strict=True)]
     back = [rows.new_empty(0), *(each[rank] for rank in range(world) for each in split)]  # it may own none
     rows = _exchange(back, list(map(sum, taken)), given, group)
-    found = dict(zip(in_order, rows.split([parts[index].numel() for index in in_order]), strict=True))
+    found = dict(zip(in_order, torch.split(rows, [parts[index].numel() for index in in_order]), strict=True))
     return [found[index].view(part.shape) for index, part in enumerate(parts)]
 
 
@@ -281,7 +280,9 @@ def find_hidden(model: nn.Module | None) -> list[nn.Parameter]:
         output = model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         output = None
-    ends = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    ends: list[nn.Module] = [
+        module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
     ends += linear[-1:] if output is None else [output]
     left = {id(parameter) for end in ends for parameter in end.parameters()}
     found = [
