@@ -26,6 +26,8 @@ from hftrain.callbacks import ProgressCallback as ProgressCallback
 from hftrain.callbacks import RichProgressCallback as RichProgressCallback
 from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
+from hftrain.callbacks.averaging import EMA as EMA
+from hftrain.callbacks.averaging import SWA as SWA
 from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback
 from hftrain.callbacks.trackers import ClearMLCallback as ClearMLCallback
 from hftrain.callbacks.trackers import CodeCarbonCallback as CodeCarbonCallback

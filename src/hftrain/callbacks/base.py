@@ -25,7 +25,8 @@ class TrainerCallback:
     object, a mapping such as ``{"should_training_stop": True}``, or None for no change. `hftrain.core.events` documents
     the order of events. A callback that keeps state, such as an averaged model, may define `checkpoint_objects`, see
     `Trainer.checkpoint_objects`. One that defines ``close_run(self)`` has it called when a training is over, also after
-    an error, which skips `on_train_end`.
+    an error, which skips `on_train_end`. One that defines ``evaluation_weights(self)``, a context manager, has it
+    entered around evaluations, predictions and `save_model`, but not around checkpoints.
 
     Source: the documented `TrainerCallback`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,7 @@ class CallbackHandler:
     """
 
     heard: frozenset[str]
+    _shows = False
     answers: bool = False
     """Whether events reset the flags of the control that caused them (`on_log`: `should_log`), as documented."""
 
@@ -120,6 +121,23 @@ class CallbackHandler:
         self.pop(callback)
 
     add_callback, pop_callback, remove_callback = add, pop, remove
+
+    @contextmanager
+    def evaluation_weights(self, *, live: bool = False) -> Iterator[None]:
+        """Enter the `evaluation_weights()` of every callback that defines it; contexts within do nothing more.
+
+        Args:
+            live: Evaluate the weights that train instead.
+        """
+        with ExitStack() as stack:
+            for callback in () if self._shows else self.callbacks:
+                if not live and callable(swap := getattr(callback, "evaluation_weights", None)):
+                    stack.enter_context(swap())
+            before, self._shows = self._shows, True
+            try:
+                yield
+            finally:
+                self._shows = before
 
     @property
     def callback_list(self) -> str:

@@ -12,6 +12,7 @@ BIN_WEIGHTS = "pytorch_model.bin"
 BIN_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
 WEIGHT_SHARDS = "model_shard"
 OPTIMIZER_SHARDS = "optimizer_shard"
+OWN_SHARDS = "own_shard"
 TASK_STATE = "task_state.safetensors"
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -30,7 +31,7 @@ _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]*)")
 _WEIGHTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
 _PARTS |= {OPTIMIZER, SCHEDULER, SCALER, OWN_OPTIMIZERS, OUTSIDE_WEIGHTS, TRAINER_STATE, ARGUMENTS}
-_SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
+_SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS}|{OWN_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
 _RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
 
 

@@ -96,6 +96,10 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     verify = "also compare the SHA-256 of every file"
     part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
 
+    part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
+    part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
+
     _add_views(add, folder)
 
     what = "print how much memory a training step of a script takes"

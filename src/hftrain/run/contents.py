@@ -245,9 +245,9 @@ class Contents:
             restore_rng(self._numbers)
 
     def write_optimizer(self, folder: Path) -> None:
-        """Write optimizer, schedule and scaler, in the main process. Collective."""
+        """Write optimizer, schedule and scaler, in the main process, and own shards. Collective."""
         found = writers(self.files(), as_it_is)
-        for write in found if self._manager.is_committer else ():
+        for write in [*(found if self._manager.is_committer else ()), *self.own.shard_writers(as_it_is)]:
             write(folder)
 
     def read_optimizer(self, folder: Path) -> None:

@@ -7,9 +7,10 @@ names what changed all the same: optimizers that stepped, and what a callback or
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
-from hftrain.checkpoint.layout import OWN_OPTIMIZERS
-from hftrain.core.errors import ConfigError
+from hftrain.checkpoint.layout import OWN_OPTIMIZERS, OWN_SHARDS
+from hftrain.checkpoint.states import Keep
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
-from hftrain.core.parameters import load_optimizer_state
+from hftrain.core.parameters import is_partitioned
 from hftrain.core.tree import map_tensors
+from hftrain.core.types import Shard
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.added_groups import dismiss_groups
 from hftrain.run.parts import Ready, RunParts, checkpoint_object_owners
 from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps
+from hftrain.storage.shards import load_shards, save_shards
 from hftrain.storage.tensors import load_containers, tensor_identity
-from hftrain.strategies.base import has_engine
 from hftrain.task.model_task import ModelTask
 
 _KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
@@ -44,7 +47,7 @@ class OwnOptimizers:
 
     def __init__(self, parts: RunParts, ready: Ready, loops: LoopStates) -> None:
         self._parts, self._ready, self._loops = parts, ready, loops
-        self._is_split = any(has_engine(parts.strategy, engine) for engine in ("fsdp", "deepspeed"))
+        self._shards: dict[str, Shard] = {}
         # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
         self._path = Path()
@@ -61,6 +64,9 @@ class OwnOptimizers:
         """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
         args = self._parts.args
         self._has_begun = True
+        strategy = self._parts.strategy
+        if not strategy.saves_objects and (strategy.shards_model or is_partitioned(self._ready.model)):
+            self._refuse_weights()
         self._hooks.append(note_steps(self._stepped))
         missing = sorted(self.find().keys() - self._awaited.keys())
         if missing and self._path.name:
@@ -76,6 +82,15 @@ class OwnOptimizers:
     def _forget(self) -> None:
         self._parts.pending.remove(self._forget)
         self._hooks[0].remove()
+
+    def _refuse_weights(self) -> None:
+        for name, each in self.find().items():
+            if _holds_weights(each):
+                raise StrategyError(
+                    f"Cannot use {name} with strategy={self._parts.strategy.name!r}:",
+                    "a process has parts of the parameters that only the engine can put together.",
+                    "Use strategy='fsdp' (fsdp_version 2), 'ddp', or a ZeRO stage below 3.",
+                )
 
     def find(self) -> dict[str, Any]:
         """Return the declared objects that exist now, by holder and name."""
@@ -120,14 +135,43 @@ class OwnOptimizers:
             if not isinstance(each, torch.Generator)
         }
         self._tell_of_optimizers(states)
-        if states and self._is_split:
-            warn_once(
-                f"Checkpoints do not hold {', '.join(states)}, and a resumed run starts them from scratch: "
-                f"strategy={self._parts.strategy.name!r} splits the parameters over processes."
-            )
-            return None
-        self._tell_of_parts(found)
+        strategy = self._parts.strategy
+        if not strategy.saves_objects:
+            lost = [name for name in states if not _holds_weights(found[name])]
+            states = {name: state for name, state in states.items() if name not in lost}
+            if lost:
+                warn_once(
+                    f"Checkpoints do not hold {', '.join(lost)}, and a resumed run starts them from scratch: "
+                    f"strategy={strategy.name!r} splits the parameters over processes."
+                )
+        self._tell_of_parts({name: found[name] for name in found if name in states})
+        states, self._shards = strategy.split_objects(states)
         return {**self._awaited, **states} or None
+
+    def shard_writers(self, keep: Keep) -> list[Callable[[Path], None]]:
+        """Return functions that write this process's shards of the states that `state_dict` returned last."""
+        strategy, shards = self._parts.strategy, keep(self._shards)
+        place = {"rank": strategy.rank, "world_size": strategy.world_size}
+        return [lambda folder: save_shards(shards, folder, stem=OWN_SHARDS, **place)] if shards else []
+
+    def load_weights(self, folder: Path) -> None:
+        """Restore the objects that hold weights from a checkpoint, of which the model's weights have been loaded."""
+        states = self._read(folder)
+        self._awaited = {
+            name: states[name] for name, each in self.find().items() if _holds_weights(each) and name in states
+        }
+        self._restore()
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        path = folder / OWN_OPTIMIZERS
+        states: dict[str, Any] = dict(load_containers(path)) if path.exists() else {}
+        for where, tensor in load_shards(folder, stem=OWN_SHARDS).items():
+            *keys, last = json.loads(where)
+            inner = states
+            for key in keys:
+                inner = inner[key]
+            inner[last] = tensor
+        return states
 
     def generator_states(self) -> dict[str, Any] | None:
         """Return the states of the declared generators of this process; None if there are none."""
@@ -137,7 +181,7 @@ class OwnOptimizers:
     def load(self, folder: Path) -> None:
         """Read the states of a checkpoint; they are restored at once if training has begun."""
         self._path = folder / OWN_OPTIMIZERS
-        self._awaited = dict(load_containers(self._path)) if self._path.exists() and not self._is_split else {}
+        self._awaited = self._read(folder)
         if self._has_begun:
             self._restore()
 
@@ -169,16 +213,17 @@ class OwnOptimizers:
         ready = sorted(self._awaited.keys() & found.keys(), key=lambda name: not isinstance(found[name], Optimizer))
         for name in ready:
             state, owner = self._awaited.pop(name), found[name]
-            before = group_settings(owner) if isinstance(owner, Optimizer) else []
+            before, strategy = group_settings(owner) if isinstance(owner, Optimizer) else [], self._parts.strategy
             if not isinstance(owner, (torch.Generator, torch.Tensor, Optimizer)):
                 check_state(self._path, state, owner, own=owner.state_dict())
+                state = strategy.split_object_like(state, owner.state_dict())
             with restoring(self._path):
                 if isinstance(owner, torch.Tensor):
-                    owner.detach().copy_(state)
+                    owner.detach().copy_(strategy.split_object_like(state, owner))
                 elif isinstance(owner, torch.Generator):
                     owner.set_state(state)
                 elif isinstance(owner, Optimizer):
-                    load_optimizer_state(owner, state)
+                    strategy.load_optimizer_state(self._ready.wrapped, owner, state)
                     check_optimizer(self._path, owner, before=before)
                 else:
                     owner.load_state_dict(state)
@@ -245,6 +290,7 @@ class OwnOptimizers:
         """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
         task, trainer = self._ready.task, self._parts.trainer
         saved = [task, self._ready.wrapped, trainer.lr_scheduler, *trainer.loops.values(), *self.saved()]
+        declared = set(map(id, self.saved()))
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
@@ -254,7 +300,7 @@ class OwnOptimizers:
             (f"{owner}.{name}", value)
             for owner, holder in checkpoint_object_owners(trainer)
             # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
-            if not hasattr(holder, "from_state") and not isinstance(holder, ModelTask)
+            if not hasattr(holder, "from_state") and not isinstance(holder, ModelTask) and id(holder) not in declared
             for name, value in _with_helpers(holder, known)
             if isinstance(value, _KINDS) and id(value) not in known
             # A Trainer's schedules are named with their optimizers.
@@ -262,6 +308,11 @@ class OwnOptimizers:
             # A wrapper of the model has its parameters.
             if memory.isdisjoint(map(_memory, value.parameters() if isinstance(value, nn.Module) else [value]))
         ]
+
+
+def _holds_weights(each: Any) -> bool:
+    """Return whether an object declares that its tensors are weights, such as averages of the model's."""
+    return getattr(each, "holds_weights", False) is True
 
 
 def _identities(states: Iterable[Any]) -> set[Any]:

@@ -132,6 +132,7 @@ class Saver:
         else:
             # Other processes only take part in gathering.
             main += writers(files, keep if self.manager.is_committer else as_it_is)
+            each += [] if only_model else contents.own.shard_writers(keep)
         if not only_model:
             each.append(contents.rank_writer(keep))
         each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
@@ -209,6 +210,7 @@ class Saver:
         with restoring(best):
             self._parts.trainer._load_from_checkpoint(str(best))
             self._ready.outside.load(best)
+            self.contents.own.load_weights(best)
         state = self._parts.state
         logger.info("Loaded the best model from %s (%s).", best, state.best_metric)
         if checkpoint_step(best.name) not in (None, state.best_global_step):

@@ -48,6 +48,8 @@ class Strategy(Shown):
         makes: Which of ``"optimizer"`` and ``"scheduler"`` the strategy creates itself, in `setup`.
         schedule: The schedule that the strategy created.
         saves_in_background: Whether a checkpoint can be written from copies of the states while training continues.
+        saves_objects: Whether checkpoints can hold users' objects whose tensors follow the parameters, such as a second
+            optimizer; not if they are parts that only an engine can put together.
         restores_in_a_run: Whether model and optimizer can be loaded from a checkpoint between two steps.
         watch: Reports errors of this process to the other ranks, between `launch` and `close`; None if unsupported.
         shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
@@ -67,7 +69,7 @@ class Strategy(Shown):
 
     name = ""
     owns = Owns.NOTHING
-    saves_in_background = restores_in_a_run = True
+    saves_in_background = restores_in_a_run = saves_objects = True
     shards_model = False
     recomputes = False
     recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None
@@ -284,6 +286,17 @@ class Strategy(Shown):
         Shards are named ``"<parameter index>.<key>"``.
         """
         return None
+
+    def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
+        """Return the states of users' objects without sharded tensors, and this process's shards of these.
+
+        Shards are named by their path, a JSON list of keys.
+        """
+        return states, {}
+
+    def split_object_like(self, state: Any, own: Any) -> Any:
+        """Return an object's state with its tensors sharded as in its current one."""
+        return state
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state, equal on all ranks. Collective; mutates the optimizer."""

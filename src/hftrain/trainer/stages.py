@@ -85,7 +85,8 @@ class Stages:
     def evaluating(self, name: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode; weights, modes and random numbers are restored."""
         trainer = self._trainer
-        with self.running(name), preserved_rng(), evaluation_weights(trainer.optimizer):
+        own = evaluation_weights(trainer.optimizer)
+        with self.running(name), preserved_rng(), own, trainer.callback_handler.evaluation_weights():
             is_training = trainer._run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)

@@ -879,7 +879,12 @@ class Trainer:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        weights: str = "average",
     ) -> dict[str, float]:
         """Run an evaluation, log its metrics and return them, each name prefixed; collective.
 
@@ -887,12 +892,19 @@ class Trainer:
             eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
+            weights: ``"average"`` evaluates those of an `EMA` or `SWA` callback, if there is one; ``"live"`` those that
+                train.
 
         Returns:
             Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
 
         Source: the documented `Trainer.evaluate`.
         """
+        if weights != "average":
+            if weights != "live":
+                raise ConfigError(f"Cannot use weights={weights!r}:", "It is 'average' or 'live'.", "Use one of them.")
+            with self.callback_handler.evaluation_weights(live=True):
+                return self.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
             return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
@@ -1158,7 +1170,7 @@ class Trainer:
         folder = self._output.locate(output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write its own part; a model saved by the user is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
-        with evaluation_weights(self.optimizer):
+        with evaluation_weights(self.optimizer), self.callback_handler.evaluation_weights(live=_internal_call):
             weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -188,7 +188,7 @@ SGD, OTHER = torch.optim.SGD(MODEL["critic"].parameters()), torch.optim.SGD(MODE
         ({"optimizer": SGD, "lr_scheduler": StepLR(SGD, 1)}, "interval=None"),
         ({"optimizer": SGD, "lr_scheduler": {"scheduler": StepLR(SGD, 1), "strict": False}}, "strict"),
     ],
-    ids=str,
+    ids=["list", "lists", "none", "number", "shared", "one schedule", "no interval", "strict"],
 )
 def test_what_cannot_be_read_is_refused(made: Any, named: str) -> None:
     with pytest.raises((TaskError, ConfigError), match=named):

@@ -77,6 +77,7 @@ class DeepSpeedStrategy(SplittingStrategy):
     """
 
     name = "deepspeed"
+    saves_objects = False
     saves_in_background = restores_in_a_run = False
     owns = Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.ACCUMULATION | Owns.CASTING
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,23 @@ def split_like(value: Any, like: Any) -> Any:
     if value.shape != like.shape:
         return value  # the loading code reports the mismatch or handles such values
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def take_sharded(tree: Any, path: tuple[Any, ...], found: dict[str, Any]) -> Any:
+    """Return nested mappings with None for sharded tensors, which are added to `found` by their path as JSON."""
+    if isinstance(tree, DTensor):
+        found[json.dumps(path)] = tree.detach()
+        return None
+    if isinstance(tree, Mapping):
+        return {key: take_sharded(value, (*path, key), found) for key, value in tree.items()}
+    return tree
+
+
+def split_tree_like(tree: Any, like: Any) -> Any:
+    """Return nested mappings with this process's shards of full tensors, sharded as in `like`."""
+    if isinstance(tree, Mapping) and isinstance(like, Mapping):
+        return {key: split_tree_like(value, like.get(key)) for key, value in tree.items()}
+    return split_like(value=tree, like=like)
 
 
 def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:

@@ -22,7 +22,7 @@ from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.states import gather, pieces, split_like
+from hftrain.strategies.fsdp.states import gather, pieces, split_like, split_tree_like, take_sharded
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 
@@ -243,6 +243,13 @@ class FSDPStrategy(SplittingStrategy):
             for index, entry in state["state"].items()
         }
         return {**state, "state": plain}, pieces(split, is_main=self.is_main)
+
+    def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
+        found: dict[str, Any] = {}
+        return take_sharded(states, (), found), pieces(found, is_main=self.is_main)
+
+    def split_object_like(self, state: Any, own: Any) -> Any:
+        return split_tree_like(state, own)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

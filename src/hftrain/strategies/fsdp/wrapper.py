@@ -59,6 +59,7 @@ class FSDP1Strategy(FSDPStrategy):
     """
 
     name = "fsdp1"
+    saves_objects = False
 
     def __init__(
         self, *, backward_prefetch: str = "backward_pre", limit_all_gathers: bool = True, **options: Any
