@@ -81,9 +81,9 @@ def test_swa_averages_at_the_end_of_epochs(tmp_path: Path) -> None:
 
 def test_warmup_begins_with_a_faster_average() -> None:
     average = EMA(0.99)
-    assert average.weight() == pytest.approx(0.9)
+    assert average.share() == pytest.approx(0.1)
     average.num_averaged = 10_000
-    assert average.weight() == pytest.approx(0.01)
+    assert average.share() == pytest.approx(0.99)
 
 
 @pytest.mark.parametrize("policy", [{}, {"save_async": True}], ids=["now", "behind"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -35,8 +36,8 @@ class WeightAverage(TrainerCallback):
         self.num_averaged = 0
         self._named: list[tuple[str, nn.Parameter]] = []
 
-    def weight(self) -> float:
-        """Return the weight of the current parameters in the next average."""
+    def share(self) -> float:
+        """Return the share of the average that remains at the next update."""
         raise NotImplementedError
 
     def checkpoint_objects(self) -> dict[str, Any]:
@@ -61,9 +62,9 @@ class WeightAverage(TrainerCallback):
     @torch.no_grad()
     def update(self) -> None:
         """Average the current parameters in."""
-        weight, pairs = self.weight(), self._pairs()
+        pairs = self._pairs()
         parameters = [parameter.to(average.device, average.dtype) for parameter, average in pairs]
-        torch._foreach_lerp_([average for _, average in pairs], parameters, weight)
+        get_ema_multi_avg_fn(self.share())([average for _, average in pairs], parameters, None)
         self.num_averaged += 1
 
     @contextmanager
@@ -119,8 +120,8 @@ class EMA(WeightAverage):
         ConfigError: A value is out of its range.
 
     Example:
-        >>> EMA(decay=0.99, every=10).weight()
-        0.9
+        >>> EMA(decay=0.99, every=10).share()
+        0.1
     """
 
     def __init__(
@@ -140,10 +141,9 @@ class EMA(WeightAverage):
                 "Use a decay from 0 to below 1, such as 0.999, and every=1 or more.",
             )
 
-    def weight(self) -> float:
-        """Return 1 - decay, or more at first."""
-        decay = min(self.decay, (1 + self.num_averaged) / (10 + self.num_averaged)) if self.warmup else self.decay
-        return 1 - decay
+    def share(self) -> float:
+        """Return the decay, or less at first."""
+        return min(self.decay, (1 + self.num_averaged) / (10 + self.num_averaged)) if self.warmup else self.decay
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the average."""
@@ -177,14 +177,14 @@ class SWA(WeightAverage):
                 "Use start=0.75 or a step, and every=1 or more.",
             )
 
-    def weight(self) -> float:
-        """Return an equal share."""
-        return 1 / (self.num_averaged + 1)
+    def share(self) -> float:
+        """Return that of equal shares."""
+        return self.num_averaged / (self.num_averaged + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See `WeightAverage`; warn of batch normalization."""
         super().on_train_begin(args, state, control, **kwargs)
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in kwargs["model"].modules()):
+        if any(hasattr(module, "running_mean") for module in kwargs["model"].modules()):
             warn_once(
                 "SWA averages no statistics of batch normalization: they are of the last weights. Before you use the "
                 "model, call torch.optim.swa_utils.update_bn(trainer.get_train_dataloader(), trainer.model)."
