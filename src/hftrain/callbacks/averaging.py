@@ -64,7 +64,8 @@ class WeightAverage(TrainerCallback):
         """Average the current parameters in."""
         pairs = self._pairs()
         parameters = [parameter.to(average.device, average.dtype) for parameter, average in pairs]
-        get_ema_multi_avg_fn(self.share())([average for _, average in pairs], parameters, None)
+        average_in: Any = get_ema_multi_avg_fn(self.share())  # type: ignore[no-untyped-call]
+        average_in([average for _, average in pairs], parameters, None)
         self.num_averaged += 1
 
     @contextmanager
