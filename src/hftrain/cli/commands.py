@@ -96,10 +96,6 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     verify = "also compare the SHA-256 of every file"
     part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
 
-    part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
-    part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
-    part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
-
     _add_views(add, folder)
 
     what = "print how much memory a training step of a script takes"
@@ -121,7 +117,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
-    """Add the commands that show runs."""
+    """Add the commands that show or combine what runs have written."""
     part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or as an image file")
     part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     metric = "a logged number such as eval_loss, may be repeated; by default the losses"
@@ -130,3 +126,6 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part = add("report", "report:show_report", "write an HTML page that shows a run, or compares several")
     part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
+    part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
