@@ -19,6 +19,7 @@ from hftrain.callbacks import CallbackHandler as CallbackHandler
 from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
 from hftrain.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
 from hftrain.callbacks import ExportableState as ExportableState
+from hftrain.callbacks import GradientClipping as GradientClipping
 from hftrain.callbacks import NotebookProgressCallback as NotebookProgressCallback
 from hftrain.callbacks import PredictionWriter as PredictionWriter
 from hftrain.callbacks import PrinterCallback as PrinterCallback

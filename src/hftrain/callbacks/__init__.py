@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
+from hftrain.callbacks.clipping import GradientClipping
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
 from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
@@ -17,6 +18,7 @@ __all__ = [
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "ExportableState",
+    "GradientClipping",
     "NotebookProgressCallback",
     "PredictionWriter",
     "PrinterCallback",

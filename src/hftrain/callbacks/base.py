@@ -26,7 +26,10 @@ class TrainerCallback:
     the order of events. A callback that keeps state, such as an averaged model, may define `checkpoint_objects`, see
     `Trainer.checkpoint_objects`. One that defines ``close_run(self)`` has it called when a training is over, also after
     an error, which skips `on_train_end`. One that defines ``evaluation_weights(self)``, a context manager, has it
-    entered around evaluations, predictions and `save_model`, but not around checkpoints.
+    entered around evaluations, predictions and `save_model`, but not around checkpoints. One that defines
+    ``wrap_stepper(self, stepper, *, args, model, optimizer, strategy, precision, **kwargs)`` changes the calls of a
+    step itself: it is called once when a training is built, and returns the `Stepper` with some of `backward`, `clip`,
+    `step` and `zero_grad` replaced (`dataclasses.replace`). Without such a callback, a step is as if there were none.
 
     Source: the documented `TrainerCallback`.
 

@@ -113,7 +113,7 @@ MODULE_METHODS = {
                 "backward"
             ),
             "Return the schedule from configure_optimizers; it is stepped once per update.": "lr_scheduler_step",
-            "Set max_grad_norm in TrainingArguments.": "configure_gradient_clipping",
+            "Set max_grad_norm in TrainingArguments, or add GradientClipping.": "configure_gradient_clipping",
             "evaluation_step serves test sets too: trainer.evaluate(test_set, metric_key_prefix='test').": "test_step",
         }
     ),
@@ -132,7 +132,7 @@ MODULE_ATTRIBUTES = _by_name(
         "With automatic_optimization = False, training_step calls self.optimizers['name'].minimize(loss); "
         "otherwise return the loss.": "manual_backward optimizers",
         "Return the values as outputs, which are gathered over processes.": "all_gather",
-        "Set max_grad_norm in TrainingArguments.": "clip_gradients",
+        "Set max_grad_norm in TrainingArguments, or add GradientClipping.": "clip_gradients",
         "The batch is on the device already; make new tensors with device=batch[...].device.": "device",
         "Use print(), or a logger.": "print",
     }

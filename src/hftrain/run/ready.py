@@ -72,7 +72,9 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         unheld=unheld,
         computing=parts.computing,
     )
-    stepper = outside.averaging(stepper)
+    stepper = parts.events.wrap_stepper(
+        outside.averaging(stepper), args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision
+    )
     parts.computing.use(stepper, optimizer)
     return Ready(
         task=task,
