@@ -202,13 +202,6 @@ class CallbackHandler:
                 raise
         return control
 
-    def wrap_stepper(self, stepper: Any, **parts: Any) -> Any:
-        """Return the calls of a step as the callbacks that define `wrap_stepper` wrap them, in list order."""
-        for callback in self.callbacks:
-            if wrap := getattr(callback, "wrap_stepper", None):
-                stepper = wrap(stepper, **parts)
-        return stepper
-
     def close_run(self) -> None:
         """Call `close_run` of the callbacks that define it, and drop the loaders; also after an error."""
         for callback in self.callbacks:

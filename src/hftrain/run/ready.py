@@ -72,9 +72,9 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         unheld=unheld,
         computing=parts.computing,
     )
-    stepper = parts.events.wrap_stepper(
-        outside.averaging(stepper), args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision
-    )
+    stepper = outside.averaging(stepper)
+    for wrap in filter(None, (getattr(callback, "wrap_stepper", None) for callback in parts.events.callbacks)):
+        stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
     parts.computing.use(stepper, optimizer)
     return Ready(
         task=task,
