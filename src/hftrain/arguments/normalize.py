@@ -19,7 +19,10 @@ from hftrain.arguments.enums import (
 )
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.lengths import read_length
 
+# When to act, if the strategy of the same name is "steps".
+INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
 # Dict settings that may be the path of a file instead.
@@ -39,6 +42,7 @@ _CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption
 def normalize(args: ArgumentFields) -> None:
     """Convert every setting except the choices to its normal form; mutates the arguments."""
     _normalize_paths(args)
+    _normalize_lengths(args)
     _normalize_lists(args)
     _normalize_json(args)
     if args.eval_delay is None:
@@ -71,6 +75,32 @@ def _normalize_paths(args: ArgumentFields) -> None:
     args.output_dir = _expand("trainer_output" if args.output_dir is None else args.output_dir)
     if args.logging_dir is not None:
         args.logging_dir = _expand(args.logging_dir)
+
+
+def _normalize_lengths(args: ArgumentFields) -> None:
+    """Convert texts such as "500ba" to numbers; the intervals that need the run to be known stay as they are."""
+    for name in ("num_train_epochs", "max_steps", "warmup_steps", *INTERVALS):
+        length = read_length(getattr(args, name))
+        if length is None:
+            continue
+        value, unit, is_duration = length.value, length.unit, name in ("num_train_epochs", "max_steps")
+        if unit == "ba" and value.is_integer() and value < 2**53:
+            setattr(args, name, int(value))
+            if is_duration:
+                args.num_train_epochs, args.max_steps = 3.0, int(value)
+        elif unit == "ep" and is_duration:
+            args.num_train_epochs = value
+            args.max_steps = -1 if name == "max_steps" else args.max_steps
+        elif unit == "dur" and not is_duration and value < 1:
+            setattr(args, name, value)
+        elif unit not in ("ep", "tok", "s") or name not in INTERVALS or (unit == "tok" and name == "logging_steps"):
+            share = "" if is_duration else ", or a share of the run below 1 (0.1dur)"
+            epochs = ", or epochs (10ep)" if is_duration or name in INTERVALS else ""
+            raise ConfigError(
+                f"Cannot use {name}={length.text!r}.",
+                "It cannot be counted." if name in INTERVALS else "The schedule is planned in whole updates.",
+                f"Write whole updates (500ba){share}{epochs}. To end a run early, pass max_time='2h' to the Trainer.",
+            )
 
 
 def _expand(path: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from hftrain.arguments.enums import FOLLOW_METRIC, FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, shorten, suggest
+from hftrain.core.lengths import read_length
 from hftrain.core.log import get_logger, warn_once
 
 # The smallest accepted values; None is also accepted, except for settings in _NEEDED.
@@ -171,7 +172,7 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
     value = getattr(args, name)
-    if value is None or value == -1:
+    if value is None or value == -1 or read_length(value) is not None:
         return
     _check_number(args, name, 0, math.inf, kind=Real)
     if value > 1 and not float(value).is_integer():
@@ -232,8 +233,12 @@ def _check_best_model(args: ArgumentFields) -> None:
         _check_steps_meet(args, args.eval_steps or 0, args.save_steps)
 
 
-def _check_steps_meet(args: ArgumentFields, eval_steps: float, save_steps: float) -> None:
+def _check_steps_meet(args: ArgumentFields, eval_steps: Any, save_steps: Any) -> None:
     names = ("load_best_model_at_end", "eval_steps", "save_steps")
+    if isinstance(eval_steps, str) or isinstance(save_steps, str):
+        if eval_steps == save_steps:
+            return
+        raise _refuse(args, "They may never coincide.", "Write the same text for both.", *names)
     if (eval_steps < 1) != (save_steps < 1):
         reason = "One counts optimizer updates and the other is a share of the run, so they may never coincide."
         raise _refuse(args, reason, "Write both in the same unit.", *names)

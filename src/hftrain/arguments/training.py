@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TRAINERS = frozenset(
     {
         "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run",
-        "limit_eval_batches", "limit_train_batches", "loggers", "loop", "model", "model_init", "optimizers",
+        "limit_eval_batches", "limit_train_batches", "loggers", "loop", "max_time", "model", "model_init", "optimizers",
         "overfit_batches", "precision", "processing_class", "sanity_eval_batches", "save_policy", "strategy",
         "tokenizer", "train_dataset",
     }
@@ -69,6 +69,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
     them again if the settings they follow from change.
 
     Each setting is described where it is declared: the classes in `hftrain.arguments.fields` group them by concern.
+    Numbers of steps or epochs may be texts with a unit: ``"10ep"``, ``"500ba"``, ``"0.1dur"``, ``"1e9tok"``, ``"2h"``.
 
     Args:
         output_dir: Folder for checkpoints and predictions. Every other setting is given by name.

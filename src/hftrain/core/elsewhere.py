@@ -34,7 +34,7 @@ LIGHTNING_NAMES = _by_name(
             "ModelCheckpoint"
         ),
         "Set skip_memory_metrics=False in TrainingArguments.": "DeviceStatsMonitor",
-        "Stop from a callback: control.should_training_stop = True.": "Timer",
+        "Pass max_time='2h' to the Trainer.": "Timer",
         "Try several with Trainer.hyperparameter_search.": "LearningRateFinder",
         "Use EarlyStoppingCallback.": "EarlyStopping",
         "Use Engine for a loop of your own, or Trainer with a TaskModule.": "Fabric",
@@ -168,7 +168,7 @@ TRAINER_KEYWORDS = _by_name(
         "Set torch.backends.cudnn.benchmark = True.": "benchmark",
         "Start one process per device: torchrun --nproc_per_node=N script.py, or hftrain.launch; several machines with "
         "--nnodes=N.": "devices gpus num_gpus num_nodes",
-        "Stop from a callback: control.should_training_stop = True.": "max_time",
+        "Set num_train_epochs or max_steps, or pass max_time='2h' to the Trainer.": "max_duration",
     }
 )
 # Attributes of Lightning's Trainer.

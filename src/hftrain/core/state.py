@@ -95,11 +95,14 @@ class TrainerState:
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Turn the arguments' intervals into optimizer updates.
 
-        Ratios below 1 are shares of `max_steps`; -1 is the end of the run.
+        Ratios below 1 are shares of `max_steps`; -1 is the end of the run. Intervals that are written in passes, tokens
+        or time are 0: another callback counts them.
         """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(args, name)
-            if value is not None:
+            if isinstance(value, str):
+                setattr(self, name, 0)
+            elif value is not None:
                 steps = max_steps if value == -1 else math.ceil(max_steps * value) if value < 1 else int(value)
                 setattr(self, name, steps)
 

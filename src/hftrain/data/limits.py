@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -12,58 +11,42 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.sizes import has_length
 from hftrain.data.wrappers import has_state
 
-Amount = int | float | None
 
-
-@dataclass(kw_only=True, slots=True)
 class Limits:
-    """How many batches of each process a Trainer reads; `Trainer` documents the settings.
+    """How many batches of each process a Trainer reads; nothing here is called by those who set no limit.
+
+    Args:
+        **settings: Those of `Trainer` whose names end with ``_batches``.
 
     Attributes:
         of_training: The setting that decides what a run is trained on, if there is one; a resume compares it.
         of_evaluation: That of evaluations, likewise.
         facts: The settings that leave data out, in plain values; checkpoints and reports name them.
 
-    Units:
-        limit_train_batches, limit_eval_batches, overfit_batches: batches, or as a `float` the share of them.
-        sanity_eval_batches: batches.
-
     Raises:
         ConfigError: A value is not allowed, or two contradict each other.
     """
 
-    limit_train_batches: Amount = None
-    limit_eval_batches: Amount = None
-    overfit_batches: Amount = None
-    sanity_eval_batches: int | None = None
-    # Plain attributes, so that nothing here is called by those who set no limit.
-    of_training: dict[str, int | float] = field(init=False)
-    of_evaluation: dict[str, int | float] = field(init=False)
-    facts: dict[str, int | float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = [each.name for each in fields(self) if each.init]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        for name, value in given.items():
-            is_number = type(value) in (int, float) and (name != "sanity_eval_batches" or type(value) is int)
-            if not is_number or value <= 0 or (type(value) is float and value > 1):
-                share = "" if name == "sanity_eval_batches" else ", or a share of them such as 0.1"
+    def __init__(self, **settings: int | float | None) -> None:
+        self.facts = {name: value for name, value in settings.items() if value is not None}
+        for name, value in self.facts.items():
+            kinds = (int,) if name == "sanity_eval_batches" else (int, float)
+            if type(value) not in kinds or value <= 0 or (type(value) is float and value > 1):
                 raise ConfigError(
                     f"Cannot use Trainer({name}={value!r}).",
-                    "It says how many batches to read: 1 is one batch, 1.0 are all.",
-                    f"Pass a whole number above 0{share}, or leave it out.",
+                    "It says how many batches to read: 1 is one batch, and a share of 1.0 are all.",
+                    f"Pass a whole number above 0{' or a share such as 0.1' * (float in kinds)}, or leave it out.",
                 )
-        if {"limit_train_batches", "overfit_batches"} <= given.keys():
+        if {"limit_train_batches", "overfit_batches"} <= self.facts.keys():
             raise ConfigError(
                 "Cannot use both limit_train_batches and overfit_batches:",
                 "both say how many batches a pass has, and only the second that they are the same ones in each.",
                 "Keep one of the two.",
             )
-        given.pop("sanity_eval_batches", None)
-        self.facts = given
-        self.of_training = {name: value for name, value in given.items() if name != "limit_eval_batches"}
-        of_evaluation = "overfit_batches" if self.limit_eval_batches is None else "limit_eval_batches"
-        self.of_evaluation = {of_evaluation: given[of_evaluation]} if of_evaluation in given else {}
+        self.sanity_eval_batches = int(self.facts.pop("sanity_eval_batches", 0))
+        self.of_training = {name: value for name, value in self.facts.items() if name != "limit_eval_batches"}
+        name = "limit_eval_batches" if "limit_eval_batches" in self.facts else "overfit_batches"
+        self.of_evaluation = {name: self.facts[name]} if name in self.facts else {}
 
     def num_train(self, num_batches: int | None) -> int | None:
         """Return the batches in a pass of one process, of as many as its loader has (None: unknown)."""
@@ -126,7 +109,7 @@ class LimitedFeed(TrainFeed):
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start a pass, see `TrainFeed.open`."""
         # The order follows from the pass's number.
-        epoch = 0 if self._limits.overfit_batches is not None else epoch
+        epoch = 0 if "overfit_batches" in self._limits.of_training else epoch
         batches, number = super().open(epoch, skip=skip, offset=offset), self.num_batches
         return batches if number is None else islice(batches, max(0, number - skip))
 

@@ -92,7 +92,13 @@ def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval
     Args:
         eval_steps: Steps between the run's evaluations; None, or a share of the run, if not known yet.
     """
-    if args.eval_strategy != "steps" or eval_steps is None or eval_steps < 1:
+    if isinstance(args.eval_steps, str) and any(entry.every is not None for entry in sets.values()):
+        raise ConfigError(
+            f"Cannot use eval_steps={args.eval_steps!r} with evaluation sets that have an interval of their own.",
+            "Theirs count optimizer updates.",
+            "Give eval_steps in updates, or leave every= out.",
+        )
+    if args.eval_strategy != "steps" or eval_steps is None or isinstance(eval_steps, str) or eval_steps < 1:
         return
     for name, entry in sets.items():
         if entry.every is not None and entry.every % eval_steps:

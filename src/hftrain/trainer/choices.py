@@ -13,8 +13,10 @@ from hftrain.adapter.strategy import forget_devices, note_devices, strategy_requ
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import DefaultFlowCallback, TrainerCallback, progress_callback
+from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.lengths import Length, read_length
 from hftrain.core.log import get_verbosity, warn_once
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.precision.base import Precision
@@ -74,11 +76,40 @@ def with_trackers(args: TrainingArguments, callbacks: Sequence[Any], loggers: An
     return without_trackers(callbacks) if is_rehearsal else callbacks
 
 
-def all_callbacks(args: TrainingArguments, strategy: Strategy, callbacks: Sequence[Any]) -> list[Any]:
+def all_callbacks(
+    args: TrainingArguments, strategy: Strategy, callbacks: Sequence[Any], max_time: str | None
+) -> list[Any]:
     """Return the default callbacks with the given ones among them."""
     disables = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
     shown = progress_callback(disable_tqdm=disables)
-    return [DefaultFlowCallback(), *_debug_callbacks(args, strategy), *callbacks, shown]
+    intervals = _intervals(args, max_time)
+    own = [IntervalCallback(intervals, strategy)] if intervals else []
+    return [DefaultFlowCallback(), *own, *_debug_callbacks(args, strategy), *callbacks, shown]
+
+
+def _intervals(args: TrainingArguments, max_time: str | None) -> dict[str, Length]:
+    """Return the intervals that steps cannot say, by the flag of the control that they set."""
+    flags = {"logging": "should_log", "eval": EVALUATE, "save": "should_save"}
+    given = {flag: read_length(getattr(args, f"{kind}_steps")) for kind, flag in flags.items()}
+    is_used = {flag: getattr(args, f"{kind}_strategy") == "steps" for kind, flag in flags.items()}
+    found = {flag: length for flag, length in given.items() if length is not None and is_used[flag]}
+    limit = read_length(max_time)
+    if limit is not None and limit.unit in ("s", "tok"):
+        found[STOP] = limit
+    elif max_time is not None:
+        raise ConfigError(
+            f"Cannot use Trainer(max_time={max_time!r}).",
+            "It ends a run before its planned end, after a time or a number of tokens.",
+            "Write '2h', '1h 30min' or '1e9tok'; for passes and updates set num_train_epochs or max_steps.",
+        )
+    counts = args.include_num_input_tokens_seen and args.logging_strategy != "no"
+    for length in (each for each in found.values() if each.unit == "tok" and not counts):
+        raise ConfigError(
+            f"Cannot count {length.text!r}.",
+            "Tokens are counted on request, and read when the losses are logged.",
+            "Set include_num_input_tokens_seen='all' or 'non_padding', and logging_strategy.",
+        )
+    return found
 
 
 def default_collator(tool: Any) -> Callable[[list[Any]], Any]:

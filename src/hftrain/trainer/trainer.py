@@ -152,6 +152,8 @@ class Trainer:
             read as many of theirs, unless `limit_eval_batches` says otherwise.
         sanity_eval_batches: Batches of each evaluation set that `train` evaluates before the first step, to fail early.
             It leaves no trace: no callback is called, nothing is logged, random numbers are restored.
+        max_time: End the run early, after this time over all its sessions (``"2h"``, ``"1h 30min"``), or at the first
+            log after so many tokens (``"1e9tok"``). The schedule stays that of the planned length.
         count_items: The items that a plain model's loss averages over: ``"labels"``, ``"shifted_labels"``,
             ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
             possible with single-sample batches of unequal length or with a custom loss.
@@ -255,6 +257,7 @@ class Trainer:
         limit_eval_batches: int | float | None = None,
         overfit_batches: int | float | None = None,
         sanity_eval_batches: int | None = None,
+        max_time: str | None = None,
         count_items: str | CountItems | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
@@ -303,7 +306,7 @@ class Trainer:
         self.data_collator = data_collator or default_collator(self.processing_class)
         self._resolve_hooks(given)
         self._make_own_accelerator()
-        self._make_callbacks(callbacks)
+        self._make_callbacks(callbacks, max_time)
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -385,13 +388,13 @@ class Trainer:
                 return object.__getattribute__(self, name)
             raise AttributeError(missing_attribute(type(self), name, is_made="args" in vars(self)))
 
-    def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
+    def _make_callbacks(self, callbacks: Sequence[Any], max_time: str | None) -> None:
         if self.args.push_to_hub and not self.fast_dev_run:
             self.init_hf_repo()
         self.control = TrainerControl()
         self.state = self._new_state()
         self.callback_handler = CallbackHandler(
-            all_callbacks(self.args, self.strategy, callbacks),
+            all_callbacks(self.args, self.strategy, callbacks, max_time),
             self.model,
             self.processing_class,
             self.optimizer,
@@ -617,11 +620,9 @@ class Trainer:
 
     def _try_evaluation(self) -> None:
         """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
-
-        def read(name: str | None) -> Any:
-            return self._own_data.share_of(self.get_eval_dataloader(name), is_training=False)
-
-        self._own_evaluation.try_out(read, self.limits.sanity_eval_batches or 0)
+        share_of = partial(self._own_data.share_of, is_training=False)
+        read = lambda name: share_of(self.get_eval_dataloader(name))  # noqa: E731
+        self._own_evaluation.try_out(read, self.limits.sanity_eval_batches)
 
     def _finish_training(self, metrics: dict[str, Any]) -> None:
         self.is_in_train = False
