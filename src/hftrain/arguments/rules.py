@@ -235,9 +235,9 @@ def _check_best_model(args: ArgumentFields) -> None:
 
 def _check_steps_meet(args: ArgumentFields, eval_steps: Any, save_steps: Any) -> None:
     names = ("load_best_model_at_end", "eval_steps", "save_steps")
+    if eval_steps == save_steps:
+        return
     if isinstance(eval_steps, str) or isinstance(save_steps, str):
-        if eval_steps == save_steps:
-            return
         raise _refuse(args, "They may never coincide.", "Write the same text for both.", *names)
     if (eval_steps < 1) != (save_steps < 1):
         reason = "One counts optimizer updates and the other is a share of the run, so they may never coincide."

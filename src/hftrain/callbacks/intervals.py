@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.callbacks.base import ExportableState, Metrics, TrainerCallback
+from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import Length
 from hftrain.core.log import get_logger
@@ -67,11 +67,9 @@ class IntervalCallback(TrainerCallback, ExportableState):
             self._read_clock(state.global_step)
         self._act(args, state, control, ("ep", "s"))
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Act on tokens, which have just been summed over the processes; not when an evaluation logs."""
-        if "learning_rate" in (logs or {}):
+        if "learning_rate" in kwargs["logs"]:
             self._act(args, state, control, ("tok",))
 
     def _act(self, args: Any, state: TrainerState, control: TrainerControl, units: tuple[str, ...]) -> None:

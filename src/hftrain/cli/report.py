@@ -163,10 +163,11 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
     metric, step, best = _best(run)
     final = next(reversed(run.log.values("loss")), None)
     begin = _last_begin(run)
+    limits = begin.get("plan", {}).get("limits")
     facts = [
         ("Status", status, mood),
         ("Steps", _steps(run), ""),
-        ("Not all data", _limits(begin), "bad"),
+        ("Not all data", _value(limits) if limits else "", "bad"),
         ("Time", _duration(run), ""),
         ("Last loss", "" if final is None else _number(final), ""),
         (f"Best {metric}", "" if best is None else f"{_number(best)} at step {step}", "good"),
@@ -174,12 +175,6 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
         ("Model", str(begin.get("model") or ""), ""),
     ]
     return [{"name": name, "text": text, "mood": mood} for name, text, mood in facts if text]
-
-
-def _limits(begin: Mapping[str, Any]) -> str:
-    """Return which limits on its data a session had, from the journal, which may be damaged."""
-    limits = begin.get("plan", {}).get("limits")
-    return ", ".join(f"{name}={_value(value)}" for name, value in limits.items()) if isinstance(limits, dict) else ""
 
 
 def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
