@@ -19,6 +19,7 @@ from hftrain.callbacks import CallbackHandler as CallbackHandler
 from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
 from hftrain.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
 from hftrain.callbacks import ExportableState as ExportableState
+from hftrain.callbacks import Freeze as Freeze
 from hftrain.callbacks import GradientClipping as GradientClipping
 from hftrain.callbacks import NotebookProgressCallback as NotebookProgressCallback
 from hftrain.callbacks import PredictionWriter as PredictionWriter
@@ -130,6 +131,7 @@ from hftrain.optim.functions import get_wsd_schedule as get_wsd_schedule
 from hftrain.optim.greedy import GreedyLR as GreedyLR
 from hftrain.optim.groups import get_model_param_count as get_model_param_count
 from hftrain.optim.groups import get_parameter_names as get_parameter_names
+from hftrain.optim.layerwise import layerwise_groups as layerwise_groups
 from hftrain.precision.base import Precision as Precision
 from hftrain.precision.registry import precisions as precisions
 from hftrain.search.config import BestRun as BestRun

@@ -6,6 +6,7 @@ from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.callbacks.clipping import GradientClipping
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
+from hftrain.callbacks.freezing import Freeze
 from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
 from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.progress import PrinterCallback, ProgressCallback
@@ -18,6 +19,7 @@ __all__ = [
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "ExportableState",
+    "Freeze",
     "GradientClipping",
     "NotebookProgressCallback",
     "PredictionWriter",
