@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.gan import Gan
 from support.gan import make as make_gan
-from support.tiny import Net, make_rows, make_trainer
+from support.tiny import Net, make_trainer
 
 from hftrain import EMA, StrategyError, set_seed
 
@@ -35,7 +35,7 @@ def train_each(folder: str) -> list[bool]:
         found += [train(f"{folder}/{stage}", stage, step) == whole for step in (2, 3)]
     with pytest.raises(StrategyError, match=r"EMA.averages"):
         train(folder, 3)
-    with pytest.raises(StrategyError, match="critic, generator|generator, critic"):
+    with pytest.raises(StrategyError, match="its engine steps one optimizer"):
         make_gan(Path(folder), Gan(), deepspeed={"zero_optimization": {"stage": 1}}).train()
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.engines import assert_close, make_optimizer, train, train_by_hand
 from support.tiny import Net
 
@@ -49,3 +50,18 @@ def misuse() -> list[str]:
 
 def test_another_norm_is_refused(run_distributed: Callable[..., list[Any]]) -> None:
     assert "Pass Engine(max_grad_norm=0.5)" in run_distributed(misuse)[0][0]
+
+
+def read_weights(stage: int) -> list[bool]:
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    with Engine(strategy=create_strategy("deepspeed", use_cpu=True, config=config)) as engine:
+        net = Net()
+        expected = {name: value.clone() for name, value in net.state_dict().items()}
+        engine.setup(net, make_optimizer)
+        found = dict(engine.weights())
+        return [list(found) == list(expected), all(torch.equal(found[name], expected[name]) for name in expected)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_process_can_read_whole_weights(run_distributed: Callable[..., list[Any]], stage: int) -> None:
+    assert run_distributed(read_weights, stage=stage) == [[True, True]] * 2

@@ -111,3 +111,22 @@ def test_every_process_hears_of_a_mistake(run_distributed: Callable[..., list[An
     assert answers[0] == answers[1]
     assert "different numbers of batches" in answers[0][0]
     assert "does not exist" in answers[0][1]
+
+
+def read_weights(strategy: str) -> list[Any]:
+    with Engine(strategy=create_strategy(strategy, use_cpu=True)) as engine:
+        net = Net()
+        expected = {name: value.clone() for name, value in net.state_dict().items()}
+        engine.setup(net, make_optimizer)
+        found = dict(engine.weights())
+        return [list(found) == list(expected), all(torch.equal(found[name], expected[name]) for name in expected)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_process_can_read_whole_weights(run_distributed: Callable[..., list[Any]], strategy: str) -> None:
+    assert run_distributed(read_weights, strategy=strategy) == [[True, True]] * 2
+
+
+def test_weights_of_flat_units_are_refused(run_distributed: Callable[..., list[Any]], tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="FSDP1 gathers units"):
+        run_distributed(read_weights, strategy="fsdp1")

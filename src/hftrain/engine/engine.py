@@ -47,6 +47,18 @@ class _Run(NamedTuple):
     stepper: Stepper
 
 
+class Update(NamedTuple):
+    """The result of `Engine.optim_step`.
+
+    Args:
+        is_updated: False if an fp16 overflow skipped the update.
+        grad_norm: The norm before clipping, a 0-d tensor; None without a limit.
+    """
+
+    is_updated: bool
+    grad_norm: Any
+
+
 class _NoModel:
     """Placeholder until `Engine.setup`; avoids a check in each step."""
 
@@ -247,6 +259,50 @@ class Engine:
         self._run.stepper.zero_grad()
         self._is_accumulating = False
         return is_done
+
+    def forward_backward(
+        self, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], *, is_last: bool = True
+    ) -> torch.Tensor:
+        """Run the model on a batch and add the gradients of its loss to those of earlier calls since `optim_step`.
+
+        Args:
+            batch: What `loss` takes; moved to the device.
+            loss: Called with the wrapped model and the batch; returns the loss, scaled to its share of the step.
+            is_last: Whether this is the last call before `optim_step`; only that one exchanges gradients.
+
+        Returns:
+            The loss, detached.
+        """
+        with self.accumulate(is_last):
+            with self.autocast():
+                found = loss(self._run.model, self.strategy.to_device(batch))
+            self.backward(found)
+        return found.detach()
+
+    def optim_step(self, lr: float | None = None) -> Update:
+        """Clip to the engine's `max_grad_norm`, update the parameters and drop the gradients. Collective.
+
+        Args:
+            lr: The learning rate of this update; None leaves that of the optimizer.
+        """
+        for group in self._run.optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr
+        norm = self.clip()
+        return Update(self.step(), norm)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and tensors of the model's state, whole, one at a time, on every process. Collective.
+
+        For an inference engine that takes over the weights: names are those of the unwrapped model's `state_dict()`,
+        and no more than one gathered tensor is in memory. Every process must read them all.
+
+        Example:
+            >>> with Engine(strategy="single") as engine:
+            ...     _ = engine.setup(nn.Linear(2, 1), lambda model: torch.optim.SGD(model.parameters(), 0.1))
+            ...     [(name, list(tensor.shape)) for name, tensor in engine.weights()]
+            [('weight', [1, 2]), ('bias', [1])]
+        """
+        return self.strategy.full_tensors(self._run.model)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

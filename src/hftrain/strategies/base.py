@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -261,6 +261,15 @@ class Strategy(Shown):
     def own_state(self, model: nn.Module) -> dict[str, Any]:
         """Return this process's model state, tensors by name; names that share a tensor hold the same object."""
         return self.unwrap(model).state_dict(keep_vars=True)
+
+    def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the model's state by name, whole, one at a time and on every process. Collective.
+
+        Raises:
+            StrategyError: The engine puts tensors together only on the main process.
+        """
+        for name, tensor in self.own_state(model).items():
+            yield name, tensor.detach()
 
     def count_trainable(self, model: nn.Module) -> int:
         """Return the number of trainable elements of a model, over all processes."""

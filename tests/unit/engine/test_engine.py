@@ -319,3 +319,25 @@ def test_step_costs_a_handful_of_calls(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_steps_are_counted_as_planned(tmp_path: Path) -> None:
     assert len(train(tmp_path, strategy="single")["losses"]) == 2 * NUM_STEPS
+
+
+def test_a_step_in_two_calls_is_that_of_a_loop_by_hand() -> None:
+    x = torch.arange(8.0).view(4, 2)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch).square().mean() / 2
+
+    torch.manual_seed(0)
+    with Engine(strategy="single", max_grad_norm=0.5) as engine:
+        engine.setup(torch.nn.Linear(2, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(1)
+        model = torch.nn.Linear(2, 1)
+        model.load_state_dict(dict(engine.weights()))
+        losses = [engine.forward_backward(part, loss, is_last=part is x[2:]) for part in (x[:2], x[2:])]
+        update = engine.optim_step(lr=0.01)
+        assert not losses[0].requires_grad
+        sum(loss(model, part) for part in (x[:2], x[2:])).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        assert (update.is_updated, float(update.grad_norm)) == (True, float(norm))
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in engine.weights())

@@ -37,7 +37,14 @@ from hftrain.strategies.deepspeed.config import (
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import load_whole, released_parameters, rows_of, split_for_nvme, whole_of
+from hftrain.strategies.deepspeed.zero3 import (
+    load_whole,
+    released_parameters,
+    rows_of,
+    split_for_nvme,
+    tensors_of,
+    whole_of,
+)
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.trainable_parameters import FixedParameters
 
@@ -301,6 +308,9 @@ class DeepSpeedStrategy(SplittingStrategy):
         return None if is_plain(self._engine) else LastNorm(self._engine)
 
     # -- states --------------------------------------------------------------------------------------------------
+
+    def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return tensors_of(self.unwrap(model))
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the full model state in the engine's compute dtype. Collective.

@@ -215,6 +215,11 @@ class FSDPStrategy(SplittingStrategy):
             return None
         return pieces(self._state(model), is_main=self.is_main)
 
+    def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._state(model).items():
+            whole: Any = tensor.detach().to(self.device)
+            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         model = self.unwrap(model)
         own = model.state_dict()

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, StrategyError, suggest
 from hftrain.core.parameters import load_optimizer_state
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
@@ -106,6 +106,13 @@ class FSDP1Strategy(FSDPStrategy):
         """Clip the gradients of the whole model by their norm over all shards; see `Strategy`."""
         assert self._root is not None
         return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        raise StrategyError(
+            f"Cannot return whole weights one at a time with strategy={self.name!r}:",
+            "FSDP1 gathers units, not tensors.",
+            "Use strategy='fsdp'.",
+        )
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
         root = self._split_root(model)
