@@ -477,9 +477,9 @@ OPTIMIZERS = [
         lambda folder: train(folder, task(configure_optimizers=one_cycle), max_steps=4),
         ("Cannot train 4 steps with this OneCycleLR", "total_steps=3", "Make it with total_steps=4"),
     ),
-    optimizing("Lightning's dict", lightnings_dict, "Mine.configure_optimizers", "dict", "(optimizer, schedule)"),
+    optimizing("Lightning's dict", lightnings_dict, "Mine.configure_optimizers", "interval=None", "Say 'step'"),
     optimizing("lists", lambda s: ([], []), "tuple of (list, list)", "(optimizer, schedule)"),
-    optimizing("two", two_optimizers, "tuple of (SGD, SGD)", "Return one optimizer", "param_groups"),
+    optimizing("two", two_optimizers, "tuple of (SGD, SGD)", "several optimizers by name"),
     optimizing("class", lambda s: SGD, "Call it: return SGD(self.model.parameters()"),
     optimizing(
         "schedule alone", lambda s: StepLR(SGD(s.model.parameters(), lr=1), 1), "StepLR", "(optimizer, schedule)"

@@ -335,7 +335,7 @@ def test_workers_that_would_read_a_stream_twice_are_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("made", "shown"),
-    [(lambda o: ([o], [None]), "of \\(list, list\\)"), (lambda o: {"optimizer": o}, "a dict"),
+    [(lambda o: ([o], [None]), "of \\(list, list\\)"), (lambda o: {"optimizer": o, "frequency": 2}, "frequency"),
      (lambda o: [o, o], "of \\(SGD, SGD\\)")],
 )  # fmt: skip
 def test_optimizers_in_an_unknown_form_are_named(tmp_path: Path, made: Any, shown: str) -> None:

@@ -303,9 +303,9 @@ class Strategy(Shown):
         """
         return states, {}
 
-    def split_object_like(self, state: Any, own: Any) -> Any:
+    def split_object_like(self, tree: Any, like: Any) -> Any:
         """Return an object's state with its tensors sharded as in its current one."""
-        return state
+        return tree
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state, equal on all ranks. Collective; mutates the optimizer."""

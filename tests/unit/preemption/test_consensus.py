@@ -377,7 +377,7 @@ def test_a_save_and_a_request_are_agreed_on_at_the_same_time_and_after_the_run()
 
 def test_silence_of_another_process_is_an_error() -> None:
     main, other = make_group(2, timeout_s=0.05)
-    with pytest.raises(CheckpointError, match=r"no word from rank 1 in 0\.05 s"):
+    with pytest.raises(CheckpointError, match="no word from rank 1"):
         main.all_true(True)
     with pytest.raises(CheckpointError, match="no word from rank 0"):
         other.all_true(True)

@@ -147,14 +147,14 @@ def test_iterator_that_is_used_up_after_one_pass_is_named(tmp_path: Path) -> Non
         trainer(3).train()
 
 
-def test_manual_optimization_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_manual_optimization_without_optimizers_is_refused(tmp_path: Path) -> None:
     class Manual(Task):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(TaskError, match=r"automatic_optimization=False in Manual.*kept as attributes"):
-        Trainer(Manual(), make_arguments(tmp_path))
+    with pytest.raises(TaskError, match=r"Manual.configure_optimizers.*no optimizer"):
+        Trainer(Manual(), make_arguments(tmp_path), train_dataset=make_rows()).train()
 
 
 def test_a_task_without_its_constructor_is_refused(tmp_path: Path) -> None:

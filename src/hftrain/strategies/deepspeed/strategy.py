@@ -36,15 +36,8 @@ from hftrain.strategies.deepspeed.config import (
     with_preset,
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
-from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import (
-    load_whole,
-    released_parameters,
-    rows_of,
-    split_for_nvme,
-    tensors_of,
-    whole_of,
-)
+from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state, tensors_of
+from hftrain.strategies.deepspeed.zero3 import load_whole, released_parameters, rows_of, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.trainable_parameters import FixedParameters
 
@@ -84,8 +77,7 @@ class DeepSpeedStrategy(SplittingStrategy):
     """
 
     name = "deepspeed"
-    saves_objects = False
-    saves_in_background = restores_in_a_run = False
+    saves_in_background = restores_in_a_run = saves_objects = False
     owns = Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.ACCUMULATION | Owns.CASTING
 
     def __init__(

@@ -62,15 +62,6 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
     return found
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's state by name, whole, one at a time. Collective."""
-    import deepspeed
-
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
-            yield name, tensor.detach().clone()
-
-
 def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
     """Return a model's full state in host memory on the main process, an empty dict on the others. Collective.
 

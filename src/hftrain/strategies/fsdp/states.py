@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,13 @@ def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
         return known[id(tensor)]
 
     return map_tensors(tree, whole)
+
+
+def whole_tensors(state: Mapping[str, Any], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a flat state, gathered one at a time. Collective."""
+    for name, tensor in state.items():
+        whole: Any = tensor.detach().to(device)
+        yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def split_like(value: Any, like: Any) -> Any:

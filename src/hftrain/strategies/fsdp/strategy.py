@@ -22,7 +22,7 @@ from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.states import gather, pieces, split_like, split_tree_like, take_sharded
+from hftrain.strategies.fsdp.states import gather, pieces, split_like, split_tree_like, take_sharded, whole_tensors
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 
@@ -71,6 +71,7 @@ class FSDPStrategy(SplittingStrategy):
     """
 
     name = "fsdp"
+    split_object_like = staticmethod(split_tree_like)
     shards_model = True
 
     def __init__(
@@ -216,9 +217,7 @@ class FSDPStrategy(SplittingStrategy):
         return pieces(self._state(model), is_main=self.is_main)
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._state(model).items():
-            whole: Any = tensor.detach().to(self.device)
-            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+        return whole_tensors(self._state(model), self.device)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         model = self.unwrap(model)
@@ -252,9 +251,6 @@ class FSDPStrategy(SplittingStrategy):
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
         found: dict[str, Any] = {}
         return take_sharded(states, (), found), pieces(found, is_main=self.is_main)
-
-    def split_object_like(self, state: Any, own: Any) -> Any:
-        return split_tree_like(state, own)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
