@@ -49,6 +49,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "huggingface_hub",
         "ipywidgets",
         "jinja2",
+        "jsonargparse",
         "liger_kernel",
         "lightning_utilities",
         "lomo_optim",

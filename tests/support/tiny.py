@@ -72,6 +72,16 @@ def make_rows(num: int = 22, seed: int = 1) -> Rows:
     ]
 
 
+def make_data(num: int = 22, seed: int = 1) -> dict[str, Any]:
+    """Return the parts of a Trainer that a configuration names as its data.
+
+    Args:
+        num: How many samples.
+        seed: Of their numbers.
+    """
+    return {"train_dataset": make_rows(num, seed)}
+
+
 def share(prediction: Any) -> dict[str, float]:
     """Compute the share of right predictions, as a `compute_metrics`."""
     return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}

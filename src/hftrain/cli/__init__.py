@@ -1,6 +1,5 @@
-"""Command lines: the `hftrain` command, and options from dataclasses."""
+"""Command lines: the `hftrain` command, trainings from files, and options from dataclasses."""
 
-from hftrain.cli.options import HfArg
-from hftrain.cli.parser import HfArgumentParser
+from hftrain.core.lazy import lazy_names
 
-__all__ = ["HfArg", "HfArgumentParser"]
+__getattr__, __dir__, __all__ = lazy_names(__name__)

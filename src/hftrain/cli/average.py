@@ -10,6 +10,7 @@ import torch
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, WEIGHTS
 from hftrain.checkpoint.weights import read_weights
+from hftrain.cli.answer import Answer
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.storage.tensors import save_tensors
 
@@ -17,7 +18,7 @@ _NO_MODEL = (MANIFEST, TRAINER_STATE)
 _TOOLS = (".json", ".jinja", ".model", ".txt")
 
 
-def show_average(checkpoints: Sequence[str], *, output: str) -> list[str]:
+def show_average(checkpoints: Sequence[str], *, output: str) -> Answer:
     """Write the mean of the weights of checkpoints, or saved models, with the configuration of the last one.
 
     Args:
@@ -56,4 +57,5 @@ def show_average(checkpoints: Sequence[str], *, output: str) -> list[str]:
         for name, value in sums.items()
     }
     save_tensors(means, folder / WEIGHTS)
-    return [f"Wrote the mean of the weights of {len(checkpoints)} checkpoints to {folder}."]
+    line = f"Wrote the mean of the weights of {len(checkpoints)} checkpoints to {folder}."
+    return Answer([line], {"output": output, "checkpoints": list(checkpoints)})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.rotation import by_commit
+from hftrain.cli.answer import Answer
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import is_url
@@ -14,7 +16,7 @@ from hftrain.storage.space import readable_bytes
 _HEAD = ("checkpoint", "step", "epochs", "size", "state")
 
 
-def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[str]:
+def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> Answer:
     """Return a line for each checkpoint of a run in commit order, and one about the checkpoint for a resume.
 
     Args:
@@ -32,25 +34,29 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
     if not paths:
         reason = "It holds no checkpoint." if folder.is_dir() else "There is no such folder."
         raise ConfigError(asked, reason, "Name a run's output_dir.")
-    rows, last = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint."
+    facts: list[dict[str, Any]] = []
+    rows, last, resume = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint.", None
     for path in paths:
         try:
             found = verify(path, hashes=should_verify)
         except CheckpointError as error:
             rows.append((path.name, "", "", "", f"damaged: {error}"))
+            facts.append({"checkpoint": path.name, "state": rows[-1][-1]})
             continue
         progress, num_batches = found.facts.get("progress", {}), found.facts.get("plan", {}).get("num_batches")
         epochs = progress.get("epoch", 0)
         if num_batches:
             epochs += progress.get("micro_steps_in_epoch", 0) / num_batches
-        size = readable_bytes(sum(record["size"] for record in found.files.values()))
+        num_bytes = sum(record["size"] for record in found.files.values())
         state = "weights only" if found.only_model else "verified" if should_verify else "complete"
         state += "" if found.is_finite else ", not finite"
         state += ", limited data" if found.facts.get("limits") else ""
         last = f"resume_from_checkpoint=True takes {path.name}" + (
             ", which cannot be resumed: save_only_model=True saved it." if found.only_model else "."
         )
-        rows.append((path.name, str(found.step), f"{epochs:.2f}", size, state))
+        resume = None if found.only_model else path.name
+        rows.append((path.name, str(found.step), f"{epochs:.2f}", readable_bytes(num_bytes), state))
+        facts.append(dict(zip(_HEAD, (path.name, found.step, epochs, num_bytes, state), strict=True)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, "", last]
+    return Answer([*lines, "", last], {"checkpoints": facts, "resume": resume})

@@ -6,15 +6,18 @@ import argparse
 import os
 import re
 import sys
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from importlib.metadata import version
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrain.core.errors import HFTrainError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from hftrain.cli.answer import Answer
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
 _Formatter = partial(argparse.HelpFormatter, max_help_position=20)
@@ -41,16 +44,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = make_parser()
     given = parser.parse_args(argv)
-    options = {name: value for name, value in vars(given).items() if name not in ("command", "debug", "show")}
+    options = {name: value for name, value in vars(given).items() if name not in ("command", "debug", "show", "json")}
     if given.command is None:
         parser.print_help()
         return
+    if given.command == "fit" and "--json" in given.arguments:
+        given.arguments.remove("--json")
+        given.json = True
     try:
-        text = "\n".join(resolve_name(f"hftrain.cli.{given.show}")(**options))
+        # What a training or a script prints is not the answer.
+        with redirect_stdout(sys.stderr) if given.json else nullcontext():
+            answer: Answer = resolve_name(f"hftrain.cli.{given.show}")(**options)
     except HFTrainError as error:
         if given.debug:
             raise
         parser.exit(1, f"hftrain {given.command}: {error}\n")
+    text = answer.to_json() if given.json else "\n".join(answer)
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
@@ -75,13 +84,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     # The column of the descriptions is as wide as this metavar, not as the longest command.
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND [OPTIONS]", prog="hftrain")
 
-    def add(name: str, show: str, summary: str, details: str = "") -> argparse.ArgumentParser:
-        """Add a command; `show` is the function in this package that takes its options and returns lines."""
-        description = f"{summary[0].upper()}{summary[1:]}. {details}"
-        part = commands.add_parser(name, help=summary, description=description, formatter_class=_Formatter)
-        part.set_defaults(show=show)
-        return part
-
+    add = partial(_add, commands)
     for name, show, summary in (
         ("strategies", "listing:show_strategies", "list the strategies that can run here, and why others cannot"),
         ("precisions", "listing:show_precisions", "list the precisions that can run here, and why others cannot"),
@@ -97,6 +100,11 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
 
     _add_views(add, folder)
+
+    what = "train as a YAML file says, with overrides as options"
+    # The options are those of the file's classes: this parser takes them all as words.
+    part = add("fit", "configured:show_fit", what, prefix_chars="\0", add_help=False)
+    part.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FILE ...").complete = file  # type: ignore[attr-defined]
 
     what = "print how much memory a training step of a script takes"
     part = add(
@@ -114,6 +122,20 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     )
     part.add_argument("shell", choices=_SHELLS)
     return parser
+
+
+def _add(
+    commands: Any, name: str, show: str, summary: str, details: str = "", **options: Any
+) -> argparse.ArgumentParser:
+    """Add a command; `show` is the function in this package that takes its options and returns an `Answer`."""
+    description = f"{summary[0].upper()}{summary[1:]}. {details}"
+    part: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, formatter_class=_Formatter, **options
+    )
+    part.set_defaults(show=show, json=False)
+    if not options:
+        part.add_argument("--json", action="store_true", help="print JSON instead, for programs")
+    return part
 
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
+from hftrain.cli.answer import Answer
 from hftrain.cli.columns import Point
 from hftrain.cli.runs import RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
@@ -27,7 +28,7 @@ _SIZE = (7.0, 3.6)
 Panels = Mapping[str, Mapping[str, Sequence[Point]]]
 
 
-def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str | None = None) -> list[str]:
+def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str | None = None) -> Answer:
     """Plot the curves of runs, with comparable metrics in one panel.
 
     Args:
@@ -57,7 +58,7 @@ def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str
         require("matplotlib>=3.7", feature="hftrain curves -o", extra="report")
         _write_picture(panels, Path(output))
         lines = [f"Wrote {output}"]
-    return lines + _odd_ones(panels)
+    return Answer(lines + _odd_ones(panels), {"output": output, "curves": panels})
 
 
 def _panels(runs: Sequence[RunRecord], metrics: Sequence[str]) -> Panels:

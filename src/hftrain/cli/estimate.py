@@ -6,9 +6,11 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
 from hftrain.trainer.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
@@ -18,9 +20,10 @@ class _Reached(BaseException):
     """Ends the script when its training would begin; not an `Exception`, because the script may catch those."""
 
 
-def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
+def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
     """Return the lines that `hftrain estimate` prints; see `estimate_script`."""
-    return [str(estimate_script(script, arguments))]
+    estimate = estimate_script(script, arguments)
+    return Answer([str(estimate)], asdict(estimate))
 
 
 def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from hftrain.cli.answer import Answer
 from hftrain.core.errors import HFTrainError
 from hftrain.core.registry import Registry
 from hftrain.precision.base import Precision
@@ -19,19 +20,25 @@ from hftrain.strategies.registry import accepted_options, create_strategy, strat
 T = TypeVar("T")
 
 
-def show_strategies(*, use_cpu: bool = False) -> list[str]:
+def show_strategies(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the strategies by the precisions they support here, or the reason they cannot run."""
     auto = _auto(use_cpu)
-    lines = [f'strategy="auto", the default, is "{auto.name}" here.']
-    return lines + _grouped(strategies, ((name, *_judge(name, use_cpu)) for name in strategies.names()))
+    judged = [(name, *_judge(name, use_cpu)) for name in strategies.names()]
+    lines = [f'strategy="auto", the default, is "{auto.name}" here.', *_grouped(strategies, judged)]
+    return Answer(lines, {"auto": auto.name, "strategies": _facts(judged)})
 
 
-def show_precisions(*, use_cpu: bool = False) -> list[str]:
+def show_precisions(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the precisions by whether the default strategy supports them here, or why not."""
     auto = _auto(use_cpu)
     works = f'Available with strategy="{auto.name}" on {auto.device_type}:'
-    refusals = ((name, _refusal(auto, name)) for name in precisions.names())
-    return _grouped(precisions, ((name, reason is None, reason or works) for name, reason in refusals))[1:]
+    refusals = [(name, _refusal(auto, name)) for name in precisions.names()]
+    judged = [(name, reason is None, reason or works) for name, reason in refusals]
+    return Answer(_grouped(precisions, judged)[1:], {"strategy": auto.name, "precisions": _facts(judged)})
+
+
+def _facts(judged: Iterable[tuple[str, bool, str]]) -> dict[str, dict[str, Any]]:
+    return {name: {"is_available": can_run, "verdict": verdict} for name, can_run, verdict in judged}
 
 
 def _auto(use_cpu: bool) -> Strategy:

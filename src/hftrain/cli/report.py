@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from hftrain.callbacks.lines import seconds_text
+from hftrain.cli.answer import Answer
 from hftrain.cli.columns import is_number
 from hftrain.cli.runs import MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
@@ -41,7 +42,7 @@ _NO_ARGUMENTS = (
 _UNENDED = "no end is recorded: it still runs, or was killed"
 
 
-def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str]:
+def show_report(runs: Sequence[str], *, output: str = "report.html") -> Answer:
     """Write a page with the curves, evaluations, arguments, checkpoints and stops of runs.
 
     Args:
@@ -63,7 +64,8 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str
         Path(output).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"Cannot write {output!r}.", f"{error}.", "Give another file with -o.") from error
-    return [f"Wrote {output} ({readable_bytes(Path(output).stat().st_size)})"]
+    line = f"Wrote {output} ({readable_bytes(Path(output).stat().st_size)})"
+    return Answer([line], {"output": output, "runs": [run.folder for run in records]})
 
 
 def render(runs: Sequence[RunRecord]) -> str:

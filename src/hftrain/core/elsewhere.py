@@ -38,7 +38,7 @@ LIGHTNING_NAMES = _by_name(
         "Try several with Trainer.hyperparameter_search.": "LearningRateFinder",
         "Use EarlyStoppingCallback.": "EarlyStopping",
         "Use Engine for a loop of your own, or Trainer with a TaskModule.": "Fabric",
-        "Use HfArgumentParser(TrainingArguments), which turns settings and dataclasses into options.": "LightningCLI",
+        "Use hftrain.cli.fit(MyTask), which trains from a YAML file and options.": "LightningCLI",
         "Use PredictionWriter.": "BasePredictionWriter",
         "Use ProgressCallback or RichProgressCallback.": "RichProgressBar TQDMProgressBar",
         "Use set_seed.": "seed_everything",

@@ -1,0 +1,275 @@
+"""`hftrain fit`: a training from a YAML file whose keys are checked against signatures, with overrides as options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal, Union
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import TrainerCallback
+from hftrain.cli.answer import Answer
+from hftrain.cli.yaml_files import YamlFile, to_yaml
+from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.optional import require
+from hftrain.core.progress import TrainerControl
+from hftrain.core.seed import set_seed
+from hftrain.core.state import TrainerState
+from hftrain.precision.base import Precision
+from hftrain.storage.files import write_text
+from hftrain.storage.mirrors import local_folder
+from hftrain.strategies.base import Strategy
+from hftrain.trainer.trainer import Trainer
+
+CONFIG = "config.yaml"
+_USAGE = "%(prog)s [FILE] [--from RUN] [--print-config] [--print-schema] [--json] [--SECTION.KEY VALUE ...]"
+_ABOUT = (
+    "Train as a YAML file says. --task.width 64 overrides task.init_args.width, --args.learning_rate 3e-4 a training "
+    "argument. --from RUN repeats a run. --print-config prints the whole configuration, and --print-schema a JSON "
+    "Schema with which editors complete and check the file."
+)
+
+
+def fit(
+    task: Callable[..., Any] | None = None,
+    data: Callable[..., Mapping[str, Any]] | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+) -> Trainer:
+    """Train as a YAML file and command-line options say.
+
+    The file has the sections ``task`` and ``data`` (a ``class_path``, and ``init_args`` that its signature allows),
+    ``args`` (of `TrainingArguments`), ``callbacks``, ``strategy`` and ``precision``. Random numbers are seeded with
+    ``args.seed`` before the task is made. The configuration, with every default, is written to ``config.yaml`` in the
+    output folder.
+
+    Args:
+        task: Makes the task or model, if the file names none.
+        data: Returns keyword arguments of the Trainer, such as ``{"train_dataset": ...}``, if the file names none.
+        argv: The file, if any, and options as ``hftrain fit`` takes them; None takes those of the process.
+
+    Returns:
+        The Trainer, after its training.
+
+    Raises:
+        ConfigError: A key is unknown, a value has the wrong type, or the task is missing; names the key and its line.
+        MissingDependencyError: jsonargparse is not installed.
+
+    Example:
+        >>> fit(MyTask, my_data)  # in train.py: python train.py run.yaml --task.width 64  # doctest: +SKIP
+    """
+    config = _Config(sys.argv[1:] if argv is None else argv, {"task": task, "data": data})
+    if (asked := config.asked()) is not None:
+        print("\n".join(asked))
+        raise SystemExit(0)
+    return config.train()
+
+
+def show_fit(arguments: Sequence[str]) -> Answer:
+    """Do what ``hftrain fit`` is asked for; see `fit`."""
+    # Finds classes in files of the working directory, as `python -m` does.
+    sys.path[:0] = [] if "" in sys.path else [""]
+    config = _Config(arguments, {"task": None, "data": None})
+    if (asked := config.asked()) is not None:
+        return asked
+    trainer = config.train()
+    step, folder = trainer.state.global_step, str(trainer.args.output_dir)
+    logged: dict[str, Any] = {}
+    for entry in trainer.state.log_history:
+        logged |= entry
+    lines = [f"Trained to step {step}. Repeat it with: hftrain fit --from {folder} --args.output_dir OTHER"]
+    return Answer(
+        lines if trainer.is_world_process_zero() else (), {"output_dir": folder, "step": step, "last": logged}
+    )
+
+
+class _Config:
+    """A configuration: that of a file or a run, then the options.
+
+    Args:
+        argv: The arguments after ``fit``.
+        makers: What makes the task and the data, if the configuration does not name it.
+    """
+
+    def __init__(self, argv: Sequence[str], makers: Mapping[str, Any]) -> None:
+        require("jsonargparse>=4.53", feature="hftrain fit", extra="config")
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("--from", dest="run")
+        flags.add_argument("--print-config", action="store_true")
+        flags.add_argument("--print-schema", action="store_true")
+        name = argv[0] if argv and not argv[0].startswith("-") else None
+        self._flags, options = flags.parse_known_args(argv[1:] if name else argv)
+        if name and self._flags.run:
+            raise ConfigError(f"Cannot use {name!r} and --from.", "Both hold a whole configuration.", "Keep one.")
+        self._file = YamlFile(_config_of(self._flags.run) if self._flags.run else name)
+        # --task.width is short for --task.init_args.width.
+        short = re.compile(rf"^--({'|'.join(makers)})\.(?!class_path\b|init_args\b)")
+        self._options = [short.sub(r"--\1.init_args.", option) for option in options]
+        self._makers = {part: self._maker(part, made) for part, made in makers.items()}
+        self._parser = _make_parser(self._makers)
+        self._check_known()
+        self._parsed = self._parse()
+
+    def asked(self) -> Answer | None:
+        """Return what is to be printed, None if a training is asked for."""
+        if self._flags.print_schema:
+            schema = json.loads(self._parser.get_completion_script("jsonschema"))
+            # shtab's option is no key, and options may give what a file leaves out.
+            schema["properties"].pop("print_shtab", None)
+            schema.pop("required", None)
+            return Answer(json.dumps(schema, indent=2).splitlines(), schema)
+        return Answer(to_yaml(self._values()).splitlines(), self._values()) if self._flags.print_config else None
+
+    def train(self) -> Trainer:
+        """Make all parts, and train."""
+        if self._makers["task"] is None:
+            remedy = "Write task.class_path into the file, or add --task.class_path package.module.Name."
+            raise ConfigError("Cannot train.", "The configuration names no task.", remedy)
+        args = self._arguments()
+        set_seed(args.seed)
+        made = self._parser.instantiate(self._parsed)
+        task, data = (maker and maker(**vars(made[part].init_args)) for part, maker in self._makers.items())
+        if not isinstance(data or {}, Mapping):
+            remedy = 'Return a dict, such as {"train_dataset": dataset}.'
+            raise ConfigError("Cannot use the data.", f"Its maker returned a {type(data).__name__}.", remedy)
+        callbacks = [*made.callbacks, _ConfigWriter(to_yaml(self._values()))]
+        options = {"strategy": made.strategy, "precision": made.precision, **(data or {})}
+        trainer = Trainer(task, args, callbacks=callbacks, **options)
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        return trainer
+
+    def _arguments(self) -> TrainingArguments:
+        try:
+            args = TrainingArguments(**vars(self._parsed.args))
+        except ConfigError as error:
+            named = [key for key in self._file if key.startswith("args.") and re.search(rf"\b{key[5:]}\b", str(error))]
+            raise ConfigError(": ".join([*map(self._file.at, named), str(error)])) from error
+        run = Path(self._flags.run or "")
+        folder = local_folder(str(args.output_dir), start=Path.cwd()).resolve()
+        if self._flags.run and not args.resume_from_checkpoint and folder in (run.resolve(), run.resolve().parent):
+            raise ConfigError(
+                f"Cannot repeat {self._flags.run!r} in its own folder:",
+                "its checkpoints would be replaced.",
+                "Add --args.output_dir OTHER, or --args.resume_from_checkpoint auto to continue it.",
+            )
+        return args
+
+    def _values(self) -> dict[str, Any]:
+        """Return the configuration with all defaults, as plain values; without tokens, and where this run resumes."""
+        values: dict[str, Any] = json.loads(self._parser.dump(self._parsed, format="json", skip_unset=False))
+        args = {name: value for name, value in values["args"].items() if not name.endswith("_token")}
+        resume = "auto" if args["resume_from_checkpoint"] == "auto" else None
+        values["args"] = {**args, "resume_from_checkpoint": resume}
+        return {name: value for name, value in values.items() if self._makers.get(name, value) is not None}
+
+    def _maker(self, part: str, made: Any) -> Any:
+        """Return the class or function of a section; None if nothing names it."""
+        section, key = self._file.values.get(part), f"{part}.class_path"
+        path, where = section.get("class_path") if isinstance(section, dict) else None, self._file.at(key)
+        words = [word for option in self._options for word in option.split("=", 1)]
+        if f"--{key}" in words[:-1]:
+            path, where = words[words.index(f"--{key}") + 1], f"--{key}"
+        if path is None or (made is not None and path == _path_of(made)):
+            return made
+        try:
+            return resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            remedy = "Write package.module.Name of a class or function that can be imported from here."
+            remedy = "It is in a script: give these options to the script." if "__main__" in path else remedy
+            raise ConfigError(f"{where}: cannot import {path!r}.", f"{error}.", remedy) from error
+
+    def _check_known(self) -> None:
+        """Raise for a key or option that no signature has, with similar ones."""
+        known = set(self._parser.get_defaults(skip_validation=True).keys()) - {"file"}
+        sections = {dest[:place] for dest in known for place, letter in enumerate(dest) if letter == "."}
+        for key in self._file:
+            if ("." not in key or key.rpartition(".")[0] in sections) and key not in known | sections:
+                raise ConfigError(f"{self._file.at(key)}: it has no meaning.", "", _near(key, known | sections))
+        for option in self._options:
+            key = option.partition("=")[0].removeprefix("--").rstrip("+")
+            is_inside = any(key.startswith(f"{dest}.") for dest in known - sections)
+            if option.startswith("--") and key not in known | {"help"} and not is_inside:
+                raise ConfigError(f"Cannot use --{key}: it has no meaning.", "", _near(key, known | sections))
+
+    def _parse(self) -> Any:
+        try:
+            return self._parser.parse_args(["--file", json.dumps(self._file.values), *self._options])
+        except argparse.ArgumentError as error:
+            text = " ".join(str(error).split())
+            found = re.match(r'Parser key "([\w.]+)": ?', text)
+            key = found[1] if found else ""
+            places = [self._file.at(key)] if key in self._file else []
+            places += [f"--{key}"] if any(re.match(rf"--{key}\b", option) for option in self._options) else []
+            raise ConfigError(f"{' or '.join(places)}: {text[found.end() if found else 0 :]}.") from error
+
+
+class _ConfigWriter(TrainerCallback):
+    """Write the configuration into the output folder when training begins; a resume replaces it by its own."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            folder = local_folder(args.output_dir, start=Path.cwd())
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / CONFIG, self._text)
+
+
+def _make_parser(makers: Mapping[str, Any]) -> Any:
+    import jsonargparse
+
+    settings: Any = {"usage": _USAGE, "description": _ABOUT, "exit_on_error": False, "print_config": None}
+    parser = jsonargparse.ArgumentParser("hftrain fit", **settings)
+    parser.add_argument("--file", action="config", help=argparse.SUPPRESS)
+    for part, made in makers.items():
+        parser.add_argument(f"--{part}.class_path", type=str | None, default=made and _path_of(made))
+        if inspect.isclass(made):
+            parser.add_class_arguments(made, f"{part}.init_args", instantiate=False, fail_untyped=False)
+        elif made is not None:
+            parser.add_function_arguments(made, f"{part}.init_args", fail_untyped=False)
+    group, hints = parser.add_argument_group("training arguments"), typing.get_type_hints(TrainingArguments)
+    for field in dataclasses.fields(TrainingArguments):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        kind, text = _by_value(hints[field.name]), field.metadata["help"]
+        group.add_argument(f"--args.{field.name}", type=kind, default=default, help=text)
+    text = "Each a class_path and init_args."
+    parser.add_argument("--callbacks", type=list[TrainerCallback], default=[], help=text)
+    for name, base in (("strategy", Strategy), ("precision", Precision)):
+        parser.add_argument(f"--{name}", type=base | str | None, help="A name, or class_path and init_args.")
+    return parser
+
+
+def _by_value(hint: Any) -> Any:
+    """Return a type in which the values of enums stand for their members, as people write them."""
+    enums = {kind for kind in typing.get_args(hint) if inspect.isclass(kind) and issubclass(kind, Enum)}
+    kinds = [Literal[tuple(each.value for each in kind)] if kind in enums else kind for kind in typing.get_args(hint)]
+    return Union[tuple(kinds)] if enums else hint  # noqa: UP007
+
+
+def _path_of(made: Any) -> str:
+    return f"{made.__module__}.{made.__qualname__}"
+
+
+def _near(key: str, known: set[str]) -> str:
+    """Return similar keys of the same section."""
+    beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
+    hint = suggest(key, beside)
+    return hint if hint.startswith("Did") or len(beside) < 20 else "See hftrain fit --help."
+
+
+def _config_of(run: str) -> str:
+    path = Path(run) if Path(run).is_file() else Path(run) / CONFIG
+    if not path.is_file():
+        reason = f"It holds no {CONFIG}, which 'hftrain fit' writes."
+        raise ConfigError(f"Cannot repeat {run!r}.", reason, "Name the output_dir of a run that it has trained.")
+    return str(path)
