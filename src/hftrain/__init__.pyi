@@ -94,6 +94,7 @@ from hftrain.data.documented import SequentialDistributedSampler as SequentialDi
 from hftrain.data.documented import get_length_grouped_indices as get_length_grouped_indices
 from hftrain.data.documented import seed_worker as seed_worker
 from hftrain.data.eval_sets import EvalSet as EvalSet
+from hftrain.data.packing import pack_dataset as pack_dataset
 from hftrain.data.sizes import has_length as has_length
 from hftrain.engine.engine import Engine as Engine
 from hftrain.loggers.base import Logger as Logger

@@ -17,9 +17,6 @@ from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call, check_callable
 from hftrain.rules.task import check_not_lightning
-from hftrain.task.introspect import forward_parameters
-from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -115,34 +112,6 @@ def check_parts(
             check_callable(name, function)
     if functions.get("data_collator") is not None:
         check_call("data_collator", functions["data_collator"])
-
-
-def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> None:
-    """Raise if documents are to be packed in one row with a cache: transformers' models then do not separate them.
-
-    Warn if a plain model has no argument for their boundaries. It may still read one of its ``**kwargs``.
-
-    Args:
-        collator: Recognised by the documented name; transformers' own collator has it as well.
-    """
-    if "DataCollatorWithFlattening" not in (kind.__name__ for kind in type(collator).__mro__):
-        return
-    for name in ("use_cache", "predict_with_generate"):
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"Cannot use {name}=True with {type(collator).__name__}, which packs documents in one row.",
-                "With a cache of keys and values, each document would attend to those before it.",
-                f"Leave {name} out, or use a collator that pads.",
-            )
-    takes_positions = collator.return_position_ids and "position_ids" in forward_parameters(task.model)
-    if isinstance(task, ModelTask) and not (
-        takes_positions or collator.return_flash_attn_kwargs or collator.return_seq_idx
-    ):
-        warn_once(
-            f"{type(collator).__name__} packs documents in one row, and {type(task.model).__name__} may not separate "
-            "them: it is not given position_ids as an argument of its forward. Compare its outputs of packed and of "
-            "single documents, or use a collator that pads."
-        )
 
 
 def refusing_unknown(init: Init) -> Init:

@@ -56,11 +56,12 @@ from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
-from hftrain.rules.constructor import check_model, check_packing, check_parts, refusing_unknown
+from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
 from hftrain.rules.data import check_train_data
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.rules.optimizer import check_optimizer, read_optimizers
+from hftrain.rules.packing import check_packed_rows, check_packing
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
 from hftrain.run.best import follow_metric
@@ -304,6 +305,7 @@ class Trainer:
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
         self._own_evaluation.check()
         self.data_collator = data_collator or default_collator(self.processing_class)
+        check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._own_data.eval_sets])
         self._resolve_hooks(given)
         self._make_own_accelerator()
         self._make_callbacks(callbacks, max_time)

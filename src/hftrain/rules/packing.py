@@ -1,0 +1,140 @@
+"""Checks of documents packed in one row: that nothing lets one of them read its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_once
+from hftrain.core.seed import preserved_rng
+from hftrain.data.packing import PackedDataset, PackedStream
+from hftrain.task.introspect import forward_parameters
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+
+# Collators that only stack the rows.
+_STACKING = ("default_data_collator", "DefaultDataCollator", "default_collate")
+_NUM_TOKENS = 8  # of each of the two documents that are tried
+# The share of one document's effect on the next that rounding may leave, as where experts get other batches.
+_ROUNDING = 0.01
+
+
+def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> None:
+    """Raise if documents are to be packed in one row with a cache: transformers' models then do not separate them.
+
+    Warn if a plain model has no argument for their boundaries. It may still read one of its ``**kwargs``.
+
+    Args:
+        collator: Recognised by the documented name; transformers' own collator has it as well.
+    """
+    if "DataCollatorWithFlattening" not in (kind.__name__ for kind in type(collator).__mro__):
+        return
+    for name in ("use_cache", "predict_with_generate"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"Cannot use {name}=True with {type(collator).__name__}, which packs documents in one row.",
+                "With a cache of keys and values, each document would attend to those before it.",
+                f"Leave {name} out, or use a collator that pads.",
+            )
+    takes_positions = collator.return_position_ids and "position_ids" in forward_parameters(task.model)
+    if isinstance(task, ModelTask) and not (
+        takes_positions or collator.return_flash_attn_kwargs or collator.return_seq_idx
+    ):
+        warn_once(
+            f"{type(collator).__name__} packs documents in one row, and {type(task.model).__name__} may not separate "
+            "them: it is not given position_ids as an argument of its forward. Compare its outputs of packed and of "
+            "single documents, or use a collator that pads."
+        )
+
+
+def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any, datasets: Iterable[Any]) -> None:
+    """Raise if rows of `pack_dataset` would be trained on with documents that read their neighbours.
+
+    The model is tried on two documents of eight tokens: if the second one's outputs depend on the first one although
+    the positions restart, it is refused. It runs four times, in evaluation mode, and random numbers are restored.
+    """
+    if not any(_holds_rows(dataset) for dataset in datasets):
+        return
+    what = f"rows of pack_dataset with {type(model).__name__}"
+    cached = [name for name in ("use_cache", "predict_with_generate") if getattr(args, name, None)]
+    for name in cached if args.past_index < 0 else ["past_index"]:
+        raise ConfigError(
+            f"Cannot use {name} with rows of pack_dataset.",
+            "With a cache of keys and values, each document would attend to those before it.",
+            f"Leave {name} out.",
+        )
+    if getattr(collator, "__name__", type(collator).__name__) not in _STACKING:
+        raise ConfigError(
+            f"Cannot use {type(collator).__name__} with rows of pack_dataset:",
+            "the rows are complete, and an attention mask or other labels would join their documents again.",
+            "Pass data_collator=hftrain.default_data_collator.",
+        )
+    if not {"input_ids", "position_ids"} <= forward_parameters(model).keys():
+        raise _joins(what, "its forward takes no input_ids and position_ids, by which documents are told apart.")
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    if "flash" in attention:
+        # It reads positions only in a batch of one row, and runs on GPUs only: it cannot be tried here.
+        if max(args.train_batch_size, args.eval_batch_size) > 1:
+            raise _joins(what, f"{attention} tells documents apart in batches of one row only.")
+        return
+    if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
+        warn_once(f"{type(model).__name__} has no weights yet: whether it keeps packed documents apart was not tried.")
+        return
+    if _leak(model) > _ROUNDING:
+        raise _joins(what, "the outputs of a document depend on the one before it, although the positions restart.")
+
+
+def _holds_rows(dataset: Any) -> bool:
+    if isinstance(dataset, (PackedDataset, PackedStream)):
+        return True
+    # In torch's Subset, ConcatDataset and the like.
+    inner = (
+        [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())] if isinstance(dataset, Dataset) else []
+    )
+    return any(map(_holds_rows, inner))
+
+
+def _leak(model: nn.Module) -> float:
+    """Return how much one document changes the outputs of the next, of what it changes without a boundary."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    ids = torch.arange(2 * _NUM_TOKENS, device=device) % 2
+    other = torch.cat([1 - ids[:_NUM_TOKENS], ids[_NUM_TOKENS:]])
+    joined = torch.arange(2 * _NUM_TOKENS, device=device)
+    options = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+
+    def change(positions: torch.Tensor) -> float:
+        outputs = [model(input_ids=each[None], position_ids=positions[None], **options) for each in (ids, other)]
+        first, second = (_logits(each)[0, _NUM_TOKENS:].double() for each in outputs)
+        return float((first - second).abs().max())
+
+    modes = list(_modes(model))
+    model.eval()
+    try:
+        with torch.no_grad(), preserved_rng():
+            apart = change(joined % _NUM_TOKENS)
+            return apart / max(change(joined), 1e-30) if apart else 0.0
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _modes(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    return ((module, module.training) for module in model.modules())
+
+
+def _logits(output: Any) -> torch.Tensor:
+    found = getattr(output, "logits", output)
+    return (
+        found if isinstance(found, torch.Tensor) else next(iter(found.values() if hasattr(found, "values") else found))
+    )
+
+
+def _joins(what: str, reason: str) -> ConfigError:
+    remedy = "Use a model that reads position_ids, such as Llama, Qwen or GPT-2, or pad single documents."
+    return ConfigError(f"Cannot use {what}:", reason, remedy)
