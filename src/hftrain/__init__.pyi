@@ -26,6 +26,7 @@ from hftrain.callbacks import PredictionWriter as PredictionWriter
 from hftrain.callbacks import PrinterCallback as PrinterCallback
 from hftrain.callbacks import ProgressCallback as ProgressCallback
 from hftrain.callbacks import RichProgressCallback as RichProgressCallback
+from hftrain.callbacks import SpikeGuard as SpikeGuard
 from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.averaging import EMA as EMA

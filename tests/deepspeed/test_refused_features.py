@@ -10,7 +10,7 @@ import pytest
 from support.optimizer_runs import Words, make_words
 from support.tiny import make_arguments
 
-from hftrain import Freeze, GradientClipping, StrategyError, Trainer
+from hftrain import Freeze, GradientClipping, SpikeGuard, StrategyError, Trainer
 
 pytestmark = pytest.mark.deepspeed
 
@@ -18,6 +18,7 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "muon": (None, "flattened"),
     "clipping": (GradientClipping("value", 1.0), "engine"),
     "freezing": (Freeze("embed"), "engine"),
+    "spikes": (SpikeGuard("skip"), "engine"),
 }
 
 
@@ -41,5 +42,5 @@ def train_each(folder: str) -> dict[str, int]:
 
 def test_every_stage_refuses(tmp_path: Path, run_distributed: Any) -> None:
     for found in run_distributed(train_each, folder=str(tmp_path)):
-        assert len(found) == 9
+        assert len(found) == 12
         assert set(found.values()) == {0}

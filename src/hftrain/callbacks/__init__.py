@@ -12,6 +12,7 @@ from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.progress import PrinterCallback, ProgressCallback
 from hftrain.callbacks.rich_progress import RichProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
+from hftrain.callbacks.spikes import SpikeGuard
 from hftrain.callbacks.summary import SummaryCallback
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PrinterCallback",
     "ProgressCallback",
     "RichProgressCallback",
+    "SpikeGuard",
     "SummaryCallback",
     "TrainerCallback",
     "in_notebook",

@@ -1,0 +1,153 @@
+"""SpikeGuard: which steps are spikes, that a skipped one leaves no trace, and that a resumed run continues exactly."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import StopAt, assert_same, outcome
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import ConfigError, SpikeGuard, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain.core.types import Owns
+from hftrain.strategies import SingleDeviceStrategy
+
+NUM_STEPS, SPIKES = 16, (9, 13)
+
+
+class Spiky(Net):
+    """Its loss is multiplied in some updates; the count is in a buffer, so a resume continues it."""
+
+    def __init__(self, factor: float = 1000.0, at: tuple[int, ...] = SPIKES) -> None:
+        super().__init__()
+        self.factor, self.at = factor, at
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        found = super().forward(x, labels)
+        if self.training:
+            self.count += 1
+            return (found[0] * (self.factor if int(self.count) in self.at else 1.0), *found[1:])
+        return found
+
+
+class States(TrainerCallback):
+    """Note the optimizer's state and the weights after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        moments = [v.clone() for s in kwargs["optimizer"].state.values() for v in s.values()]
+        self.states.append([*moments, *(p.detach().clone() for p in kwargs["model"].parameters())])
+
+
+class LowScale(SingleDeviceStrategy):
+    """Scales the loss in fp16 so little that no spike overflows: the precision would skip it first."""
+
+    def scaler_factory(self, device: torch.device) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type, init_scale=16.0)
+
+
+def make(folder: Path, *callbacks: Any, model: Any = None, precision: Any = None, **options: Any) -> Trainer:
+    set_seed(3)
+    arguments = {
+        "max_steps": NUM_STEPS,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 8,
+        **options,
+    }
+    strategy = arguments.pop("strategy", None) or LowScale(use_cpu=True)
+    return Trainer(
+        model or Spiky(), make_arguments(folder, **arguments), train_dataset=make_rows(64), callbacks=list(callbacks),
+        precision=precision, strategy=strategy,
+    )  # fmt: skip
+
+
+def guard(on_spike: str = "skip") -> SpikeGuard:
+    return SpikeGuard(on_spike, rolling_interval_length=8, sigma_factor=20)
+
+
+def listed(trainer: Trainer) -> list[int]:
+    return [entry["step"] for entry in trainer.state.log_history if "spike_loss" in entry]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_skipped_updates_leave_no_trace(tmp_path: Path, precision: str, max_grad_norm: float) -> None:
+    states = States()
+    trainer = make(
+        tmp_path, guard(), states, precision=precision, max_grad_norm=max_grad_norm,
+        max_steps=NUM_STEPS,
+    )  # fmt: skip
+    trainer.train()
+    assert listed(trainer) == [*SPIKES]
+    for step in SPIKES:
+        assert_same(states.states[step - 1], states.states[step - 2])
+    assert not torch.equal(states.states[SPIKES[0]][-1], states.states[SPIKES[0] - 1][-1])
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert len(set(rates)) == NUM_STEPS  # the schedule moved on
+
+
+def test_warning_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="hftrain"):
+        warned = make(tmp_path / "a", guard("warn"))
+        warned.train()
+    assert listed(warned) == [*SPIKES]
+    assert "Step 9 is a spike: loss" in caplog.text
+    plain = make(tmp_path / "b")
+    plain.train()
+    assert_same(dict(warned.model.state_dict()), dict(plain.model.state_dict()))
+
+
+def test_nan_is_a_spike_and_a_new_level_ends_being_one(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "nan", guard(), model=Spiky(float("nan"), (10,)), logging_nan_inf_filter=False)
+    trainer.train()
+    assert listed(trainer) == [10]
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    level = make(tmp_path / "level", guard(), model=Spiky(100.0, tuple(range(8, 30))))
+    level.train()
+    assert listed(level)[0] == 8
+    assert NUM_STEPS not in listed(level)
+
+
+@pytest.mark.parametrize("cuts", [(8, 9), (9, 12), (3, 13)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_run_continues_exactly_twice(tmp_path: Path, cuts: tuple[int, int], precision: str) -> None:
+    whole = make(tmp_path / "whole", guard(), precision=precision)
+    whole.train()
+    assert listed(whole) == [*SPIKES]
+    for at in (*cuts, None):
+        run = make(tmp_path / "parts", guard(), StopAt(at), precision=precision)
+        run.train(resume_from_checkpoint=at != cuts[0])
+    assert_same(outcome(run), outcome(whole))
+
+
+def test_overflow_is_left_to_the_loss_scale(tmp_path: Path) -> None:
+    trainer = make(tmp_path, guard(), model=Spiky(1e6), precision="fp16")
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "loss_scale" in entry][-1]
+    assert listed(trainer) == []
+    assert (last["skipped_steps"], last["loss_scale"]) == (2, 4.0)
+
+
+@pytest.mark.parametrize("settings", [{"on_spike": "stop"}, {"rolling_interval_length": 1}, {"sigma_factor": 0.0}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        SpikeGuard(**settings)
+
+
+class Engine(SingleDeviceStrategy):
+    owns = Owns.STEP
+
+    def step(self) -> bool:
+        return True
+
+
+def test_engines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="engine"):
+        make(tmp_path, guard(), strategy=Engine(use_cpu=True)).train()
