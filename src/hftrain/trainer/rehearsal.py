@@ -94,7 +94,7 @@ def rehearse(
     finally:
         # The process that wrote the files deletes them.
         if strategy.is_local_main if args.save_on_each_node else strategy.is_main:
-            _clear(folder, output_dir, found=found)
+            clear(folder, output_dir, found=found)
         _free()
     # No process continues before the files are deleted.
     strategy.barrier()
@@ -192,7 +192,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _clear(folder: Path, output_dir: Path, *, found: Path) -> None:
+def clear(folder: Path, output_dir: Path, *, found: Path) -> None:
     """Delete the files written."""
     shutil.rmtree(folder, ignore_errors=True)
     # These folders were created to check that they are writable; folders that are not empty are kept.

@@ -111,6 +111,7 @@ from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
 from hftrain.trainer.stages import Stages
+from hftrain.trainer.tuning import Tuner
 
 logger = get_logger(__name__)
 
@@ -1906,6 +1907,11 @@ class Trainer:
             bytes.
         """
         return estimate_memory(self, type(self).train)
+
+    @property
+    def tune(self) -> Tuner:
+        """Finders of a learning rate, a batch size and loader workers, such as ``trainer.tune.lr().suggestion``."""
+        return Tuner(self, type(self).train)
 
     @property
     def _num_rehearsed(self) -> int:
