@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
-from torch.optim.adamw import adamw
+from torch.optim import Optimizer, adamw
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
@@ -79,13 +78,16 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
-        if adjust_lr_fn not in _RATES or not 1 <= ns_steps < 100 or not 0 <= momentum < 1:
+        matrices = list(targets)
+        is_known = adjust_lr_fn in _RATES and 1 <= ns_steps < 100 and 0 <= momentum < 1
+        if not is_known or any(matrix.dim() != 2 for matrix in matrices):
             raise ConfigError(
-                f"Cannot use Muon with momentum={momentum}, ns_steps={ns_steps}, adjust_lr_fn={adjust_lr_fn!r}.",
-                f"The momentum must be in [0, 1), the steps from 1 to 99, and the function one of {', '.join(_RATES)}.",
+                f"Cannot use Muon with momentum={momentum}, ns_steps={ns_steps}, adjust_lr_fn={adjust_lr_fn!r} and "
+                f"targets of {sorted({matrix.dim() for matrix in matrices})} dimensions.",
+                f"Momentum is in [0, 1), steps are 1 to 99, functions {', '.join(_RATES)}, and targets matrices.",
                 "Correct the value.",
             )
-        treated = {id(matrix) for matrix in targets}
+        treated = set(map(id, matrices))
         own = {"use_muon": True} if muon_lr is None else {"use_muon": True, "lr": muon_lr}
         own |= {} if muon_weight_decay is None else {"weight_decay": muon_weight_decay}
         groups: list[dict[str, Any]] = []
@@ -94,6 +96,8 @@ class Muon(Optimizer):
             members = list(group["params"])
             groups.append({**group, "params": [p for p in members if id(p) not in treated]})
             groups.append({**group, "params": [p for p in members if id(p) in treated], **own})
+        if sum(len(group["params"]) for group in groups[1::2]) < len(treated):
+            raise ConfigError("Cannot use Muon.", "Some targets are not in params.", "Pass model.parameters().")
         # AdamW's first, since the first group's rate is the one that is logged.
         groups = sorted((each for each in groups if each["params"]), key=lambda each: "use_muon" in each)
         defaults = {
@@ -102,26 +106,10 @@ class Muon(Optimizer):
         }
         super().__init__(groups, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; with ``"use_muon": True`` its parameters must be matrices."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        shapes = [tuple(p.shape) for p in group["params"] if p.dim() != 2] if group["use_muon"] else []
-        if shapes:
-            del self.param_groups[-1]
-            raise ConfigError(
-                f"Cannot orthogonalise parameters of shape {shapes[0]}.",
-                "Muon is for matrices, [rows, columns].",
-                "Leave the others to AdamW: do not name them as targets.",
-            )
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters. Collective if matrices are split over processes."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
@@ -150,21 +138,16 @@ class Muon(Optimizer):
             if not self.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter].update(step=torch.tensor(0.0), **zeros)
-        states = [self.state[parameter] for parameter in others]
-        adamw(
+        states, (beta1, beta2) = [self.state[parameter] for parameter in others], group["betas"]
+        update: Any = adamw.adamw
+        update(
             others,
-            [parameter.grad for parameter in others if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [parameter.grad for parameter in others],
+            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
             [],
             [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            **{"beta1": beta1, "beta2": beta2, **{name: group[name] for name in ("lr", "weight_decay", "eps")}},
+            **{"amsgrad": False, "maximize": False},
         )
 
 
@@ -248,9 +231,11 @@ def _refused(reason: str) -> StrategyError:
 def muon(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Return Muon with the model's hidden matrices, or the linear modules of `optim_target_modules`."""
     options = read_options(config, _OPTIONS)
+    if model is None:
+        raise ConfigError("Cannot use optim='muon'.", "It looks for hidden matrices in the model.", "Pass the model.")
     targets = find_hidden(model) if config.target_modules is None else find_targets(model, config)
     chosen = {id(matrix) for matrix in targets}
-    named = [] if model is None else [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     logger.info(
         "optim='muon' orthogonalises %s. AdamW trains %s.",
         ", ".join(name for name, p in named if id(p) in chosen),
@@ -260,7 +245,7 @@ def muon(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     return Muon, {**settings, **options, "targets": targets}
 
 
-def find_hidden(model: nn.Module | None) -> list[nn.Parameter]:
+def find_hidden(model: nn.Module) -> list[nn.Parameter]:
     """List the trainable matrices between the embeddings and the output layer, in model order.
 
     They are the parameters of two dimensions whose name ends in ``weight``, except those of `nn.Embedding` (also if
@@ -268,11 +253,9 @@ def find_hidden(model: nn.Module | None) -> list[nn.Parameter]:
     last `nn.Linear` of the model.
 
     Raises:
-        ConfigError: There are none, or there is no model.
+        ConfigError: There are none.
         StrategyError: The strategy has flattened them.
     """
-    if model is None:
-        raise ConfigError("Cannot use optim='muon'.", "It looks for hidden matrices in the model.", "Pass the model.")
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if any(m.weight.requires_grad and m.weight.dim() != 2 for m in linear):
         raise _refused("It has flattened the matrices.")

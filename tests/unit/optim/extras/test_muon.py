@@ -148,3 +148,9 @@ def test_group_that_is_added_later_is_adamws() -> None:
     late.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[late].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_targets_are_among_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="targets"):
+        Muon(model.named_parameters(), targets=[model[0].weight])  # type: ignore[arg-type]
