@@ -101,7 +101,7 @@ class Run:
         left = self.contents.left
         with self._interrupts:
             with training_weights(ready.optimizer), self._salvage:
-                self._loop.attach(self._salvage.watch(self._fit_parts()))
+                self._loop.attach(self._wrapped_parts())
                 self.contents.loops.hand_over(self._loop)
                 self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
             self.saver.writes.finish()
@@ -135,6 +135,13 @@ class Run:
                 model=type(ready.model).__name__,
                 task=type(ready.task).__name__,
             )
+
+    def _wrapped_parts(self) -> FitParts:
+        """Return the parts for the training loop, as the callbacks with `wrap_parts` change them."""
+        fit = self._salvage.watch(self._fit_parts())
+        for callback in self._parts.events.callbacks:
+            fit = callback.wrap_parts(fit) if hasattr(callback, "wrap_parts") else fit
+        return fit
 
     def _fit_parts(self) -> FitParts:
         """Return the parts for the training loop."""

@@ -22,6 +22,7 @@ from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
+from hftrain.callbacks.profiling import make_profiler
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.participants import InManifest
@@ -160,6 +161,8 @@ class Trainer:
             ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
             possible with single-sample batches of unequal length or with a custom loss.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
+        profiler: ``"simple"`` prints where the time went, ``"torch"`` writes a trace of a few steps; or a callback,
+            such as `TorchProfiler(active=10)`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -262,6 +265,7 @@ class Trainer:
         max_time: str | None = None,
         count_items: str | CountItems | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
+        profiler: str | TrainerCallback | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -285,7 +289,7 @@ class Trainer:
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
         self._start_idle()
         is_rehearsal = bool(self.fast_dev_run)
-        callbacks = [*as_list(callbacks), *as_list(callback)]
+        callbacks = [*as_list(callbacks), *as_list(callback), *make_profiler(profiler)]
         callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=is_rehearsal)
         self.save_policy = save_policy or SavePolicy()
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
