@@ -67,6 +67,12 @@ class TaskOptimizer:
             )
         with run.only(self.parameters) as inputs:
             run.precision.backward(run.weigh(loss), **{**inputs, **options})
+        if all(parameter.grad is None for parameter in self.parameters):
+            raise TaskError(
+                f"Cannot train with the optimizer {self.name!r}:",
+                "the loss does not depend on its parameters.",
+                "Compute it from their network's outputs, without detach() in between.",
+            )
         self.has_gradient = True
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> bool:
@@ -91,7 +97,8 @@ class TaskOptimizer:
             )
         before = self.num_updates
         self._prepare(run)
-        run.precision.apply(self._counted)
+        with self._owner.stepping_now():
+            run.precision.apply(self._counted)
         self.optimizer.zero_grad()
         self.has_gradient = False
         self._owner.update_scale()
@@ -114,7 +121,8 @@ class TaskOptimizer:
             self._prepare(run)
             return loss.detach()
 
-        self._counted.step(evaluate)
+        with self._owner.stepping_now():
+            self._counted.step(evaluate)
         self.optimizer.zero_grad()
         self.has_gradient = False
         return self._finish(before)
@@ -208,7 +216,32 @@ class OptimizersByHand(Optimizers):
         self.task = task
         self._handles = {name: TaskOptimizer(self, name, member) for name, member in members.items()}
         self.parameters = [p for handle in self._handles.values() for p in handle.parameters]
+        self._steps = False
+        for member in members.values():
+            member.register_step_pre_hook(self._refuse_own)
         task.optimizers = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy gets its own run.
+        return {**self.__dict__, "run": None}
+
+    @contextmanager
+    def stepping_now(self) -> Iterator[None]:
+        """Let an optimizer step in the context."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+
+    def _refuse_own(self, *_: Any) -> None:
+        """Raise if an optimizer is stepped itself: its gradients would be neither averaged nor unscaled nor clipped."""
+        if not self._steps and self.run is not None:
+            raise TaskError(
+                "An optimizer was stepped by its own step().",
+                "Its gradients are not averaged over processes, unscaled or clipped.",
+                "Call self.optimizers[name].minimize(loss), or backward(loss) and step().",
+            )
 
     def __getitem__(self, name: str) -> TaskOptimizer:
         if name not in self._handles:

@@ -245,8 +245,26 @@ class StepsFirst(Gan):
         return self.optimizers["critic"].step()
 
 
+class StepsItself(Gan):
+    def training_step(self, batch: Any) -> Any:
+        losses(self.model, batch)[0]().backward()
+        return self.optimizers["critic"].optimizer.step()
+
+
+class Detached(Gan):
+    def training_step(self, batch: Any) -> Any:
+        return self.optimizers["generator"].minimize(losses(self.model, batch)[0]())
+
+
 @pytest.mark.parametrize(
-    ("task", "named"), [(Forgets(), "not used"), (Asks(), "nobody"), (StepsFirst(), "no backward")]
+    ("task", "named"),
+    [
+        (Forgets(), "not used"),
+        (Asks(), "nobody"),
+        (StepsFirst(), "no backward"),
+        (StepsItself(), "its own step"),
+        (Detached(), "does not depend"),
+    ],
 )
 def test_mistakes_by_hand_are_named(tmp_path: Path, task: TaskModule, named: str) -> None:
     with pytest.raises(TaskError, match=named):
@@ -302,3 +320,19 @@ def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> No
     make(tmp_path, Together(), **settings).train()
     with pytest.raises(CheckpointError, match="generator"):
         make(tmp_path, Renamed(), **settings).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", [Gan, Together])
+def test_a_rehearsal_before_and_after_a_training_changes_nothing(tmp_path: Path, kind: Any) -> None:
+    whole = make(tmp_path / "whole", kind())
+    whole.train()
+    trainer = make(tmp_path / "other", kind(), fast_dev_run=2, save_strategy="steps", save_steps=1)
+    before = weights(trainer)
+    trainer.train()
+    assert weights(trainer) == before
+    trainer.fast_dev_run = 0
+    trainer.train()
+    assert weights(trainer) == weights(whole)
+    trainer.fast_dev_run = 1
+    trainer.train()
+    assert weights(trainer) == weights(whole)
