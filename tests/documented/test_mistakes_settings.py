@@ -178,7 +178,7 @@ NAMES = [
     missing_name("BasePredictionWriter", "Use PredictionWriter."),
     missing_name("BatchSizeFinder", "auto_find_batch_size=True"),
     missing_name("LambdaCallback", "TrainerCallback"),
-    missing_name("LightningCLI", "HfArgumentParser"),
+    missing_name("LightningCLI", "hftrain.cli.fit"),
     missing_name("rank_zero_only", "is_world_process_zero"),
 ]
 VALUES = [
