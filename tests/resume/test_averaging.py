@@ -74,9 +74,16 @@ def test_swa_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
 
 def test_swa_averages_at_the_end_of_epochs(tmp_path: Path) -> None:
     note = Note()  # epochs of 6 steps
-    trainer = run(tmp_path, SWA(start=0.5), note, max_steps=12)
-    means = [torch.stack(each).mean(0) for each in zip(note.weights[5], note.weights[11], strict=True)]
+    trainer = run(tmp_path, SWA(start=0.5), note, max_steps=18)
+    means = [torch.stack(each).mean(0) for each in zip(note.weights[11], note.weights[17], strict=True)]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights(trainer), means, strict=True))
+
+
+def test_evaluations_before_the_first_average_show_the_model(tmp_path: Path) -> None:
+    settings: Any = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    averaged, plain = (run(tmp_path, each, **settings) for each in (SWA(start=4, every=1), TrainerCallback()))
+    first, second = ([e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (averaged, plain))
+    assert first == second
 
 
 def test_warmup_begins_with_a_faster_average() -> None:

@@ -105,8 +105,13 @@ def test_two_resumes_in_a_row_are_exact(tmp_path: Path, options: Any, precision:
         found = make(tmp_path / "whole", Gan(**options), **settings)
         found.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert weights(found) == weights(whole)
+    for member in found.optimizer.members.values():
+        assert len(member.state) == sum(len(group["params"]) for group in member.param_groups)
     if options:
-        assert found.state.log_history[-2]["num_updates/critic"] == 4
+        last = found.state.log_history[-2]
+        assert (last["num_updates/critic"], last["num_updates/generator"]) == (4, 3)
+        assert "grad_norm/generator" not in last
+        assert last["grad_norm"] == last["grad_norm/critic"]
 
 
 def own(model: Any, **timing: Any) -> Any:
@@ -149,6 +154,7 @@ def test_a_schedule_follows_a_metric(tmp_path: Path) -> None:
         return {**made, "generator": {"optimizer": optimizer, "lr_scheduler": timing}}
 
     settings: Any = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(4), "max_steps": 3}
+    settings["eval_on_start"] = True  # which does not count
     trainer = make(tmp_path, Worsens(on_loss), **settings)
     trainer.train()
     assert trainer.optimizer.members["generator"].param_groups[0]["lr"] == 0.25
@@ -336,3 +342,53 @@ def test_a_rehearsal_before_and_after_a_training_changes_nothing(tmp_path: Path,
     trainer.fast_dev_run = 1
     trainer.train()
     assert weights(trainer) == weights(whole)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    whole = make(tmp_path, Gan(takes_turns=True), per_device_train_batch_size=6)
+    parts = make(tmp_path, Gan(takes_turns=True), gradient_accumulation_steps=3)
+    for trainer in (whole, parts):
+        trainer.train()
+    for ours, theirs in zip(weights(parts), weights(whole), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+class Overflows(Gan):
+    """Both backward passes come first; the gradients of the critic overflow in the second step."""
+
+    def __init__(self, overflows: bool) -> None:
+        super().__init__()
+        self.overflows, self.num = overflows, 0
+
+    def configure_optimizers(self) -> Any:
+        made = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in self.model.items()}
+        return {name: (each, StepLR(each, 1, gamma=0.5)) for name, each in made.items()}
+
+    def training_step(self, batch: Any) -> StepOutput:
+        self.num += 1
+        of_critic, of_generator = (loss() for loss in losses(self.model, batch))
+        critic, generator = self.optimizers["critic"], self.optimizers["generator"]
+        generator.max_grad_norm = 0.01
+        with generator.toggle():
+            assert not any(p.requires_grad for p in critic.parameters)
+            assert all(p.requires_grad for p in generator.parameters)
+        critic.backward(of_critic * 1e30 if self.overflows and self.num == 2 else of_critic * 0.0)
+        generator.backward(of_generator)
+        self.updated = critic.step(), generator.step()
+        return StepOutput(loss=of_generator)
+
+
+def test_an_overflow_of_one_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    trained = []
+    for overflows in (False, True):
+        task = Overflows(overflows)
+        trainer = make(tmp_path, task, fp16=True, max_steps=2)
+        trainer.train()
+        trained.append(weights(trainer))
+        assert task.updated == (not overflows, True)
+        rates = {name: each.param_groups[0]["lr"] for name, each in trainer.optimizer.members.items()}
+        assert rates == {"critic": 0.05 if overflows else 0.025, "generator": 0.025}
+        assert trainer.state.log_history[-2]["grad_norm/generator"] > 0.01
+    assert trained[0] == trained[1]
+    moved = [torch.tensor(p).sub(q.flatten()).norm() for p, q in zip(trained[0], networks().parameters(), strict=True)]
+    assert 0 < torch.stack(moved).norm() <= 0.1 * 0.01 * 1.6

@@ -30,6 +30,7 @@ def test_rate_trial_finds_where_the_loss_falls_and_leaves_no_trace(tmp_path: Pat
     assert found.suggestion is not None
     assert 1e-4 < found.suggestion < 1.0
     assert len(found.rates) == len(found.losses) <= 60
+    assert len(make(tmp_path / "far").tune.lr(num_steps=60, max_lr=1e6).losses) < 60
     assert found.losses[0] > min(found.losses)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert tuned.args.to_dict() == arguments
