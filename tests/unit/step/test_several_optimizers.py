@@ -392,3 +392,20 @@ def test_an_overflow_of_one_leaves_the_others_as_they_are(tmp_path: Path) -> Non
     assert trained[0] == trained[1]
     moved = [torch.tensor(p).sub(q.flatten()).norm() for p, q in zip(trained[0], networks().parameters(), strict=True)]
     assert 0 < torch.stack(moved).norm() <= 0.1 * 0.01 * 1.6
+
+
+class FirstOverflows(Gan):
+    """Steps the critic only, whose first gradients overflow."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        loss = losses(self.model, batch)[0]()
+        is_first = self.optimizers.run.precision.logs()["loss_scale"] > 4e4
+        self.optimizers["critic"].minimize(loss * 1e30 if is_first else loss)
+        return StepOutput(loss=loss)
+
+
+def test_the_schedule_of_the_arguments_waits_for_an_update(tmp_path: Path) -> None:
+    trainer = make(tmp_path, FirstOverflows(), fp16=True, lr_scheduler_type="linear", max_steps=4)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history[:-1]]
+    assert rates == pytest.approx([0.02, 0.02, 0.015, 0.01])
