@@ -226,7 +226,8 @@ def tracker_callback(logger: Logger | str) -> TrackerCallback:
     own = own or create_logger(name)
     title = "".join(word[:1].upper() + word[1:] for word in name.replace("-", "_").split("_"))
     # A separate class, so that states in checkpoints and `remove_callback` can distinguish trackers.
-    made: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), {"__doc__": f"Report to {name}."})
+    body = {"__doc__": f"Report to {name}.", "__qualname__": f"tracker_callback.<locals>.{title}Callback"}
+    made: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), body)
     made.tracker, made.by_tracker[name] = name, made
     return made(logger=own)
 

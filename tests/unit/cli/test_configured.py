@@ -11,9 +11,11 @@ import torch
 from support.tiny import Net, Task, make_data, make_rows, train
 
 from hftrain import ConfigError, Trainer, TrainingArguments, set_seed
+from hftrain.callbacks.trackers import tracker_callback
 from hftrain.cli import fit
 from hftrain.cli.commands import main
 from hftrain.cli.yaml_files import YamlFile
+from hftrain.loggers.base import Logger
 
 pytest.importorskip("jsonargparse")
 
@@ -160,6 +162,15 @@ def test_schema_accepts_the_file_and_refuses_a_mistake(capsys: pytest.CaptureFix
     for section, key in (("args", "lerning_rate"), ("task", "init_arg")):
         wrong = {**content, section: {**content[section], key: 1}}
         assert key in next(check.iter_errors(wrong)).message
+
+
+def test_schema_leaves_out_classes_that_a_file_cannot_name(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mine(Logger):
+        name = "mine"
+
+    assert type(tracker_callback(Mine())).__name__ == "MineCallback"
+    main(["fit", "run.yaml", "--print-schema"])
+    assert "MineCallback" not in capsys.readouterr().out
 
 
 def test_help_has_the_arguments_of_the_task_and_their_texts(capsys: pytest.CaptureFixture[str]) -> None:
