@@ -15,7 +15,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.single import SingleDeviceStrategy
-from hftrain.task.loss import LabelSmoother
 
 
 def make(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
@@ -39,13 +38,6 @@ def test_documented_attributes_are_there(tmp_path: Path) -> None:
     assert not any((trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled, trainer.is_tp_enabled))
     assert (trainer.is_in_train, trainer.is_model_parallel, trainer.place_model_on_device) == (False, False, True)
     assert trainer.label_names == ["labels"]
-
-
-def test_engines_are_known_by_the_strategy(tmp_path: Path) -> None:
-    """Stand-ins: only the names count."""
-    for name, attribute in (("fsdp", "is_fsdp_enabled"), ("deepspeed", "is_deepspeed_enabled")):
-        strategy = type("Engine", (SingleDeviceStrategy,), {"name": name})(use_cpu=True)
-        assert getattr(Trainer(Net(), make_arguments(tmp_path), strategy=strategy), attribute)
 
 
 def test_is_in_train_lasts_through_the_evaluations_of_a_run(tmp_path: Path) -> None:
@@ -88,12 +80,6 @@ def test_spread_model_is_left_where_it_is(tmp_path: Path, model: type[Net]) -> N
     trainer.train()
 
 
-def test_model_with_all_layers_in_one_place_is_not_spread(tmp_path: Path) -> None:
-    model = Net()
-    model.hf_device_map = {"": 0}
-    assert not make(tmp_path, model).is_model_parallel
-
-
 class LeavesItThere(TrainingArguments):
     @property
     def place_model_on_device(self) -> bool:
@@ -114,18 +100,6 @@ def test_placing_is_refused_by_the_arguments_or_by_the_trainer(tmp_path: Path) -
     assert not make(tmp_path, kind=LeavesItToo).strategy.place_model
     given = SingleDeviceStrategy(use_cpu=True, place_model=False)
     assert not Trainer(Net(), make_arguments(tmp_path), strategy=given).place_model_on_device
-
-
-def test_label_smoother_smooths_as_the_training_does(tmp_path: Path) -> None:
-    trainer = make(tmp_path, label_smoothing_factor=0.1)
-    assert isinstance(trainer.label_smoother, LabelSmoother)
-    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, -100])
-    expected = nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
-    for outputs in ({"logits": logits}, (logits,)):
-        assert trainer.label_smoother(outputs, {"labels": labels}) == pytest.approx(expected)
-    assert make(tmp_path).label_smoother is None
-    with pytest.raises(AttributeError):
-        trainer.label_smoother = None  # type: ignore[misc]
 
 
 class Counted(Net):
@@ -270,28 +244,3 @@ def test_arguments_reach_a_deepspeed_strategy(tmp_path: Path) -> None:
 def test_use_cpu_contradicts_a_strategy_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"use_cpu=True.*strategy=Strategy"):
         Trainer(Net(), make_arguments(tmp_path), strategy=Strategy(torch.device("cuda")))
-
-
-def test_contexts_of_the_loss(tmp_path: Path) -> None:
-    trainer = make(tmp_path, bf16=True)
-    matrix = torch.ones(2, 2)
-    seen: list[torch.dtype] = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            for context in (
-                trainer.compute_loss_context_manager(),
-                trainer.autocast_smart_context_manager(),
-                trainer.autocast_smart_context_manager(cache_enabled=False),
-                trainer.torchdynamo_smart_context_manager(),
-            ):
-                with context:
-                    seen.append((matrix @ matrix).dtype)
-
-    trainer.add_callback(Look)
-    trainer.args.max_steps = 1
-    trainer.train()
-    assert seen == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32]
-    full = make(tmp_path).autocast_smart_context_manager(cache_enabled=False)
-    with full:
-        assert (matrix @ matrix).dtype is torch.float32

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
@@ -87,17 +86,6 @@ def test_checkpoint_of_a_plain_model_holds_the_documented_files(
     assert read_weights(folder).keys() == trainer.model.state_dict().keys()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
     assert torch.load(folder / "training_args.bin", weights_only=True)["max_steps"] == 3
-
-
-@pytest.mark.parametrize("was_safe", [True, False])
-def test_resume_finds_weights_in_either_format(tmp_path: Path, was_safe: bool) -> None:
-    whole = make(tmp_path / "whole", learning_rate=0.1)
-    whole.train()
-    make(tmp_path / "parts", StopAt(2), learning_rate=0.1, save_safetensors=was_safe).train()
-    resumed = make(tmp_path / "parts", learning_rate=0.1, save_safetensors=not was_safe)
-    resumed.train(resume_from_checkpoint=True)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value)
 
 
 def save_together(folder: str) -> dict[str, Any]:
@@ -201,32 +189,6 @@ def test_best_model_that_is_gone_is_missed_with_a_warning(tmp_path: Path, caplog
 # -- what a resume takes ---------------------------------------------------------------------------------------------
 
 
-def test_newest_checkpoint_is_the_highest_step_by_number(tmp_path: Path) -> None:
-    make(tmp_path, max_steps=11).train()
-    assert steps_in(tmp_path) == list(range(1, 12))
-    resumed = make(tmp_path, max_steps=12)
-    steps: list[int] = []
-
-    class Count(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steps.append(state.global_step)
-
-    resumed.add_callback(Count)
-    resumed.train(resume_from_checkpoint=True)
-    assert steps == [12]
-    again = make(tmp_path, max_steps=12)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    assert [step for step in steps_in(tmp_path) if step > 8] == [9, 10, 11, 12]
-
-
-@pytest.mark.parametrize("resume", [None, False])
-def test_training_starts_anew_unless_told_to_resume(tmp_path: Path, resume: Any) -> None:
-    make(tmp_path, StopAt(2)).train()
-    again = make(tmp_path)
-    assert again.train(resume_from_checkpoint=resume).metrics["train_steps_per_second"] > 0
-    assert len([entry for entry in again.state.log_history if "train_loss" in entry]) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -244,12 +206,6 @@ def test_changed_arguments_are_reported(
     make(tmp_path, **options).train(resume_from_checkpoint=True)
     assert ("changed since the checkpoint" in caplog.text) == (named is not None)
     assert named is None or re.search(named, caplog.text)
-
-
-def test_changed_batch_size_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(tmp_path, StopAt(2)).train()
-    make(tmp_path, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
-    assert "in another configuration (batch_size 4 -> 2)" in caplog.text
 
 
 def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None:
@@ -321,24 +277,3 @@ def test_state_that_was_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
     trainer.train(resume_from_checkpoint=True)
     assert read
     assert kept == [0]
-
-
-def test_docs_name_the_slow_way_to_reproducible_kernels() -> None:
-    text = (ROOT / "docs" / "resuming.md").read_text(encoding="utf-8")
-    assert "`torch.backends.cudnn.deterministic = True`" in text
-    assert "`full_determinism=True`" in text
-
-
-def test_optimizers_state_goes_where_the_parameters_are(tmp_path: Path) -> None:
-    make(tmp_path, StopAt(2)).train()
-    trainer = make(tmp_path)
-    found = set()
-
-    class Look(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
-            for parameter, own in optimizer.state.items():
-                found.update(value.device == parameter.device for name, value in own.items() if name != "step")
-
-    trainer.add_callback(Look)
-    trainer.train(resume_from_checkpoint=True)
-    assert found == {True}

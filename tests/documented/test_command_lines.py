@@ -116,34 +116,6 @@ def test_fsdp_variants(line: str, fsdp: list[str]) -> None:
     assert training(line).fsdp == fsdp
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_fsdp_settings() -> None:
-    assert training("--fsdp full_shard --fsdp_config fsdp_config.json").fsdp_config == "fsdp_config.json"
-    config = """'{"xla": true, "fsdp_use_orig_params": "true"}'"""
-    assert training(f"--fsdp full_shard --fsdp_config {config}").fsdp_config == {"xla": True, "use_orig_params": True}
-    wrapped = training("--fsdp 'full_shard auto_wrap' --fsdp_transformer_layer_cls_to_wrap BertLayer").fsdp_config
-    assert wrapped == {"transformer_layer_cls_to_wrap": "BertLayer"}
-    assert training("--fsdp full_shard --fsdp_min_num_params 2000").fsdp_config == {"min_num_params": 2000}
-
-
-@pytest.mark.parametrize(
-    ("line", "rank", "local_rank", "level"),
-    [
-        ("--log_level warning --log_level_replica error", 0, 0, 30),
-        ("--log_level warning --log_level_replica error", 1, 1, 40),
-        ("--log_level warning --log_level_replica error", 2, 0, 30),
-        ("--log_level warning --log_level_replica error --log_on_each_node 0", 2, 0, 40),
-        ("--log_level error --log_level_replica error --log_on_each_node 0", 0, 0, 40),
-        ("--log_level error --log_level_replica error --log_on_each_node 0", 3, 1, 40),
-    ],
-)
-def test_log_levels(line: str, rank: int, local_rank: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = training(line)
-    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    assert args.get_process_log_level() == level
-
-
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     [

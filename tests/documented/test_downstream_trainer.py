@@ -257,14 +257,6 @@ def test_preference_trainer_resumes_as_if_it_never_stopped(tmp_path: Path) -> No
         assert torch.equal(ours, theirs)
 
 
-def test_preference_trainer_predicts_and_shows_its_own_metrics(tmp_path: Path) -> None:
-    trainer = build(tmp_path, save_strategy="no", eval_strategy="no")
-    found = trainer.predict(trainer.eval_dataset)
-    assert found.predictions.shape == found.label_ids.shape == (9,)
-    assert found.metrics["eval_seen"] == 9
-    assert trainer.evaluate()["eval_seen"] == 9
-
-
 def train_on_two(folder: str) -> dict[str, Any]:
     """Train in one of several processes."""
     trainer = build(Path(folder), per_device_train_batch_size=2)

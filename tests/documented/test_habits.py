@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
@@ -60,13 +59,6 @@ def test_arguments_are_pickled_copied_and_replaced(tmp_path: Path) -> None:
     assert (changed.learning_rate, changed.margin, trainer.args.margin) == (1e-4, 0.75, 0.25)
 
 
-def test_train_twice_equals_two_trainings_of_one_model(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    assert trainer.train().global_step == 4
-    assert trainer.train().global_step == 4
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
-
-
 def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
     alone = make(tmp_path)
     alone.train()
@@ -93,42 +85,6 @@ def test_two_trainers_alternate_on_one_model(tmp_path: Path) -> None:
     assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
 
 
-class Interrupts(TrainerCallback):
-    is_armed = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_armed and state.global_step == 2:
-            self.is_armed = False
-            raise KeyboardInterrupt
-
-
-def test_training_goes_on_after_an_interrupt(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    trainer.add_callback(Interrupts)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert not trainer.is_in_train
-    assert trainer.train().global_step == 4
-    assert trainer.evaluate()["eval_loss"] > 0
-
-
-def test_evaluate_inside_a_callback_changes_no_training_number(tmp_path: Path) -> None:
-    class Evaluates(TrainerCallback):
-        losses: list[float] = []  # noqa: RUF012
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.losses.append(other.evaluate()["eval_loss"])
-            assert other.is_in_train
-
-    plain = make(tmp_path)
-    plain.train()
-    other = make(tmp_path)
-    other.add_callback(Evaluates)
-    other.train()
-    assert len(Evaluates.losses) == 4
-    assert equal(weights(plain), weights(other))
-
-
 def test_another_trainer_trains_inside_a_callback(tmp_path: Path) -> None:
     class TrainsAnother(TrainerCallback):
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -137,15 +93,6 @@ def test_another_trainer_trains_inside_a_callback(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=-1, num_train_epochs=1)
     trainer.add_callback(TrainsAnother)
     assert trainer.train().global_step == 6
-
-
-def test_evaluation_leaves_the_models_forward_as_it_was(tmp_path: Path) -> None:
-    trainer = make(tmp_path, bf16=True)
-    forward = trainer.model.forward
-    trainer.train()
-    trainer.evaluate()
-    assert trainer.model.forward == forward
-    assert "forward" not in vars(trainer.model)
 
 
 def test_optimizer_is_made_of_the_model_that_the_strategy_has_prepared(tmp_path: Path) -> None:
@@ -176,14 +123,6 @@ def test_positional_arguments_of_the_later_signature_keep_their_meaning(tmp_path
     trainer = Trainer(Net(), make_arguments(tmp_path), collate, rows, more, "tool")
     assert trainer.data_collator is collate
     assert (trainer.train_dataset, trainer.eval_dataset, trainer.processing_class) == (rows, more, "tool")
-
-
-def test_callback_in_the_singular_is_taken(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path), callback=[Interrupts])
-    assert isinstance(trainer.pop_callback(Interrupts), Interrupts)
-    assert trainer.pop_callback(Interrupts) is None
-    trainer.add_callback(Interrupts())
-    assert trainer.remove_callback(Interrupts) is None
 
 
 def test_facts_of_optimizer_and_model(tmp_path: Path) -> None:

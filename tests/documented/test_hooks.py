@@ -153,18 +153,6 @@ def test_end_of_a_step_shows_its_numbers(tmp_path: Path) -> None:
     assert [entry[3] for entry in (steps[1], steps[3])] == [entry["learning_rate"] for entry in logged]
 
 
-class LooksAs4x(Trainer):
-    def _maybe_log_save_evaluate(self, tr_loss, model, trial, epoch, ignore_keys_for_eval):  # type: ignore[override]
-        super()._maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)
-
-
-def test_end_of_a_step_in_the_form_of_4_24(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
-    torch.manual_seed(3)
-    trainer = make(LooksAs4x, tmp_path, **FULL)
-    trainer.train()
-    assert story(trainer) == undisturbed
-
-
 class ActsItself(Trainer):
     """Never calls super: logs and saves by its own rules."""
 
@@ -187,21 +175,6 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_loss_that_is_handed_on_at_the_end_of_a_step_is_logged(tmp_path: Path) -> None:
-    class Doubles(Trainer):
-        def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
-            super()._maybe_log_save_evaluate(tr_loss * 2, *rest)
-            seen.append(float(tr_loss))
-
-    seen: list[float] = []
-    trainers = []
-    for kind in (Doubles, Trainer):
-        torch.manual_seed(3)
-        trainers.append(make(kind, tmp_path, max_steps=4, logging_steps=2))
-        trainers[-1].train()
-    assert losses_of(trainers[0]) == pytest.approx([2 * loss for loss in losses_of(trainers[1])])
-
-
 class LogsItself(Trainer):
     """Resets the loss in place, as the documented method does."""
 
@@ -212,20 +185,6 @@ class LogsItself(Trainer):
             self.log({"loss": total / (self.state.global_step - self._globalstep_last_logged)})
             self._total_loss_scalar += total
             self._globalstep_last_logged = self.state.global_step
-
-
-@pytest.mark.parametrize("logging_steps", [1, 3])
-def test_loss_that_is_reset_at_the_end_of_a_step_starts_again(tmp_path: Path, logging_steps: int) -> None:
-    results = []
-    for kind in (LogsItself, Trainer):
-        torch.manual_seed(3)
-        trainer = make(kind, tmp_path, max_steps=8, logging_steps=logging_steps)
-        results.append((trainer, trainer.train().training_loss))
-    (own, own_mean), (base, base_mean) = results
-    assert losses_of(own) == pytest.approx(losses_of(base), rel=1e-6)
-    assert own_mean == pytest.approx(base_mean, rel=1e-6)
-    assert own._globalstep_last_logged == base._globalstep_last_logged == 8
-    assert own._total_loss_scalar == pytest.approx(base._total_loss_scalar, rel=1e-6)
 
 
 def test_run_that_logs_itself_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:

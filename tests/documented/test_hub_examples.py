@@ -128,12 +128,3 @@ def test_run_resumes_from_the_last_checkpoint_of_the_hub(hub: HubServer, tmp_cwd
 def test_last_checkpoint_that_is_nowhere_is_refused(tmp_cwd: Path) -> None:
     with pytest.raises(CheckpointError, match="last-checkpoint"):
         train().train(resume_from_checkpoint="last-checkpoint")
-
-
-@pytest.mark.parametrize("options", [{}, {"overwrite_output_dir": True}])
-def test_resume_into_a_folder_deletes_nothing(hub: HubServer, tmp_cwd: Path, options: dict[str, Any]) -> None:
-    train(push_to_hub=True, **options).train()
-    Path("output_dir/notes.txt").write_text("mine", encoding="utf-8")
-    train(push_to_hub=True, **options).train(resume_from_checkpoint=True)
-    assert Path("output_dir/notes.txt").read_text() == "mine"
-    assert Path("output_dir/checkpoint-3").is_dir()

@@ -12,7 +12,7 @@ from support.mistakes import Mistake, check, table
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from hftrain import EarlyStoppingCallback, ExportableState, FitLoop, Logger, Loop, TaskError, Trainer, TrainerCallback
+from hftrain import EarlyStoppingCallback, ExportableState, FitLoop, Logger, TaskError, Trainer, TrainerCallback
 
 tm: Any = pytest.importorskip("torchmetrics")
 X, LABEL = torch.zeros(4), torch.tensor(0)
@@ -46,17 +46,17 @@ class Picture:
     """Stands for an image of Pillow's."""
 
 
-def reading(name: str, data: Any, *says: str, error: Any = TaskError, **options: Any) -> Mistake:
+def reading(name: str, data: Any, says: str, error: Any = TaskError, **options: Any) -> Mistake:
     """Make the mistake of training on a dataset."""
     return Mistake(name, lambda folder: train(folder, train_dataset=data, max_steps=1, **options), says, error)
 
 
-def sampling(name: str, sample: Callable[[int], Any], *says: str) -> Mistake:
+def sampling(name: str, sample: Callable[[int], Any], says: str) -> Mistake:
     """Make the mistake of training on these samples."""
-    return reading(name, Own(sample), *says)
+    return reading(name, Own(sample), says)
 
 
-def collating(name: str, collator: Any, *says: str, model: Any = Net) -> Mistake:
+def collating(name: str, collator: Any, says: str, model: Any = Net) -> Mistake:
     """Make the mistake of training with a collator."""
     return Mistake(name, lambda folder: train(folder, model(), data_collator=collator, max_steps=1), says, TypeError)
 
@@ -70,7 +70,7 @@ class NeedsInstance:
         return stacked(samples)
 
 
-def measuring(name: str, compute_metrics: Any, *says: str) -> Mistake:
+def measuring(name: str, compute_metrics: Any, says: str) -> Mistake:
     """Make the mistake of evaluating with a `compute_metrics`."""
 
     def make(folder: Path) -> None:
@@ -79,7 +79,7 @@ def measuring(name: str, compute_metrics: Any, *says: str) -> Mistake:
     return Mistake(name, make, says, TaskError)
 
 
-def tracking(name: str, *says: str, error: Any = TaskError, metric: Any = None, **methods: Any) -> Mistake:
+def tracking(name: str, says: str, error: Any = TaskError, metric: Any = None, **methods: Any) -> Mistake:
     """Make the mistake of evaluating a task with these methods, and with a metric as `acc`."""
 
     def build() -> Any:
@@ -104,7 +104,7 @@ def update_of(find: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return evaluation_step
 
 
-def calling(name: str, *says: str, error: Any = TaskError, bases: Any = (TrainerCallback,), **methods: Any) -> Mistake:
+def calling(name: str, says: str, error: Any = TaskError, bases: Any = (TrainerCallback,), **methods: Any) -> Mistake:
     """Make the mistake of training with a callback of these methods."""
 
     def make(folder: Path) -> None:
@@ -130,84 +130,44 @@ def asks_to_stop(own: Any, args: Any, state: Any, control: Any, **kwargs: Any) -
 EXPORTED = (TrainerCallback, ExportableState)
 
 DATA = [
-    sampling("None", lambda i: None, "4 of 4 are None", "Give every sample"),
+    sampling("None", lambda i: None, "Give every sample"),
     sampling("some None", lambda i: None if i % 2 else {"x": X, "labels": LABEL}, "2 of 4 are None"),
     sampling("lengths of tuples", lambda i: (X,) * (1 + i % 2), "the shapes differ"),
-    sampling("ragged", lambda i: {"x": torch.zeros(4 + i), "labels": 0}, "Cannot stack 'x'", "shapes differ", "pads"),
-    sampling("ragged lists", lambda i: {"x": [1] * (4 + i)}, "Cannot stack 'x'", "the shapes differ", "tokenizer"),
-    sampling(
-        "key of some",
-        lambda i: {"x": X} | ({"labels": 0} if i == 6 else {}),
-        "3 of 4 are None or missing",
-    ),
-    sampling("picture", lambda i: {"x": Picture()}, "its type is Picture", "Convert it to a tensor in the dataset"),
-    sampling("picture in a tuple", lambda i: (Picture(), 0), "Picture", "Convert it to a tensor"),
-    sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "'labels'", "such as 'cat'", "Number the classes"),
-    sampling("label as text", lambda i: {"x": X, "label": "cat"}, "'label'", "such as 'cat'", "Number the classes"),
-    reading(
-        "columns of tensors", (torch.zeros(8, 4), torch.zeros(8)), "whole columns", "TensorDataset", error=ValueError
-    ),
+    sampling("ragged", lambda i: {"x": torch.zeros(4 + i), "labels": 0}, "pads"),
+    sampling("ragged lists", lambda i: {"x": [1] * (4 + i)}, "tokenizer"),
+    sampling("key of some", lambda i: {"x": X} | ({"labels": 0} if i == 6 else {}), "3 of 4 are None or missing"),
+    sampling("picture", lambda i: {"x": Picture()}, "Convert it to a tensor in the dataset"),
+    sampling("picture in a tuple", lambda i: (Picture(), 0), "Convert it to a tensor"),
+    sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "Number the classes"),
+    sampling("label as text", lambda i: {"x": X, "label": "cat"}, "Number the classes"),
+    reading("texts", ["a"] * 8, "let the dataset return dicts", error=TypeError),
+    reading("set", {1, 2}, "no order", error=ValueError),
+    reading("class", Own, "Pass an instance: Own(...)", error=ValueError),
+    reading("function", lambda: None, "Pass what it returns", error=ValueError),
+    reading("generator", (row for row in make_rows(8)), "Pass a list", error=ValueError),
+    reading("columns", {"x": [1], "labels": [0]}, "Dataset.from_dict", error=ValueError),
     Mistake(
-        "splits",
-        lambda folder: train(folder, train_dataset={"train": Own(lambda i: None), "test": Own(lambda i: None)}),
-        ("the keys 'train', 'test'", "such as ['train']"),
+        "no length", lambda folder: train(folder, train_dataset=NoIterator(), max_steps=-1), "Set max_steps", ValueError
     ),
-    reading("texts", ["a"] * 8, "list of 4 str", "let the dataset return dicts", error=TypeError),
-    reading("set", {1, 2}, "a set as train_dataset", "no order", error=ValueError),
-    reading("class", Own, "it is a class", "Pass an instance: Own(...)", error=ValueError),
-    reading("function", lambda: None, "it is a function", "Pass what it returns", error=ValueError),
-    reading("generator", (row for row in make_rows(8)), "read only once", "Pass a list", error=ValueError),
-    reading("columns", {"x": [1], "labels": [0]}, "the keys 'x', 'labels'", "Dataset.from_dict", error=ValueError),
-    Mistake(
-        "no length",
-        lambda folder: train(folder, train_dataset=NoIterator(), max_steps=-1),
-        ("without __len__", "Set max_steps"),
-        ValueError,
-    ),
-    collating("list", lambda samples: samples, "a list of samples (list of 4 dict)", "join them"),
-    collating(
-        "list for a task", lambda samples: samples, "a list of samples (list of 4 dict)", "join them", model=Task
-    ),
-    collating("collator None", lambda samples: None, "The data_collator returned None", "Let it return the batch"),
-    collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
-    collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "the batch has no labels", "label_names"),
-    collating(
-        "lists",
-        lambda samples: {"x": [s["x"] for s in samples]},
-        "must be Tensor, not list",
-        "The batch: x list of",
-        "as_tensor",
-    ),
-    collating(
-        "arrays",
-        lambda samples: {k: v.numpy() for k, v in stacked(samples).items()},
-        "must be Tensor, not numpy.ndarray",
-        "as_tensor",
-    ),
-    collating("two arguments", lambda samples, more: samples, "as data_collator", "'more'", "data_collator(samples)"),
-    collating("collator class", NeedsInstance, "NeedsInstance as data_collator", "Pass an instance: NeedsInstance()"),
+    collating("list", lambda samples: samples, "join them"),
+    collating("collator None", lambda samples: None, "Let it return the batch"),
+    collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "label_names"),
+    collating("lists", lambda samples: {"x": [s["x"] for s in samples]}, "as_tensor"),
+    collating("arrays", lambda samples: {k: v.numpy() for k, v in stacked(samples).items()}, "as_tensor"),
+    collating("two arguments", lambda samples, more: samples, "data_collator(samples)"),
+    collating("collator class", NeedsInstance, "Pass an instance: NeedsInstance()"),
 ]
 
 METRICS = [
-    measuring("number", lambda prediction: 0.5, "compute_metrics returned: it is a float", "a dict of numbers by name"),
-    measuring("keys", lambda prediction: {1: 2.0}, "a dict with the keys 1", "a dict of numbers by name"),
-    measuring("arguments", lambda predictions, labels: {}, "as compute_metrics", "prediction has predictions and"),
-    measuring("no argument", lambda: {}, "as compute_metrics", "compute_metrics(prediction)"),
-    tracking(
-        "list of metrics", "Mine.metrics('eval')", "it is a list", "a dict", metrics=lambda s, stage: [accuracy()]
-    ),
-    tracking(
-        "metrics as numbers",
-        "'a' is a float",
-        "update, compute and reset",
-        "StepOutput(logs=...)",
-        metrics=lambda s, stage: {"a": 0.5},
-    ),
-    tracking("metrics without stage", "Mine.metrics()", "metrics(self, stage)", metrics=lambda s: {}),
-    tracking("never updated", "'acc' is left out", "Call its update()", error=UserWarning, metric=accuracy),
+    measuring("keys", lambda prediction: {1: 2.0}, "a dict of numbers by name"),
+    measuring("arguments", lambda predictions, labels: {}, "prediction has predictions and"),
+    measuring("no argument", lambda: {}, "compute_metrics(prediction)"),
+    tracking("list of metrics", "a dict", metrics=lambda s, stage: [accuracy()]),
+    tracking("metrics as numbers", "StepOutput(logs=...)", metrics=lambda s, stage: {"a": 0.5}),
+    tracking("metrics without stage", "metrics(self, stage)", metrics=lambda s: {}),
+    tracking("never updated", "Call its update()", error=UserWarning, metric=accuracy),
     tracking(
         "in a plain list",
-        "acc[0] are updated but not reported",
         "an attribute of the task",
         error=UserWarning,
         metric=lambda: [accuracy()],
@@ -215,14 +175,12 @@ METRICS = [
     ),
     tracking(
         "swapped",
-        "should have the (same) shape",
         "the model's outputs first, then the labels",
         error=ValueError,
         metric=accuracy,
         evaluation_step=lambda s, b: s.acc.update(b["labels"], s.model.layers(b["x"])),
     ),
     tracking(
-        "number of classes",
         "number of classes",
         "num_classes must be the number of outputs",
         error=ValueError,
@@ -232,72 +190,40 @@ METRICS = [
 ]
 
 CALLBACKS = [
-    calling(
-        "Lightning's", "on_train_start", "Define on_train_begin(", error=UserWarning, on_train_start=lambda *a: None
-    ),
-    calling("Keras's", "on_batch_end", "Define on_step_end(", error=UserWarning, on_batch_end=lambda *a, **k: None),
-    calling("letters", "on_logs", "Define on_log(", error=UserWarning, on_logs=lambda *a: None),
-    calling("no arguments", "Mine.on_step_end()", "(self, args, state, control, **kwargs)", on_step_end=lambda s: None),
-    calling(
-        "pl_module",
-        "on_train_end(trainer, pl_module)",
-        "(self, args, state",
-        on_train_end=lambda s, trainer, pl_module: 0,
-    ),
-    calling("no keywords", "got an unexpected keyword", "**kwargs", on_log=lambda s, args, state, control: None),
-    calling(
-        "returns True", "Mine.on_step_end returned: a bool", "'should_training_stop'", on_step_end=lambda *a, **k: True
-    ),
-    calling(
-        "flag",
-        "Mine.on_log returned",
-        "no flag 'stop'",
-        "'should_training_stop'",
-        on_log=lambda *a, **k: {"stop": True},
-    ),
-    calling(
-        "control", "control.should_stop_training", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop
-    ),
+    calling("no arguments", "(self, args, state, control, **kwargs)", on_step_end=lambda s: None),
+    calling("pl_module", "(self, args, state", on_train_end=lambda s, trainer, pl_module: 0),
+    calling("no keywords", "**kwargs", on_log=lambda s, args, state, control: None),
+    calling("returns True", "'should_training_stop'", on_step_end=lambda *a, **k: True),
+    calling("flag", "'should_training_stop'", on_log=lambda *a, **k: {"stop": True}),
+    calling("control", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop),
     calling(
         "Lightning's flag",
-        "control.should_stop,",
         "Did you mean 'should_training_stop'",
         error=UserWarning,
         on_step_end=lambda s, args, state, control, **k: setattr(control, "should_stop", True),
     ),
-    calling(
-        "state None", "state() returned None", "'args': {...}", error=ValueError, bases=EXPORTED, state=lambda s: None
-    ),
-    calling("no state", "must define `state()`", "'attributes'", error=ValueError, bases=EXPORTED),
+    calling("state None", "'args': {...}", error=ValueError, bases=EXPORTED, state=lambda s: None),
+    calling("no state", "'attributes'", error=ValueError, bases=EXPORTED),
     calling(
         "function in a state",
-        "callback Mine: it cannot be written as JSON",
         "Let state() return",
         error=ValueError,
         bases=EXPORTED,
         state=lambda s: {"args": {}, "attributes": {"f": print}},
     ),
-    Mistake("needs arguments", lambda f: train(f, None, Patient), ("'patience'", "instance: Patient(...)"), TaskError),
-    Mistake("text", lambda folder: train(folder, None, "early"), ("as a callback", "TrainerCallback"), TaskError),
-    Mistake(
-        "nested", lambda folder: train(folder, None, [Patient(1)]), ("a list as a callback", "flat list"), TaskError
-    ),
+    Mistake("needs arguments", lambda f: train(f, None, Patient), "instance: Patient(...)", TaskError),
+    Mistake("text", lambda folder: train(folder, None, "early"), "TrainerCallback", TaskError),
+    Mistake("nested", lambda folder: train(folder, None, [Patient(1)]), "flat list", TaskError),
 ]
 
 PARTS = [
     Mistake(
-        "no loop",
-        lambda folder: make_trainer(folder, loop=type("Mine", (Loop,), {})()),
-        ("a Mine as a loop", "FitLoop, EvaluateLoop or PredictLoop"),
-        TaskError,
-    ),
-    Mistake(
         "run() of a loop without the arguments it is called with",
         lambda folder: make_trainer(folder, loop=type("Mine", (FitLoop,), {"run": lambda self: None})()),
-        ("Mine.run(self)", "overrides FitLoop.run", "Define run(self, *, has_left=False, ends_epoch=False)"),
+        "Define run(self, *, has_left=False, ends_epoch=False)",
         TaskError,
     ),
-    Mistake("dict", lambda f: make_trainer(f, loop={"fit": FitLoop()}), ("a dict as a loop", "a list"), TaskError),
+    Mistake("dict", lambda f: make_trainer(f, loop={"fit": FitLoop()}), "a list", TaskError),
     Mistake(
         "function in a loop",
         lambda folder: train(
@@ -306,15 +232,15 @@ PARTS = [
             save_strategy="steps",
             save_steps=1,
         ),
-        ("the state of Mine", "state['f']"),
+        "state['f']",
         ValueError,
     ),
-    Mistake("logger", lambda f: make_trainer(f, loggers=Picture()), ("a Picture as a logger", "hftrain.Logger")),
-    Mistake("logger class", lambda f: make_trainer(f, loggers=Logger), ("the class Logger", "instances")),
+    Mistake("logger", lambda f: make_trainer(f, loggers=Picture()), "hftrain.Logger"),
+    Mistake("logger class", lambda f: make_trainer(f, loggers=Logger), "instances"),
     Mistake(
         "logger without log",
         lambda folder: Trainer(Net(), make_arguments(folder), loggers=type("Mine", (Logger,), {"name": "mine"})()),
-        ("Mine reports no metric", "log(self, metrics, step)"),
+        "log(self, metrics, step)",
         UserWarning,
     ),
 ]

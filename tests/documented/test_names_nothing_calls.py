@@ -12,9 +12,8 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, EarlyStoppingCallback, TaskError, TaskModule, Trainer, TrainerCallback
+from hftrain import ConfigError, TaskError, TaskModule, Trainer, TrainerCallback
 from hftrain.core.events import EVENTS
-from hftrain.rules.hooks import DOCUMENTED
 
 
 def method(self: Any, *args: Any, **kwargs: Any) -> None: ...
@@ -48,14 +47,6 @@ def test_method_of_a_task_that_nothing_calls_is_warned_of(tmp_path: Path, name: 
         Trainer(kind(), make_arguments(tmp_path))
     kind.not_hooks = (name,)
     Trainer(kind(), make_arguments(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["eval_step", "evaluate_step"])
-def test_method_of_a_task_under_a_name_like_one_that_is_called_is_warned_of(tmp_path: Path, name: str) -> None:
-    kind = type("Mine", (Task,), {name: method})
-    with pytest.warns(UserWarning, match=f"Mine defines {name}.*evaluation_step.*not_hooks"):
-        Trainer(kind(), make_arguments(tmp_path))
-    Trainer(type("Meant", (kind,), {"not_hooks": [name]})(), make_arguments(tmp_path))
 
 
 class Helped(Task):
@@ -159,33 +150,10 @@ def test_method_of_a_callback_that_nothing_calls_is_warned_of(
     add(meant) if is_late else add(callbacks=[meant()])
 
 
-@pytest.mark.parametrize(
-    ("name", "event"),
-    [
-        ("on_logs", "on_log"),
-        ("on_saved", "on_save"),
-        ("on_training_end", "on_train_end"),
-        ("on_epoch_start", "on_epoch_begin"),
-        ("on_evaluation_end", "on_evaluate"),
-    ],
-)
-def test_method_of_a_callback_under_a_name_like_an_event_is_warned_of(tmp_path: Path, name: str, event: str) -> None:
-    kind = type("Mine", (TrainerCallback,), {name: method})
-    with pytest.warns(UserWarning, match=f"Mine defines {name}.*{event}.*not_hooks"):
-        Trainer(Net(), make_arguments(tmp_path), callbacks=[kind])
-    Trainer(Net(), make_arguments(tmp_path), callbacks=[type("Meant", (kind,), {"not_hooks": (name,)})])
-
-
 def test_every_event_and_helpers_of_a_callback_pass(tmp_path: Path) -> None:
     names = [*EVENTS, "on_gpu_hot", "setup", "on_custom_event", "report", "state_dict"]
     kind = type("Mine", (TrainerCallback,), dict.fromkeys(names, method))
     Trainer(Net(), make_arguments(tmp_path), callbacks=[kind])
-
-
-def test_callback_that_derives_from_ours_is_looked_at_too(tmp_path: Path) -> None:
-    kind = type("Mine", (EarlyStoppingCallback,), {"on_evaluation": method})
-    with pytest.warns(UserWarning, match="on_evaluate"):
-        Trainer(Net(), make_arguments(tmp_path), callbacks=[kind])
 
 
 # -- Lightning's objects ---------------------------------------------------------------------------------------------
@@ -235,32 +203,6 @@ def test_lightning_data_module_is_refused(tmp_path: Path) -> None:
 
 
 # -- Trainers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["compare_trainer_and_checkpoint_args", "_run_epoch", "_init_training_state"])
-def test_method_of_a_trainer_that_nothing_calls_is_named(tmp_path: Path, name: str) -> None:
-    kind = type("Mine", (Trainer,), {name: method})
-    told = pytest.raises(ConfigError, match=f"Mine defines {name}.*not_hooks")
-    with told if name in DOCUMENTED else pytest.warns(UserWarning, match=f"Mine defines {name}.*not_hooks"):
-        kind(Net(), make_arguments(tmp_path))
-    kind.not_hooks = (name,)
-    kind(Net(), make_arguments(tmp_path))
-
-
-class RunsItself(Trainer):
-    """Written for older versions, with a helper under a name that version 5 took."""
-
-    not_hooks = ("_finalize_training",)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._finalize_training()
-        return super().train(*args, **kwargs)
-
-    def _finalize_training(self) -> None: ...
-
-
-def test_helper_of_a_trainer_under_a_newer_name_passes(tmp_path: Path) -> None:
-    RunsItself(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows()).train()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
-from torch import nn
 
 from hftrain import Trainer
 
@@ -19,23 +18,6 @@ def run(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
     trainer.evaluate()
     trainer.predict(make_rows(3))
     return trainer
-
-
-class WeightedLoss(Trainer):
-    """The guide's own example: three arguments, and it pops the labels."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))(outputs[0].view(-1, 3), labels.view(-1))
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_weighted_loss_in_the_older_form(tmp_path: Path, accumulation: int) -> None:
-    trainer = run(WeightedLoss, tmp_path, gradient_accumulation_steps=accumulation, num_train_epochs=20)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert sum(losses[-6:]) < sum(losses[:6])
 
 
 class OlderForms(Trainer):
@@ -79,23 +61,6 @@ def test_every_hook_is_called_through_the_instance(tmp_path: Path, hook: str) ->
     kind = type("Overriding", (Trainer,), {hook: staticmethod(override) if is_static else override})
     run(kind, tmp_path, max_steps=2, eval_strategy="epoch", save_strategy="epoch")
     assert calls
-
-
-def test_only_the_schedule_is_overridden(tmp_path: Path) -> None:
-    class Constant(Trainer):
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer or self.optimizer, factor=1.0)
-            return self.lr_scheduler
-
-    assert run(Constant, tmp_path).get_learning_rates() == [1e-2, 1e-2]
-
-
-def test_prediction_step_override_decides_the_predictions(tmp_path: Path) -> None:
-    class Ones(Trainer):
-        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-            return None, torch.ones(len(inputs["x"]), 2), None
-
-    assert Ones(Net(), make_arguments(tmp_path)).predict(make_rows(3)).predictions.tolist() == [[1, 1]] * 3
 
 
 def test_files_written_into_the_folder_of_a_checkpoint_before_it_is_saved_stay(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import EvalPrediction, TaskError, Trainer, TrainerCallback
+from hftrain import EvalPrediction, Trainer, TrainerCallback
 
 BEST = {
     "eval_strategy": "steps",
@@ -129,11 +129,3 @@ def test_metric_that_an_override_adds_picks_the_best_model(
     )
     trainer.train()
     assert trainer.state.best_metric == 1.0
-
-
-@pytest.mark.parametrize("per_batch", [False, True])
-def test_inputs_for_metrics_that_no_batch_has_are_refused(tmp_path: Path, per_batch: bool) -> None:
-    arguments = make_arguments(tmp_path, include_for_metrics=["inputs"], batch_eval_metrics=per_batch)
-    trainer = Trainer(Net(), arguments, eval_dataset=make_rows(4), compute_metrics=lambda p, compute_result=True: {})
-    with pytest.raises(TaskError, match=r"no main input 'input_ids' \(it has the columns x, labels\).*main_input_name"):
-        trainer.evaluate()

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
-from hftrain import Trainer, TrainerCallback, TrainingArguments
-
-MEMORY = """\
-***** train metrics *****
-  init_mem_cpu_alloc_delta   =     1301MB
-  init_mem_cpu_peaked_delta  =      154MB
-  init_mem_gpu_alloc_delta   =      230MB
-  init_mem_gpu_peaked_delta  =        0MB
-  train_mem_cpu_alloc_delta  =     1345MB
-  train_mem_cpu_peaked_delta =        0MB
-  train_mem_gpu_alloc_delta  =      693MB
-  train_mem_gpu_peaked_delta =        7MB
-"""
+from hftrain import Trainer
 
 
 class Model(nn.Module):
@@ -66,17 +51,6 @@ class OlderCustomTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class EarlyStoppingCallback(TrainerCallback):
-    def __init__(self, num_steps=10):  # type: ignore[no-untyped-def]
-        self.num_steps = num_steps
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        if state.global_step >= self.num_steps:
-            return {"should_training_stop": True}
-        else:  # noqa: RET505
-            return {}
-
-
 def test_resume_from_the_newest_checkpoint_and_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     saving = {"save_strategy": "steps", "save_steps": 2}
@@ -98,87 +72,6 @@ def test_weighted_loss_trains_evaluates_and_predicts(kind: type[Trainer], tmp_pa
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < losses[0]
     assert trainer.predict(make_rows(3)).predictions.shape == (3, 3)
-
-
-def test_early_stopping_after_ten_steps(tmp_path: Path) -> None:
-    dataset, model, training_args = {"train": make_rows(), "test": make_rows(5)}, Model(), make_arguments(tmp_path)
-    tokenizer = data_collator = compute_metrics = None
-    training_args.num_train_epochs = 9
-    trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"],
-        tokenizer=tokenizer,
-        data_collator=data_collator,
-        compute_metrics=compute_metrics,
-        callback=[EarlyStoppingCallback()],
-    )
-    assert trainer.train().global_step == 10
-
-
-LOGGING = """
-import logging
-import sys
-
-import datasets
-import transformers
-from hftrain import Trainer, TrainingArguments
-from torch import nn
-
-training_args = TrainingArguments("out", log_level="error", use_cpu=True)
-logger = logging.getLogger(__name__)
-
-logging.basicConfig(
-    format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-    datefmt="%m/%d/%Y %H:%M:%S",
-    handlers=[logging.StreamHandler(sys.stdout)],
-)
-
-log_level = training_args.get_process_log_level()
-logger.setLevel(log_level)
-datasets.utils.logging.set_verbosity(log_level)
-transformers.utils.logging.set_verbosity(log_level)
-
-trainer = Trainer(nn.Linear(2, 2), training_args)
-names = "datasets", "transformers", "hftrain", __name__
-print([logging.getLogger(name).getEffectiveLevel() for name in names])
-"""
-
-
-@pytest.mark.interop
-def test_logging_set_up(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", LOGGING]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "[40, 40, 40, 40]"
-
-
-@pytest.mark.parametrize(
-    ("chain", "shown"),
-    [
-        ("args.set_dataloader(train_batch_size=16, eval_batch_size=64)", {"per_device_train_batch_size": 16}),
-        ('args.set_evaluate(strategy="steps", steps=100)', {"eval_steps": 100}),
-        ('args.set_logging(strategy="steps", steps=100)', {"logging_steps": 100}),
-        ('args.set_lr_scheduler(name="cosine", warmup_ratio=0.05)', {"warmup_ratio": 0.05}),
-        ('args.set_optimizer(name="adamw_torch", beta1=0.8)', {"optim": "adamw_torch"}),
-        ('args.set_push_to_hub("me/awesome-model")', {"hub_model_id": "me/awesome-model"}),
-        ('args.set_save(strategy="steps", steps=100)', {"save_steps": 100}),
-        ("args.set_testing(batch_size=32)", {"per_device_eval_batch_size": 32}),
-        ("args.set_training(learning_rate=1e-4, batch_size=32)", {"learning_rate": 1e-4}),
-    ],
-)
-def test_setters(chain: str, shown: dict[str, Any]) -> None:
-    args = TrainingArguments("working_dir")
-    args = eval(chain)
-    assert {name: getattr(args, name) for name in shown} == shown
-
-
-def test_memory_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split("=") for line in MEMORY.splitlines()[1:]]
-    metrics = {name.strip(): int(value.strip().removesuffix("MB")) << 20 for name, value in lines}
-    Trainer(Net(), make_arguments(tmp_path)).log_metrics("train", metrics)
-    # The documented report has wider values besides, which widen the column.
-    assert capsys.readouterr().out.split() == MEMORY.split()
 
 
 def test_best_model_by_the_loss_of_one_of_two_sets(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows, train
-from torch import nn
+from support.tiny import Task, make_arguments, make_rows, train
 
-from hftrain import ConfigError, DataCollatorWithPadding, DefaultDataCollator, TaskError, TaskModule, Trainer
+from hftrain import DataCollatorWithPadding, DefaultDataCollator, TaskError, Trainer
 from hftrain.data import columns
 
 SQUAD = {"text": ["a"], "answer_start": [0]}
@@ -86,23 +85,3 @@ def test_text_that_is_to_be_kept_is_named(tmp_path: Path) -> None:
     trainer = Trainer(Seen(), arguments, train_dataset=with_text(), processing_class=Pads())
     with pytest.raises(TaskError, match=r"columns text, tokens, answers.*[Tt]okenize"):
         trainer.train()
-
-
-@pytest.mark.parametrize("task", [Seen(), Net()])
-def test_data_of_text_alone_is_refused(tmp_path: Path, task: nn.Module) -> None:
-    trainer = Trainer(task, make_arguments(tmp_path, max_steps=1), train_dataset=[{"text": "a"}] * 8)
-    with pytest.raises((ConfigError, TaskError), match="text"):
-        trainer.train()
-
-
-class Reads(TaskModule):
-    def training_step(self, batch: Any) -> Any:
-        return self.model(batch["input_ids"]).sum()
-
-
-def test_column_that_the_text_would_have_become_is_said_to_be_missing(tmp_path: Path) -> None:
-    rows = [{"text": "a", "label": 1}] * 8
-    trainer = Trainer(Reads(nn.Linear(1, 1)), make_arguments(tmp_path, max_steps=1), train_dataset=rows)
-    with pytest.raises(TaskError, match=r"Reads.*'input_ids'.*labels") as caught:
-        trainer.train()
-    assert isinstance(caught.value.__cause__, KeyError)

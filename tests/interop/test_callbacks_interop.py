@@ -131,25 +131,10 @@ def settings_of(kind: Any) -> dict[str, Any]:
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
 
 
-@pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
-def test_every_setting_of_transformers_is_known(name):
-    import hftrain
-
-    ours, theirs = (settings_of(getattr(library, name)).keys() for library in (hftrain, transformers))
-    assert not theirs - ours
-
-
 def test_every_default_of_transformers_is_accepted():
     for name, field in settings_of(transformers.TrainingArguments).items():
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         TrainingArguments(**{"output_dir": "out", name: default})
-
-
-def test_arguments_of_transformers_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    with pytest.raises(ConfigError, match=r"Import TrainingArguments from hftrain"):
-        Trainer(make_model("bert"), arguments)
 
 
 @pytest.mark.parametrize(

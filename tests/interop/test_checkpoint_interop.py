@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import warnings
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
-from hftrain.checkpoint import state_files
-from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError
-from hftrain.core.seed import capture_rng, restore_rng
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.interop
@@ -113,55 +106,3 @@ def test_missing_regrouped_weights_stay_as_they_are_when_not_strict(tmp_path):
     assert (norm == 5.0).all()
     assert torch.equal(fresh.lm_head.weight, head)
     assert torch.equal(fresh.model.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
-@pytest.fixture(scope="module")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the Hugging Face Trainer, at step 2."""
-    folder = tmp_path_factory.mktemp("foreign")
-    data = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 8
-    arguments = transformers.TrainingArguments(
-        str(folder), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the other trainer's
-        transformers.Trainer(build("llama"), arguments, train_dataset=data).train()
-    return folder / "checkpoint-2"
-
-
-class Solo:
-    rank = 0
-    world_size = 1
-    is_main = True
-
-    def barrier(self) -> None:
-        pass
-
-    def all_true(self, flag: bool) -> bool:
-        return flag
-
-
-def test_a_checkpoint_of_the_hugging_face_trainer_is_read(foreign, caplog):
-    manager = CheckpointManager(foreign.parent, group=Solo())
-    assert manager.latest() is None
-    assert manager.open(foreign) is None
-    assert "without proof" in caplog.text
-    model = build("llama")
-    load_weights(model, foreign)
-    names = [name for name, _ in model.named_parameters()]
-    groups = [[name for name in names if "norm" not in name], [name for name in names if "norm" in name]]
-    optimizer = torch.optim.AdamW([{"params": [model.get_parameter(name) for name in group]} for group in groups])
-    optimizer.load_state_dict(state_files.load_optimizer(foreign))
-    assert state_files.load_part(foreign, "scheduler.pt")["last_epoch"] == 2
-    assert state_files.load_trainer_state(foreign).global_step == 2
-    restore_rng(state_files.load_rng(foreign, rank=0, world_size=1))
-    with pytest.raises(CheckpointError, match=r"training_args\.bin"):
-        state_files.load_part(foreign, "training_args.bin")  # a pickle
-
-
-def test_the_hugging_face_trainer_reads_our_generators(tmp_path):
-    state_files.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
-    expected = random.random(), numpy.random.random(), torch.rand(())
-    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    transformers.Trainer(torch.nn.Linear(1, 1), arguments)._load_rng_state(str(tmp_path))
-    assert (random.random(), numpy.random.random(), torch.rand(())) == expected

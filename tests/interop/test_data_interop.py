@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 from hftrain.core.errors import ConfigError  # noqa: E402
-from hftrain.data.collators import DataCollatorWithPadding, default_data_collator  # noqa: E402
+from hftrain.data.collators import default_data_collator  # noqa: E402
 from hftrain.data.columns import RemoveColumnsCollator, prune_columns, removable_columns, signature_columns  # noqa: E402
 from hftrain.data.feed import TrainFeed  # noqa: E402
 
@@ -36,15 +36,6 @@ class Items:
 
     def __getitem__(self, index):
         return {"index": index}
-
-
-@pytest.fixture
-def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
 
 
 @pytest.fixture
@@ -98,16 +89,6 @@ def test_default_collator_equals_transformers(features):
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
-
-
-def test_padding_collator_equals_transformers(tokenizer):
-    features = [{**tokenizer(text), "label": i} for i, text in enumerate(["a b a", "b"])]
-    ours = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=4)(features)
-    theirs = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=4)(features)
-    assert set(ours) == set(theirs)
-    assert ours["input_ids"].shape == (2, 4)
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value)
 
 
 def test_columns_of_a_table_are_pruned(table):

@@ -62,11 +62,6 @@ def check(folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.interop
-def test_adafactor_takes_the_steps_of_transformers(tmp_path: Path) -> None:
-    check(tmp_path, optim="adafactor", weight_decay=0.1)
-
-
-@pytest.mark.interop
 def test_weights_of_a_loss_are_trained_and_not_clipped_as_in_transformers(tmp_path: Path) -> None:
     """As in sentence-transformers, whose optimizer trains the loss's own weights beside the model's."""
     found = []

@@ -107,17 +107,6 @@ def test_models_without_accumulation(tmp_path, name, schedule):
     assert_parity(both(tmp_path, name, make_rows(name), **options))
 
 
-def test_weight_decay_has_the_same_two_groups(tmp_path):
-    for name in ("bert", "llama", "t5"):
-        ours, theirs = both(tmp_path, name, make_rows(name, 4), weight_decay=0.1, max_steps=1)
-        groups = [
-            [(group["weight_decay"], [tuple(p.shape) for p in group["params"]]) for group in optimizer.param_groups]
-            for optimizer in (ours.optimizer, theirs.optimizer.optimizer)
-        ]
-        assert groups[0] == groups[1]
-        assert [decay for decay, _ in groups[0]] == [0.1, 0.0]
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_label_smoothing_of_a_language_model(tmp_path, accumulation):
     options = {"label_smoothing_factor": 0.1, "learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
@@ -224,55 +213,6 @@ def test_a_subclass_with_a_weighted_loss(tmp_path, kind, accumulation):
     assert_steps_equal(steps_of(ours), steps_of(theirs), rel=2e-6)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_subclass_with_a_weighted_loss_and_even_batches(tmp_path, accumulation):
-    # Here the mean of means is the mean, so both agree. transformers 5 passes the count, which the old form refuses.
-    options = {"learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
-    rows = make_rows("bert", 24)
-    ours, theirs = (
-        make_trainer(library, tmp_path, make_model("bert"), rows, kind=kind, **options)
-        for library, kind in zip(LIBRARIES, (weighted, weighted_with_count), strict=True)
-    )
-    ours.train()
-    theirs.train()
-    assert_parity([ours, theirs])
-
-
-def generating(trainer: Any) -> Any:
-    """Return a Trainer that makes another batch of what it is given, as those do that generate completions."""
-
-    class GeneratingTrainer(trainer):
-        model_accepts_loss_kwargs = False
-
-        def _prepare_inputs(self, inputs):
-            inputs = super()._prepare_inputs(inputs)
-            return {name: torch.cat([value, value, value]) for name, value in inputs.items()}
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**inputs)
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            self.model_accepts_loss_kwargs = False  # set again when the model is looked at
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    return GeneratingTrainer
-
-
-def test_a_subclass_that_makes_batches_of_another_size(tmp_path):
-    rows = make_rows("bert", 24)
-    options = {"learning_rate": 1e-3, "gradient_accumulation_steps": 3, "kind": generating}
-    assert_parity(both(tmp_path, "bert", rows, **options))
-
-
-def test_label_smoothing_of_labels_that_are_no_classes_is_refused(tmp_path):
-    # transformers switches the smoothing off here, with a warning.
-    model = make_model("bert", problem_type="multi_label_classification")
-    rows = [{"input_ids": [2, 3], "labels": [0.0, 1.0, 1.0]}] * 4
-    with pytest.raises(hftrain.TaskError, match="label_smoothing_factor=0"):
-        make_trainer(hftrain, tmp_path, model, rows, label_smoothing_factor=0.1).train()
-
-
 def mean_of_own(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return outputs["logits"].square().mean() if labels is None else outputs["logits"].sum()
 
@@ -317,19 +257,6 @@ def test_evaluation_loss_where_batches_hold_equally_many_items(tmp_path):
         make_trainer(library, tmp_path, make_model("bert"), rows, eval_dataset=rows).evaluate() for library in LIBRARIES
     )
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [1, 3, 10])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_evaluation_loss_is_the_mean_over_items_whatever_the_batch_size(tmp_path, name, size):
-    # transformers weighs the batches' means by the full batch size: where batches differ in size or in ignored labels,
-    # it says something else.
-    rows = make_rows(name, 10)
-    model = make_model(name)
-    trainer = make_trainer(hftrain, tmp_path, model, rows, eval_dataset=rows, per_device_eval_batch_size=size)
-    with torch.no_grad():
-        expected = model.eval()(**collate(rows)).loss.item()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers")
 from support.hub_models import make_model, make_rows, make_tokenizer, run_options  # noqa: E402
 from support.resuming import without_times  # noqa: E402
 from support.script_runs import assert_close  # noqa: E402
-from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, WeightedRandomSampler  # noqa: E402
 
 import hftrain  # noqa: E402
@@ -28,14 +27,12 @@ pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 NAMES = [
     "adversarial_training", "callback_that_acts", "callback_that_evaluates_more", "callback_with_the_objects",
-    "class_weights", "collected_predictions", "curriculum", "custom_scheduler", "distillation", "eval_dataloader",
-    "extra_metrics", "freezing", "given_optimizer", "layerwise_rates", "logged_parts", "moving_average", "own_inputs",
-    "own_label_smoothing", "own_log", "own_loss_in_bf16", "own_prediction_step", "own_prediction_step_in_bf16",
-    "own_sampler", "own_save_model", "own_train_sampler", "probed_gradients", "sampled_text", "scheduled_freezing",
-    "sharpness_aware", "split_weight_decay", "tampered_log",
+    "collected_predictions", "custom_scheduler", "eval_dataloader", "extra_metrics", "given_optimizer",
+    "layerwise_rates", "logged_parts", "moving_average", "own_inputs", "own_label_smoothing", "own_log",
+    "own_loss_in_bf16", "own_prediction_step", "own_prediction_step_in_bf16", "own_sampler", "own_save_model",
+    "probed_gradients", "sampled_text", "scheduled_freezing", "sharpness_aware", "split_weight_decay", "tampered_log",
 ]  # fmt: skip
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
-WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 
 
 def case(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -92,19 +89,6 @@ def test_every_case_is_tested() -> None:
 
 
 @case
-def class_weights(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class WeightedTrainer(library.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            logits = outputs.get("logits")
-            loss = nn.CrossEntropyLoss(weight=WEIGHTS)(logits.view(-1, self.model.config.num_labels), labels.view(-1))
-            return (loss, outputs) if return_outputs else loss
-
-    return {"trainer": WeightedTrainer, "compute_metrics": accuracy}
-
-
-@case
 def own_loss_in_bf16(library: Any, notes: list[Any]) -> dict[str, Any]:
     class DistillingTrainer(library.Trainer):
         teacher = make_model("bert", seed=7).eval()
@@ -137,45 +121,6 @@ def logged_parts(library: Any, notes: list[Any]) -> dict[str, Any]:
             return (loss, outputs) if return_outputs else loss
 
     return {"trainer": MultiTaskTrainer}
-
-
-@case
-def distillation(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class DistillationTrainer(library.Trainer):
-        def __init__(self, *args, teacher_model=None, temperature=2.0, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.teacher = teacher_model
-            self.teacher.to(self.args.device)
-            self.teacher.eval()
-            self.temperature = temperature
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            student = model(**inputs)
-            with torch.no_grad():
-                teacher = self.teacher(**inputs)
-            soft = nn.KLDivLoss(reduction="batchmean")(
-                nn.functional.log_softmax(student.logits / self.temperature, dim=-1),
-                nn.functional.softmax(teacher.logits / self.temperature, dim=-1),
-            )
-            loss = 0.5 * student.loss + 0.5 * soft * self.temperature**2
-            return (loss, student) if return_outputs else loss
-
-    return {
-        "trainer": lambda *args, **rest: DistillationTrainer(*args, teacher_model=make_model("bert", seed=3), **rest)
-    }
-
-
-@case
-def curriculum(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class CurriculumTrainer(library.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            if model.training:
-                notes.append((self.state.epoch, self.state.global_step))
-                loss = loss * min(1.0, 0.5 + (self.state.epoch or 0.0))
-            return (loss, outputs) if return_outputs else loss
-
-    return {"trainer": CurriculumTrainer}
 
 
 @case
@@ -268,15 +213,6 @@ def own_sampler(library: Any, notes: list[Any]) -> dict[str, Any]:
             )
 
     return {"trainer": BalancedTrainer, "args": {"num_train_epochs": 1}}
-
-
-@case
-def own_train_sampler(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class SequentialTrainer(library.Trainer):
-        def _get_train_sampler(self, train_dataset=None):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    return {"trainer": SequentialTrainer}
 
 
 @case
@@ -490,16 +426,6 @@ def sampled_text(library: Any, notes: list[Any]) -> dict[str, Any]:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     return {"name": "llama", "callbacks": [Sampling()], "processing_class": make_tokenizer(), "trainer": Watching}
-
-
-@case
-def freezing(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class Freezing(library.TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            for parameter in model.bert.embeddings.parameters():
-                parameter.requires_grad = False
-
-    return {"callbacks": [Freezing]}
 
 
 @case

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.hub_models import make_model, make_rows, make_tokenizer, run_options  # noqa: E402
 
-from hftrain import TaskError, TaskModule, Trainer, TrainingArguments  # noqa: E402
+from hftrain import TaskModule, Trainer, TrainingArguments  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -34,11 +34,3 @@ def test_text_columns_of_datasets_are_left_out_beside_a_task(tmp_path: Path, own
     trainer = Trainer(Classify(make_model("bert")), arguments, train_dataset=data, eval_dataset=data, **options)
     assert trainer.train().global_step == 2
     assert "eval_loss" in trainer.evaluate()
-
-
-def test_text_columns_of_datasets_that_are_kept_are_named(tmp_path: Path) -> None:
-    data = datasets.Dataset.from_list([{**row, "text": "a b"} for row in make_rows("bert", 8)])
-    arguments = TrainingArguments(str(tmp_path), **run_options(max_steps=2, remove_unused_columns=False))
-    trainer = Trainer(Classify(make_model("bert")), arguments, train_dataset=data, processing_class=make_tokenizer())
-    with pytest.raises(TaskError, match="columns text: they hold text"):
-        trainer.train()

@@ -18,7 +18,7 @@ from support.hub_models import losses_of, make_model, make_rows, run_options  # 
 from support.resuming import without_times  # noqa: E402
 
 import hftrain  # noqa: E402
-from hftrain import CheckpointError, set_seed  # noqa: E402
+from hftrain import set_seed  # noqa: E402
 
 pytestmark = [
     pytest.mark.interop,
@@ -81,9 +81,6 @@ def assert_same_run(resumed: Any, whole: Any, *, exact: bool = False) -> None:
 
 
 DIRECTIONS = pytest.mark.parametrize(("first", "then"), [(THEIRS, OURS), (OURS, THEIRS)], ids=["to_ours", "to_theirs"])
-
-
-STOPS = [(1, 1), (1, 4), (1, 6), (1, 9), (3, 1), (3, 2), (3, 3), (4, 3), (4, 4)]
 
 
 # 22 samples, 6 batches; with 4 batches a step, each pass ends in a short window. Step 6, or 2 and 4: a pass is over.
@@ -159,34 +156,6 @@ def test_a_run_goes_there_and_back(tmp_path: Path) -> None:
     whole = make(OURS, tmp_path / "whole")
     whole.train()
     assert_same_run(resumed, whole)
-
-
-def test_theirs_is_taken_by_name_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(THEIRS, tmp_path, stop=3).train()
-    with pytest.raises(CheckpointError, match="no valid checkpoint with a manifest"):
-        make(OURS, tmp_path).train(resume_from_checkpoint=True)
-    assert "It has no manifest.json" in caplog.text
-    make(OURS, tmp_path, stop=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert "was saved by transformers' Trainer" in caplog.text
-    # Found by itself, beside theirs.
-    assert make(OURS, tmp_path, stop=5).train(resume_from_checkpoint=True).global_step == 5
-
-
-def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path) -> None:
-    make(THEIRS, tmp_path, stop=3, save_only_model=True).train()
-    with pytest.raises(CheckpointError, match=r"no optimizer\.pt"):
-        make(OURS, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_another_batch_size_goes_on_at_the_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # transformers itself goes on at another sample, or trains nothing.
-    resumed = go_on(THEIRS, OURS, tmp_path, 9, per_device_train_batch_size=4, num_train_epochs=2)
-    assert resumed.state.global_step == 12
-    again = make(OURS, tmp_path / "new", per_device_train_batch_size=2, num_train_epochs=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    # 12 of 22 samples of the second pass are done: 5 batches of 2 are left.
-    assert again.state.global_step == 9 + 5
-    assert "sample 12 of 22" in caplog.text
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Task, make_arguments, make_rows, train
 
-from hftrain import ConfigError, TaskError, Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, TrainerCallback, set_seed
 from hftrain.core.events import EVENTS
 
 
@@ -66,26 +66,6 @@ def test_callbacks_receive_the_documented_keywords(tmp_path: Path) -> None:
     assert "logs" in diary.seen["on_log"]
 
 
-def test_a_callback_stops_the_run_by_a_dict(tmp_path: Path) -> None:
-    class Early(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            return {"should_training_stop": True} if state.global_step >= 3 else {}
-
-    trainer = make_trainer(tmp_path, callback=[Early()])
-    assert trainer.train().global_step == 3
-
-
-def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
-    class Skip(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_epoch_stop = state.global_step == 2
-
-    diary = Diary()
-    trainer = make_trainer(tmp_path, train_dataset=make_rows(22), callbacks=[Skip(), diary], max_steps=8)
-    assert trainer.train().global_step == 8
-    assert diary.entries.count("epoch_begin") == 2
-
-
 def test_a_run_never_ends_early_or_late(tmp_path: Path) -> None:
     for options, steps in (
         ({"num_train_epochs": 1.5}, 9), ({"max_steps": 7}, 7), ({"max_steps": 13}, 13),
@@ -93,15 +73,6 @@ def test_a_run_never_ends_early_or_late(tmp_path: Path) -> None:
     ):  # fmt: skip
         trainer = Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows(22))
         assert trainer.train().global_step == trainer.state.max_steps == steps
-
-
-def test_data_that_gives_no_batch_is_an_error(tmp_path: Path) -> None:
-    class Empty(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return iter(())
-
-    with pytest.raises(TaskError, match="gave no batch"):
-        Empty(Net(), make_arguments(tmp_path, max_steps=2)).train()
 
 
 def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
@@ -141,51 +112,3 @@ def test_plateau_lowers_the_rate_after_an_evaluation_that_did_not_improve_the_me
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.05, 0.05])
     assert trainer.get_learning_rates() == pytest.approx([0.005, 0.005])
-
-
-def test_schedule_that_follows_a_metric_is_stepped_by_evaluations(tmp_path: Path) -> None:
-    trainer = train(
-        tmp_path, train_dataset=make_rows(8), eval_dataset=make_rows(4), num_train_epochs=4, eval_strategy="epoch",
-        lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}, learning_rate=0.1,
-    )  # fmt: skip
-    assert trainer.get_learning_rates() == pytest.approx([1e-4, 1e-4])
-
-
-def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    values = iter([0.1, 0.9, 0.3])
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
-        metric_for_best_model="score", greater_is_better=True, save_total_limit=1,
-    )  # fmt: skip
-    states = {}
-
-    class Keep(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            states[state.global_step] = {k: v.clone() for k, v in model.state_dict().items()}
-
-    trainer = Trainer(
-        Net(),
-        arguments,
-        train_dataset=make_rows(8),
-        eval_dataset=make_rows(4),
-        compute_metrics=lambda prediction: {"score": 0.0} if not trainer.state.global_step else {"score": next(values)},
-        callbacks=[Keep()],
-    )
-    trainer.train()
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 4)
-    assert all((trainer.model.state_dict()[k] == v).all() for k, v in states[4].items())
-    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-4"]
-
-
-def test_metric_that_never_comes_ends_the_first_evaluation(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", greater_is_better=True)
-    diary = Diary()
-    trainer = Trainer(
-        Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4),
-        compute_metrics=lambda prediction: {"accuracy": 1.0}, callbacks=[diary],
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="eval_accuracy"):
-        trainer.train()
-    # Only an evaluation can tell: nobody calls compute_metrics before the first one is due.
-    assert diary.entries.count("step_begin") == 6

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
@@ -99,12 +97,6 @@ def test_state_holds_the_intervals_in_steps(tmp_path: Path) -> None:
     assert (state.max_steps, state.num_train_epochs, state.train_batch_size) == (12, 2, 4)
 
 
-def test_flags_are_down_when_a_step_or_an_epoch_begins(tmp_path: Path) -> None:
-    _, acts, _ = run(tmp_path, logging_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="epoch")
-    assert len(acts.found) == 14
-    assert all(flags == [] for _, flags in acts.found)
-
-
 def test_log_line_holds_the_numbers_of_its_step(tmp_path: Path) -> None:
     trainer, _, _ = run(tmp_path, logging_steps=1, learning_rate=0.12, include_num_input_tokens_seen=False)
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -159,28 +151,3 @@ def test_results_do_not_tell_how_long_the_model_took_to_place(tmp_path: Path) ->
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text("utf-8")
     assert not [text for text in (*found, card) if "preparation" in text]
-
-
-@pytest.mark.parametrize("is_filtered", [True, False])
-def test_filter_changes_the_log_and_nothing_else(tmp_path: Path, is_filtered: bool) -> None:
-    class Stumbling(Net):
-        """Its loss is infinite once, its gradient is not."""
-
-        calls = 0
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-            loss, logits = super().forward(x, labels)
-            self.calls += 1
-            return (loss + (math.inf if self.calls == 2 else 0.0), logits)
-
-    torch.manual_seed(0)
-    arguments = make_arguments(tmp_path, max_steps=4, logging_steps=4, logging_nan_inf_filter=is_filtered)
-    trainer = Trainer(Stumbling(), arguments, train_dataset=make_rows(22))
-    if is_filtered:
-        with pytest.warns(UserWarning, match="nonfinite_losses"):
-            trainer.train()
-    else:
-        trainer.train()
-    loss = trainer.state.log_history[0]["loss"]
-    assert math.isfinite(loss) == is_filtered
-    assert all(p.isfinite().all() for p in trainer.model.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Stream, make_arguments, make_resumable, make_rows, make_trainer
+from support.tiny import Net, Stream, make_resumable, make_rows, make_trainer
 
 from hftrain import EvalSet, TrainerCallback, set_seed
 from hftrain.callbacks import intervals
@@ -66,31 +66,6 @@ def test_evaluations_and_saves_are_where_the_text_says(tmp_path: Path, steps: st
     trainer.train()
     assert trainer.state.max_steps == 18
     assert evaluated(trainer) == saved(tmp_path) == expected
-
-
-@pytest.mark.interop
-@pytest.mark.parametrize(("ours", "theirs"), [("0.25dur", 0.25), ("4ba", 4)])
-def test_intervals_are_those_of_transformers(tmp_path: Path, ours: str, theirs: float) -> None:
-    transformers = pytest.importorskip("transformers")
-    rows, data = make_rows(24), make_rows(4)
-    options = {"eval_strategy": "steps", "num_train_epochs": 3}
-    trainer = make_trainer(tmp_path, train_dataset=rows, eval_dataset=data, eval_steps=ours, **options)
-    trainer.train()
-    settings = make_arguments(tmp_path)
-    args = transformers.TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=settings.per_device_train_batch_size,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        eval_steps=theirs,
-        **options,
-    )
-    other = transformers.Trainer(Net(), args, train_dataset=rows, eval_dataset=data)
-    other.train()
-    assert set(evaluated(other)) - {18} == set(evaluated(trainer)) - {18}
-    assert other.state.max_steps == trainer.state.max_steps
 
 
 @pytest.mark.parametrize("steps", ["0.5ep", "100tok"])

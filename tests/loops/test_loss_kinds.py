@@ -116,26 +116,6 @@ def test_user_says_what_the_loss_is_a_mean_over(tmp_path: Path, caplog: pytest.L
         eval_losses(tmp_path, Words, count_items="label")
 
 
-class Collects(Words):
-    """Adds a hook in its first call, and notes that it has, as transformers' models do to collect hidden states."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        if not hasattr(self, "collected"):
-            self.collected: list[torch.Tensor] = []
-            self.layer.register_forward_hook(lambda module, inputs, output: self.collected.append(output.detach()))
-        self.collected.clear()
-        result = super().forward(*args, **kwargs)
-        assert len(self.collected) == 1
-        return result
-
-
-def test_a_model_that_adds_its_own_hook_is_called_as_by_a_plain_loop(tmp_path: Path) -> None:
-    model = make_model(Collects)
-    options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
-    train(tmp_path, model, train_dataset=make_rows(), **options)
-    assert len(model.layer._forward_hooks) == 1
-
-
 @pytest.mark.parametrize("kind", [Words, PerSample, Divides])
 def test_a_model_is_called_as_often_as_by_a_plain_loop(tmp_path: Path, kind: type[Words]) -> None:
     model = make_model(kind)
@@ -367,27 +347,6 @@ def test_a_mean_that_no_batch_tells_is_named(tmp_path: Path, caplog: pytest.LogC
         caplog.clear()
         assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert caplog.text.count('pass count_items="samples"') == (not options)
-
-
-class Gathers(Words):
-    """Writes down what it sees in containers within containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: dict[str, Any] = {"sizes": [], "by": {"size": {}}}
-
-    def forward(self, x: torch.Tensor, labels: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        self.notes["sizes"].append(len(x))
-        self.notes["by"]["size"].setdefault(len(x), []).append(1)
-        return super().forward(x, labels, **kwargs)
-
-
-def test_containers_in_a_model_see_its_calls_once(tmp_path: Path) -> None:
-    model = make_model(Gathers)
-    sizes = model.notes["sizes"]
-    Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=4), eval_dataset=make_rows()).evaluate()
-    assert model.notes == {"sizes": [4, 4], "by": {"size": {4: [1, 1]}}}
-    assert model.notes["sizes"] is sizes
 
 
 class Draws(Silent):

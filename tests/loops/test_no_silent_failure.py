@@ -6,15 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows, make_trainer, share, train
+from support.tiny import Net, Noisy, Task, make_arguments, make_rows, make_trainer, share, train
 from torch import nn
 
 from hftrain import (
-    CheckpointError,
     ConfigError,
     StepOutput,
     TaskError,
@@ -22,23 +20,6 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-
-
-def test_gradients_left_by_an_interrupt_do_not_leak_into_the_next_run(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
-    set_seed(0)
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.add_callback(Interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.remove_callback(Interrupt)
-    trainer.train()
-    set_seed(0)
-    clean = train(tmp_path, max_steps=1)
-    assert trainer.state.log_history[0]["grad_norm"] == clean.state.log_history[0]["grad_norm"]
 
 
 @pytest.mark.parametrize("greater", [True, False])
@@ -58,17 +39,6 @@ def test_a_restored_control_does_not_stop_the_resumed_run(tmp_path: Path) -> Non
     arguments = make_arguments(tmp_path, restore_callback_states_from_checkpoint=True, **options)
     resumed = Trainer(Net(), arguments, train_dataset=make_rows(22))
     assert resumed.train(resume_from_checkpoint=True).global_step == 18
-
-
-def test_a_tasks_schedule_starts_anew_with_each_run(tmp_path: Path) -> None:
-    class Own(Task):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
-
-    trainer = train(tmp_path, Own(), max_steps=3)
-    trainer.train()
-    assert trainer.state.log_history[0]["learning_rate"] == 0.5
 
 
 def test_a_used_schedule_of_the_users_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,44 +95,6 @@ def test_labels_of_another_name_weigh_smooth_and_count_alike(tmp_path: Path) -> 
     assert smoothed.evaluate(rows)["eval_loss"] != pytest.approx(losses[0], rel=1e-3)
 
 
-def test_smoothing_without_labels_is_an_error(tmp_path: Path) -> None:
-    class Two(Targets):
-        def forward(self, x: torch.Tensor, label_a: Any = None, label_b: Any = None) -> Any:  # type: ignore[override]
-            return (self.layer(x).sum(),)
-
-    rows = [{"x": torch.ones(5, 4), "label_a": 1, "label_b": 2}] * 4
-    trainer = Trainer(Two(), make_arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=rows)
-    with pytest.raises(TaskError, match="no labels to smooth"):
-        trainer.train()
-
-
-def test_compute_metrics_that_would_never_run_is_an_error(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=share)
-    with pytest.raises(TaskError, match=r"gave no labels.*the columns x"):
-        trainer.evaluate([{"x": row["x"]} for row in make_rows(4)])
-    with pytest.raises(TaskError, match="gave no predictions"):
-        Trainer(LossOnly(), make_arguments(tmp_path), compute_metrics=share).evaluate(make_rows(4))
-
-
-class LossOnly(Task):
-    def evaluation_step(self, batch: Any) -> Any:
-        return super().training_step(batch).loss
-
-
-def test_arrays_are_kept_and_other_outputs_refused(tmp_path: Path) -> None:
-    class Arrays(Task):
-        answer: Any = numpy.ones((2, 3))
-
-        def evaluation_step(self, batch: Any) -> StepOutput:
-            return StepOutput(loss=torch.zeros(()), outputs=self.answer, labels=batch["labels"])
-
-    trainer = Trainer(Arrays(), make_arguments(tmp_path, per_device_eval_batch_size=2), compute_metrics=share)
-    assert "eval_share" in trainer.evaluate(make_rows(4))
-    Arrays.answer = ["text"]
-    with pytest.raises(TaskError, match="They hold a str"):
-        trainer.evaluate(make_rows(4))
-
-
 def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 2,
@@ -185,36 +117,6 @@ def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> 
         "checkpoint-2",
         "journal.jsonl",
     ]
-
-
-def test_resume_takes_the_newer_run_though_an_older_one_got_further(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def make(*callbacks: Any) -> Trainer:
-        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100)
-        return Trainer(Net(), arguments, train_dataset=make_rows(22), callbacks=list(callbacks))
-
-    make(StopAt(6)).train()
-    assert "of another run" not in caplog.text
-    make(StopAt(3)).train()
-    assert "checkpoint-6" in caplog.text
-    resumed = make(StopAt(4))
-    assert resumed.train(resume_from_checkpoint=True).global_step == 4
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [({"data_seed": 7}, "data_seed"), ({"dataloader_drop_last": True}, "drop_last"), ({"rows": 30}, "samples"),
-     ({"precision": "bf16_true"}, "precision"), ({"optim": "sgd"}, "optimizer")],
-)  # fmt: skip
-def test_resume_with_other_data_or_numerics_is_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
-    def make(rows: int = 22, precision: Any = None, **options: Any) -> Trainer:
-        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, **options)
-        return Trainer(Net(), arguments, train_dataset=make_rows(rows), callbacks=[StopAt(2)], precision=precision)
-
-    make().train()
-    with pytest.raises(CheckpointError, match=name):
-        make(**change).train(resume_from_checkpoint=True)
 
 
 def test_longer_run_goes_on_with_the_longer_schedule(tmp_path: Path) -> None:
@@ -275,15 +177,6 @@ def test_masked_micro_batch_has_no_share_wherever_it_stands(tmp_path: Path) -> N
     assert all("nonfinite_losses" not in entry for entry in losses)
 
 
-def test_run_of_nothing_but_nan_says_so(tmp_path: Path) -> None:
-    rows = [{**row, "x": row["x"] * math.nan} for row in make_rows(8)]
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=rows)
-    with pytest.warns(UserWarning, match="nonfinite_losses"):
-        output = trainer.train()
-    assert math.isnan(output.training_loss)
-    assert output.metrics["nonfinite_losses"] == 4
-
-
 def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
@@ -308,12 +201,6 @@ def test_epochs_cut_short_by_callbacks_still_count(tmp_path: Path) -> None:
     assert trainer.train().global_step == 3
 
 
-def test_names_that_clash_are_named(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=lambda prediction: {"loss": -1.0})
-    with pytest.warns(UserWarning, match="names are taken: loss"):
-        assert trainer.evaluate(make_rows(4))["eval_loss"] > 0
-
-
 def test_relative_folder_stays_when_the_working_directory_changes(
     tmp_cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,26 +212,6 @@ def test_relative_folder_stays_when_the_working_directory_changes(
     train(Path("out"), train_dataset=make_rows(8), callbacks=[Move], save_strategy="epoch")
     assert len(list((tmp_cwd / "out").iterdir())) == 3, "two checkpoints and the journal"
     assert not list((tmp_cwd / "elsewhere").iterdir())
-
-
-def test_workers_that_would_read_a_stream_twice_are_named(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path, dataloader_num_workers=2))
-    with pytest.warns(UserWarning, match="each worker reads the whole stream"):
-        trainer.get_eval_dataloader(Stream(make_rows(4)))
-
-
-@pytest.mark.parametrize(
-    ("made", "shown"),
-    [(lambda o: ([o], [None]), "of \\(list, list\\)"), (lambda o: {"optimizer": o, "frequency": 2}, "frequency"),
-     (lambda o: [o, o], "of \\(SGD, SGD\\)")],
-)  # fmt: skip
-def test_optimizers_in_an_unknown_form_are_named(tmp_path: Path, made: Any, shown: str) -> None:
-    class Own(Task):
-        def configure_optimizers(self) -> Any:
-            return made(torch.optim.SGD(self.model.parameters(), lr=1.0))
-
-    with pytest.raises(TaskError, match=f"configure_optimizers.*{shown}"):
-        train(tmp_path, Own())
 
 
 def test_a_tasks_plateau_schedule_follows_the_evaluations(tmp_path: Path) -> None:
@@ -382,16 +249,6 @@ def test_tensors_of_a_task_itself_are_placed(tmp_path: Path) -> None:
     trainer.train()
     assert moved
     assert (tmp_path / "checkpoint-1" / "task_state.safetensors").exists()
-
-
-def test_launchers_settings_are_heeded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert Trainer(Net(), make_arguments(tmp_path)).precision.policy.name == "bf16"
-    with pytest.warns(UserWarning, match="precision='fp32' takes precedence"):
-        assert Trainer(Net(), make_arguments(tmp_path), precision="fp32").precision.policy.name == "fp32"
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="fsdp"):
-        Trainer(Net(), make_arguments(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, make_resumable, make_rows
+from support.tiny import Stream, make_resumable, make_rows
 
 from hftrain import CheckpointError, Trainer
 
@@ -59,13 +59,6 @@ def test_a_stream_goes_on_past_its_first_end(tmp_path: Path) -> None:
     resumed = make_resumable(tmp_path / "new", **options)
     resumed.train(resume_from_checkpoint=str(make_foreign(tmp_path / "old", 2, **options)))
     assert_same_end(resumed, whole)
-
-
-def test_a_finished_run_does_no_further_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make_foreign(tmp_path, 12)
-    again = make_resumable(tmp_path)
-    assert again.train(resume_from_checkpoint=str(folder)).global_step == 12
-    assert "no step is left" in caplog.text
 
 
 def test_what_is_taken_from_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,20 +222,6 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
         torch.save(bad, folder / "optimizer.pt")
         with pytest.raises(CheckpointError, match=reason):
             make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
-
-
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    folder = make_foreign(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="do not fit"):
-        make_resumable(tmp_path, model=Wider()).train(resume_from_checkpoint=str(folder))
-
-
-class Wider(Net):
-    """One more parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = torch.nn.Parameter(torch.zeros(2))
 
 
 def test_the_files_of_an_older_torch_are_read(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -77,34 +76,6 @@ class Lazy(Adversarial):
         return self.parts or {}
 
 
-class Slotted:
-    __slots__ = ("parts",)
-
-    def __init__(self, parts: Any) -> None:
-        self.parts = parts
-
-    def __iter__(self) -> Any:
-        return iter(self.parts)
-
-
-class InADeque(Adversarial):
-    keeper: Any = deque
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.others = self.keeper(make_critic(self.model))
-        return super().create_optimizer(model)
-
-    def critic(self) -> Any:
-        return self.others
-
-    def checkpoint_objects(self) -> dict[str, Any]:
-        return dict(zip("ab", self.others, strict=True))
-
-
-class InAnObject(InADeque):
-    keeper = Slotted
-
-
 class OnTheTask(Adversarial):
     def critic(self) -> Any:
         if not hasattr(self.task, "critic"):
@@ -135,7 +106,7 @@ def make(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
     return kind(Net(), make_arguments(folder, **options), train_dataset=make_rows(), callbacks=[Keeps])
 
 
-@pytest.mark.parametrize("kind", [Early, Lazy, InADeque, OnTheTask, InACallback, InAnObject])
+@pytest.mark.parametrize("kind", [Early, Lazy, OnTheTask, InACallback])
 def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kind: type[Trainer]) -> None:
     whole = make(kind, tmp_path)
     whole.train()
