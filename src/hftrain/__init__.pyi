@@ -77,6 +77,7 @@ from hftrain.core.types import EvalPrediction as EvalPrediction
 from hftrain.core.types import PredictionOutput as PredictionOutput
 from hftrain.core.types import StepOutput as StepOutput
 from hftrain.core.types import TrainOutput as TrainOutput
+from hftrain.data.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
 from hftrain.data.collators import DataCollatorWithPadding as DataCollatorWithPadding
 from hftrain.data.collators import DefaultDataCollator as DefaultDataCollator
 from hftrain.data.collators import default_data_collator as default_data_collator
@@ -85,11 +86,11 @@ from hftrain.data.collators_masked import (
     DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
 )
 from hftrain.data.collators_masked import DataCollatorForWholeWordMask as DataCollatorForWholeWordMask
-from hftrain.data.collators_packed import DataCollatorWithFlattening as DataCollatorWithFlattening
 from hftrain.data.collators_text import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
 from hftrain.data.collators_text import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
 from hftrain.data.collators_text import DataCollatorForTokenClassification as DataCollatorForTokenClassification
 from hftrain.data.columns import RemoveColumnsCollator as RemoveColumnsCollator
+from hftrain.data.datasets import has_length as has_length
 from hftrain.data.documented import DistributedLengthGroupedSampler as DistributedLengthGroupedSampler
 from hftrain.data.documented import IterableDatasetShard as IterableDatasetShard
 from hftrain.data.documented import LengthGroupedSampler as LengthGroupedSampler
@@ -98,7 +99,6 @@ from hftrain.data.documented import get_length_grouped_indices as get_length_gro
 from hftrain.data.documented import seed_worker as seed_worker
 from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.data.packing import pack_dataset as pack_dataset
-from hftrain.data.sizes import has_length as has_length
 from hftrain.engine.engine import Engine as Engine
 from hftrain.loggers.base import Logger as Logger
 from hftrain.loops.contract import Loop as Loop

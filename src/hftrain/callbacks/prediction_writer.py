@@ -17,8 +17,8 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
-from hftrain.data.dispatch import takes_turns
 from hftrain.data.grouping import reading_order
+from hftrain.data.sharding import takes_turns
 from hftrain.storage.files import read_json, write_text
 from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import RemoteFolder, check_url, is_url

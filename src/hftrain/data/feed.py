@@ -11,16 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.datasets import has_length, has_state, tell_epoch
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
 from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
-from hftrain.data.sharding import RankLoader
-from hftrain.data.sizes import has_length
+from hftrain.data.sharding import DispatchLoader, RankLoader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
 from hftrain.data.workers import noticing_copies
-from hftrain.data.wrappers import has_state, tell_epoch
 
 _logger = get_logger(__name__)
 

@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from hftrain.core.errors import ConfigError
+from hftrain.data.datasets import has_length, has_state
 from hftrain.data.feed import TrainFeed
-from hftrain.data.sizes import has_length
-from hftrain.data.wrappers import has_state
 
 
 class Limits:

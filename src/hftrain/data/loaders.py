@@ -13,11 +13,10 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.data.columns import CollatorWrapper
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.datasets import has_length, whole_dataset
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler, give_generator, is_rank_aware, samplers_of
 from hftrain.data.seeding import new_generator, start_worker
-from hftrain.data.sharding import RankLoader, ShardPlan, on_reader, rebuild_loader
-from hftrain.data.sizes import has_length, whole_dataset
+from hftrain.data.sharding import DispatchLoader, RankLoader, ShardPlan, on_reader, rebuild_loader
 from hftrain.data.states import with_seeds
 from hftrain.data.streams import EpochStream, epoch_stream, splits_among_workers
 
@@ -170,4 +169,4 @@ def _with_epochs(loader: Any, plan: ShardPlan) -> Any:
     if not plan.is_training:
         # Each pass restarts the random numbers, as in new workers.
         stream.set_epoch(0)
-    return rebuild_loader(loader, dataset=stream, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    return rebuild_loader(loader, dataset=stream)

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.data.datasets import has_state, tell_epoch
 from hftrain.data.grouping import LengthConfig, sample_lengths
 from hftrain.data.samplers import is_rank_aware
-from hftrain.data.wrappers import has_state, tell_epoch
 
 Row = dict[str, torch.Tensor]
 # Its tokens, and a label for each.

@@ -16,14 +16,12 @@ from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.datasets import StreamWrapper, has_length
 from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_rank_aware
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.sharding import is_plain_loader, on_reader, rebuild_loader
-from hftrain.data.sizes import has_length
+from hftrain.data.sharding import DispatchLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import BatchShardStream, EvenedStream
-from hftrain.data.wrappers import StreamWrapper
 
 
 class OffsetStream(StreamWrapper):
@@ -113,14 +111,11 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     if not offset and (is_stream or not is_plain_loader(loader)):
         return loader, skip
     # This loader's workers must end with the epoch; the original loader's workers wait for the next one.
-    options: dict[str, Any] = {"persistent_workers": False}
+    own = {"persistent_workers": False}
     if is_stream:
-        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **options), skip
+        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **own), skip
     order = _shifted(_batches_of(loader), offset) if offset else _batches_of(loader)
-    order = Later(order, skip) if skip else order
-    options |= {"sampler": order, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": order}
-    return rebuild_loader(loader, **options), 0
+    return rebuild_loader(loader, order=Later(order, skip) if skip else order, **own), 0
 
 
 def num_batches_from(loader: Any, offset: int) -> int | None:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from hftrain.core.errors import ConfigError
+from hftrain.data.datasets import has_length
 from hftrain.data.seeding import SeededBatches, new_generator
-from hftrain.data.sizes import has_length
 
 # The first item and the end (exclusive); None for the sampler's end.
 Span = tuple[int, int | None]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from hftrain.core.errors import ConfigError
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.samplers import (
     ContiguousShard,
     EvenedSampler,
@@ -45,8 +45,7 @@ class RankLoader(DataLoader[Any]):
         whole = None if self.batch_sampler is None else whole_batches(self.dataset, self.collate_fn)
         if whole is None:
             return super()._get_iterator()
-        options = {"dataset": whole, "collate_fn": as_it_is, "batch_sampler": self.batch_sampler}
-        return rebuild_loader(self, kind=DataLoader, **options)._get_iterator()
+        return rebuild_loader(self, kind=DataLoader, dataset=whole, collate_fn=as_it_is)._get_iterator()
 
 
 def is_plain_loader(loader: Any) -> bool:
@@ -57,9 +56,20 @@ def is_plain_loader(loader: Any) -> bool:
     return issubclass(type(loader), DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, **changes: Any) -> Any:
-    """Rebuild a loader with some arguments changed; batching is not copied and must be among them."""
+def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, order: Any = None, **changes: Any) -> Any:
+    """Rebuild a loader with some arguments changed.
+
+    Args:
+        order: Replaces the batch sampler, or the sampler of a loader without batches.
+        changes: Arguments of torch's `DataLoader`. For map-style data, a `batch_size` comes with its `sampler`.
+    """
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    if isinstance(loader.dataset, IterableDataset):
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is None:
+        options |= {"sampler": loader.sampler if order is None else order, "batch_size": None}
+    elif "batch_size" not in changes:
+        options["batch_sampler"] = loader.batch_sampler if order is None else order
     return kind(**{**options, **changes})
 
 
@@ -136,11 +146,8 @@ class ShardPlan:
             return self.split(whole)
         if shared is loader or not is_plain_loader(shared):
             return shared
-        batching = ("batch_sampler",) if shared.batch_sampler is not None else ("sampler", "batch_size")
-        if isinstance(shared.dataset, IterableDataset):
-            batching = ("batch_size", "drop_last")
         # As hftrain's own, which is read one batch ahead, as accelerate does.
-        return rebuild_loader(shared, **{name: getattr(shared, name) for name in batching})
+        return rebuild_loader(shared)
 
     def share(self, loader: Any) -> Any:
         """Give one rank its share of a loader that is the same on all ranks.
@@ -167,8 +174,7 @@ class ShardPlan:
             return self._dispatched(loader)
         if isinstance(loader.dataset, IterableDataset):
             size = None if loader.batch_size is None else self.size_of(loader.batch_size)
-            stream = self._stream_share(loader, size or 1)
-            return rebuild_loader(loader, dataset=stream, batch_size=size, drop_last=loader.drop_last)
+            return rebuild_loader(loader, dataset=self._stream_share(loader, size or 1), batch_size=size)
         return rebuild_loader(loader, **(self._training_share if self.is_training else self._evaluation_share)(loader))
 
     def _stream_share(self, loader: Any, size: int) -> Any:
@@ -192,20 +198,16 @@ class ShardPlan:
         )
 
     def _training_share(self, loader: Any) -> dict[str, Any]:
-        is_batched = loader.batch_sampler is not None
-        batches = loader.batch_sampler if is_batched else loader.sampler
-        if not is_batched and not isinstance(batches, BatchSampler):
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
         place = {"num_processes": self.world_size, "process_index": self.rank}
-        share = RankBatches(batches, **place, even_batches=self.even_batches)
-        return {"batch_sampler": share} if is_batched else {"sampler": share, "batch_size": None}
+        return {"order": RankBatches(batches, **place, even_batches=self.even_batches)}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:
         batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
-        if batches is None:
-            return {"sampler": ContiguousShard(loader.sampler, **place), "batch_size": None}
         if type(batches) is not BatchSampler:
-            return {"batch_sampler": ContiguousShard(batches, **place)}
+            return {"order": ContiguousShard(loader.sampler if batches is None else batches, **place)}
         size = self.size_of(batches.batch_size)
         sampler = ContiguousShard(batches.sampler, unit=size if batches.drop_last else 1, **place)
         return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
@@ -228,10 +230,10 @@ class ShardPlan:
             dataset = EvenedStream(dataset, unit=unit)
         elif evens_out:
             order = EvenedSampler(order, unit=unit)
-        if is_stream or is_plain:
-            batching = {"batch_size": size, "drop_last": loader.drop_last, **({"sampler": order} if is_plain else {})}
+        if is_plain:
+            batching = {"sampler": order, "batch_size": size, "drop_last": loader.drop_last}
         else:
-            batching = {"sampler": order, "batch_size": None} if batches is None else {"batch_sampler": order}
+            batching = {"batch_size": size} if is_stream else {"order": order}
         return DispatchLoader(
             rebuild_loader(loader, dataset=dataset, **batching),
             rank=self.rank,
@@ -252,17 +254,13 @@ def _unprepared(loader: Any) -> tuple[Any, Any]:
     base: Any = loader.base_dataloader
     if kind.__name__ == "DataLoaderDispatcher":
         return loader if loader.state.num_processes > 1 else base, base
-    is_batched = base.batch_sampler is not None
     part: Any = base.dataset if isinstance(base.dataset, IterableDataset) else base.batch_sampler or base.sampler
     if type(part).__name__ == "IterableDatasetShard":
-        changes = {"dataset": part.dataset, "batch_size": part.batch_size, "drop_last": base.drop_last}
-        return base, rebuild_loader(base, kind=DataLoader, **changes)
+        return base, rebuild_loader(base, kind=DataLoader, dataset=part.dataset, batch_size=part.batch_size)
     if type(part).__name__ == "BatchSamplerShard":
-        batches = part.batch_sampler
-        changes = {"batch_sampler": batches} if is_batched else {"sampler": batches, "batch_size": None}
-        return base, rebuild_loader(base, kind=DataLoader, **changes)
+        return base, rebuild_loader(base, kind=DataLoader, order=part.batch_sampler)
     if isinstance(part, IterableDataset):  # the dataset may already be sharded, which cannot be found out
-        return base, rebuild_loader(base, batch_size=base.batch_size, drop_last=base.drop_last)
+        return base, rebuild_loader(base)
     return base, base
 
 
@@ -271,4 +269,83 @@ def _cannot_split(loader: Any, reason: str) -> ConfigError:
         f"Cannot split {type(loader).__name__} among several processes.",
         f"It cannot be: {reason}",
         "Give it a torch.utils.data.DistributedSampler, or return a torch DataLoader with a batch size.",
+    )
+
+
+# What a rank receives in each round: its batch, if any; whether this was the last round; the error, if any.
+Parcel = tuple[list[Any], bool, str | None]
+
+
+def takes_turns(loader: Any) -> bool:
+    """Return whether ranks read batches in turn (rank r of W reads r, r + W, ...), not contiguous shares."""
+    return isinstance(loader, DispatchLoader) or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+class DispatchLoader:
+    """Give rank r the batches r, r + W, ... of a loader that only the main process iterates.
+
+    Reading a batch is collective: a round of batches, one for each rank, is sent when it is read. Batches may hold
+    anything that can be pickled, and differ in shape. `drops_rest` drops a last round without a batch for every
+    rank. Other attributes are those of the loader.
+    """
+
+    def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool) -> None:
+        self.loader = loader
+        self.rank = rank
+        self.world_size = world_size
+        self.drops_rest = drops_rest
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        rounds, rest = divmod(len(self.loader), self.world_size)
+        return rounds + (self.rank < rest and not self.drops_rest)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Started now, not at the first batch: the random state for the epoch's order is set at this point.
+        return self._receive(iter(self.loader) if self.rank == 0 else iter(()))
+
+    def with_loader(self, loader: Any) -> DispatchLoader:
+        """Return a copy with another loader."""
+        return DispatchLoader(loader, rank=self.rank, world_size=self.world_size, drops_rest=self.drops_rest)
+
+    def _receive(self, batches: Iterator[Any]) -> Iterator[Any]:
+        is_last = False
+        while not is_last:
+            if self.rank == 0:
+                batch, is_last = self._send_round(batches)
+            else:
+                parcel = _scatter(None)
+                batch, is_last = parcel[:2]
+                if parcel[2] is not None:
+                    raise _main_failed(parcel[2])
+            yield from batch
+
+    def _send_round(self, batches: Iterator[Any]) -> tuple[list[Any], bool]:
+        try:
+            round_ = list(islice(batches, self.world_size))
+        except Exception as error:
+            _scatter([([], True, f"{type(error).__name__}: {error}")] * self.world_size)
+            raise
+        is_last = len(round_) < self.world_size
+        if is_last and self.drops_rest:
+            round_ = []
+        others: list[Parcel] = [(round_[rank : rank + 1], is_last, None) for rank in range(1, self.world_size)]
+        _scatter([([], is_last, None), *others])
+        return round_[:1], is_last
+
+
+def _scatter(parcels: list[Parcel] | None) -> Parcel:
+    """Send each rank its parcel from the main process. Collective."""
+    received: list[Any] = [None]
+    torch.distributed.scatter_object_list(received, parcels, src=0)
+    return received[0]  # type: ignore[no-any-return]
+
+
+def _main_failed(reason: str) -> TaskError:
+    return TaskError(
+        "The main process was to read a batch for this one.", f"It failed: {reason}", "See the main process's error."
     )

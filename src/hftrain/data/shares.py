@@ -13,10 +13,9 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.datasets import has_length
 from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of
-from hftrain.data.sharding import RankLoader, is_plain_loader
-from hftrain.data.sizes import has_length
+from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:

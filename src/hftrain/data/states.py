@@ -12,11 +12,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hftrain.core.log import warn_once
 from hftrain.data.columns import CollatorWrapper
+from hftrain.data.datasets import has_state
 from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
-from hftrain.data.wrappers import has_state
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -37,16 +37,13 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
         if epoch_stream(dataset) is None:
             dataset = EpochStream(dataset, seed=seed, rank=rank)
         kind = StatefulLoader if loader.num_workers else RankLoader
-        batching = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return rebuild_loader(loader, kind=kind, **batching)
+        return rebuild_loader(loader, kind=kind, dataset=dataset)
     loader = with_seeds(loader, seed=seed, rank=rank)
     if not (keeps and loader.num_workers):
         return loader
     if loader.persistent_workers:
         warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
-    batches = loader.batch_sampler
-    own = {"sampler": loader.sampler, "batch_size": None} if batches is None else {"batch_sampler": batches}
-    return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False, **own)
+    return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False)
 
 
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
@@ -58,7 +55,7 @@ def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
         return loader
     # torch requests another batch before it raises the error of the received one.
     num_kept = loader.num_workers * (loader.prefetch_factor or 0) + 1
-    return rebuild_loader(loader, batch_sampler=SeededBatches(batches, seed=seed, rank=rank, num_kept=num_kept))
+    return rebuild_loader(loader, order=SeededBatches(batches, seed=seed, rank=rank, num_kept=num_kept))
 
 
 class StatefulLoader(RankLoader):

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hftrain.core.errors import TaskError
+from hftrain.data.datasets import StreamWrapper, has_state, tell_epoch
 from hftrain.data.samplers import even_out, is_rank_aware
 from hftrain.data.seeding import derive_seed, seed_process
-from hftrain.data.wrappers import StreamWrapper, has_state, tell_epoch
 
 
 def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:

@@ -1,31 +1,34 @@
-"""Dead or hanging loader workers: when they are reported, and the error."""
+"""Loader workers: what can be sent to them, and the error about one that dies or hangs."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import dumps
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrain.core.errors import StrategyError, listed
+from hftrain.core.errors import ConfigError, StrategyError, listed
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+from hftrain.data.datasets import whole_dataset
 from hftrain.data.samplers import samplers_of
 from hftrain.data.seeding import SeededBatches, dump_signal
-from hftrain.data.sizes import whole_dataset
 
 _THEIRS = "torch.utils.data._utils.signal_handling"
 _FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
@@ -234,3 +237,36 @@ def _iterator_in(trace: TracebackType | None) -> Any:
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(trace) if "self" in frame.f_code.co_varnames]
     kinds = [each for each in owners if "MultiProcessingDataLoaderIter" in type(each).__name__]
     return next((each for each in reversed(kinds) if getattr(each, "_workers", ())), None)
+
+
+def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | None = None) -> None:
+    """Raise if a part cannot be sent to worker processes; the keys name the parts in the error.
+
+    The contents of tensors are not read.
+    """
+    method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if num_workers == 0 or method == "fork":
+        return
+    for name, part in parts.items():
+        try:
+            _DryPickler(_Nowhere()).dump(part)
+        except Exception as error:
+            raise ConfigError(
+                f"Cannot use dataloader_num_workers={num_workers} when processes are started by {method!r}.",
+                f"{name} ({type(part).__name__}) cannot be sent to a worker: {error}.",
+                "Define its functions and classes at the top level of a module, open files in the worker, at the "
+                "first sample, or set dataloader_num_workers=0.",
+            ) from error
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _DryPickler(ForkingPickler):
+    """Pickle an object without its tensors, which are large and can always be sent."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_array = isinstance(obj, numpy.ndarray) and obj.dtype != object
+        return (int, ()) if is_array or isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else NotImplemented

@@ -10,11 +10,11 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
+from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.data.sharding import ShardPlan, end_workers
 from hftrain.data.shares import check_pass
-from hftrain.data.sizes import has_length
 from hftrain.data.states import resumable_loader
 from hftrain.strategies.base import Strategy
 

@@ -15,8 +15,8 @@ from hftrain.core.log import warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
+from hftrain.data.datasets import has_length
 from hftrain.data.shares import check_pass
-from hftrain.data.sizes import has_length
 from hftrain.loops.batch_metrics import BatchMetrics, call_metrics
 from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.log import warn_once
+from hftrain.core.optional import require
 from hftrain.core.registry import Registry
 from hftrain.optim.fused import can_fuse, check_fusible, fit_gradients, fit_moments
 from hftrain.optim.groups import parameter_groups
@@ -208,3 +210,29 @@ _TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
 for _name, (_handler, _summary, _preset) in _TABLE.items():
     _target = f"hftrain.optim.extras.{_handler}" if isinstance(_handler, str) else _handler
     optimizers.register(_name, _target, summary=_summary, **_preset)
+
+
+def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | None = None) -> Any:
+    """Import an optimizer's class."""
+    feature = f"optim={config.name!r}"
+    require(requirement, feature=feature, extra=extra)
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise MissingDependencyError(
+            f"Cannot use {feature}.",
+            f"{requirement!r} is installed, but {module} has no {name} that works here: {error}.",
+            "Install a build of the package that suits this machine, or choose another optimizer.",
+        ) from error
+
+
+def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
+    """Raise if the run cannot use a CUDA device."""
+    if config.use_cpu or not torch.cuda.is_available():
+        raise ConfigError(
+            f"Cannot use optim={config.name!r}.",
+            f"It runs on CUDA devices only: {reason}.",
+            "Use a machine with such a device, or choose another optimizer.",
+            use_cpu=config.use_cpu,
+        )

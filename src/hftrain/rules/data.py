@@ -15,9 +15,9 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
+from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.limits import Limits
-from hftrain.data.sizes import has_length
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule

@@ -23,8 +23,8 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
+from hftrain.data.datasets import has_length
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
-from hftrain.data.sizes import has_length
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.strategies.base import Strategy

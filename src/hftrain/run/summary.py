@@ -17,8 +17,8 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.data.datasets import has_length
 from hftrain.data.limits import FirstBatches
-from hftrain.data.sizes import has_length
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import Ready, RunParts
 from hftrain.run.plan import RunPlan

@@ -18,10 +18,10 @@ from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
+from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
-from hftrain.data.sending import check_sendable
-from hftrain.data.sizes import has_length
+from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
 from hftrain.optim.schedules import build_schedule
 from hftrain.rules.data import batch_columns, check_inputs

@@ -13,12 +13,12 @@ from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.log import get_logger
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
+from hftrain.data.datasets import has_length
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.limits import first_batches
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.sharding import ShardPlan
 from hftrain.data.shares import check_shares
-from hftrain.data.sizes import has_length
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.run.parts import TrainerHooks

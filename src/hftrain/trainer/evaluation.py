@@ -17,11 +17,11 @@ from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
-from hftrain.data.dispatch import takes_turns
+from hftrain.data.datasets import expected_samples
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.grouping import reading_order
 from hftrain.data.limits import first_batches
-from hftrain.data.sizes import expected_samples
+from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.generating import generates
 from hftrain.evaluation.recurrence import read_memory
 from hftrain.evaluation.tracing import JitModel

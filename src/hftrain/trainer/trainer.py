@@ -41,9 +41,9 @@ from hftrain.core.state import TrainerState
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, Owns, PredictionOutput, TrainOutput
 from hftrain.data.columns import signature_columns
+from hftrain.data.datasets import has_length, num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
-from hftrain.data.sizes import has_length, num_examples
 from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.recurrence import read_memory, with_memory

@@ -11,7 +11,7 @@ from support.loading import build
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrain.core.seed import capture_rng, restore_rng
-from hftrain.data import dispatch
+from hftrain.data import sharding
 from hftrain.data.feed import TrainFeed
 
 
@@ -144,7 +144,7 @@ def test_streams_begin_with_a_copy_of_the_numbers():
 
 
 def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(dispatch, "_scatter", lambda parcels: None)
+    monkeypatch.setattr(sharding, "_scatter", lambda parcels: None)
     options = {"rank": 0, "world_size": 2, "dispatch_batches": True}
     before = generators()
     whole = list(feed(Stream(), **options).open(1))

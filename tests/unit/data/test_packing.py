@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from hftrain import ConfigError, pack_dataset
 from hftrain.core.errors import TaskError
-from hftrain.data.wrappers import has_state
+from hftrain.data.datasets import has_state
 
 SIZES = torch.randint(1, 20, (60,), generator=torch.Generator().manual_seed(0)).tolist()
 # Every token tells its document and its place there.

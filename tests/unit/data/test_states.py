@@ -12,11 +12,11 @@ from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
 from hftrain.core.errors import TaskError
+from hftrain.data.datasets import has_state
 from hftrain.data.feed import TrainFeed
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.states import Stamped, StatefulLoader, resumable_loader
 from hftrain.data.streams import EpochStream, EvenedStream, epoch_stream
-from hftrain.data.wrappers import has_state
 
 
 def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:
@@ -265,7 +265,7 @@ def test_wrappers_have_the_state_of_their_stream() -> None:
 def test_states_of_streams_of_older_datasets_are_not_used(
     version: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hftrain.data.wrappers.installed_versions", lambda *names: dict.fromkeys(names, version))
+    monkeypatch.setattr("hftrain.data.datasets.installed_versions", lambda *names: dict.fromkeys(names, version))
     stream = StatefulStream(4)
     assert has_state(stream)
     stream._ex_iterable = object()  # what datasets' streams have; a stand-in, as its old releases are not installed

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.optim.low_rank import low_rank_class
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig
-from hftrain.optim.packages import load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load
 
 _LOW_RANK = {
     "rank": 128,

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.core.log import get_logger
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
-from hftrain.optim.packages import load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 logger = get_logger(__name__)
 

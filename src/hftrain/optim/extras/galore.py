@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.optim.low_rank import low_rank_class
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig
-from hftrain.optim.packages import check_cuda, load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, check_cuda, load
 
 _CHOICES = {"proj_type": ("std", "reverse_std", "right", "left", "full")}
 _LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}

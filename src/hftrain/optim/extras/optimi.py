@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
-from hftrain.optim.packages import load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 
 def stable_adamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
-from hftrain.optim.packages import load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:

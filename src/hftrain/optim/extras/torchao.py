@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
-from hftrain.optim.packages import load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 
 class PlainState(Optimizer):

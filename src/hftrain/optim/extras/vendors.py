@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
-from hftrain.optim.packages import check_cuda, load
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, check_cuda, load, read_options
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, path: str) -> OptimizerClass:

@@ -58,7 +58,7 @@ def test_vendors_adamw_gets_adams_arguments(monkeypatch: pytest.MonkeyPatch, nam
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
     setattr(sys.modules[path], cls, torch.optim.AdamW)
-    monkeypatch.setattr("hftrain.optim.packages.require", lambda requirement, **about: None)
+    monkeypatch.setattr("hftrain.optim.optimizers.require", lambda requirement, **about: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
     assert class_of(name, betas=(0.8, 0.9), eps=1e-6) == (torch.optim.AdamW, settings)
@@ -69,7 +69,7 @@ def test_vendors_adamw_gets_adams_arguments(monkeypatch: pytest.MonkeyPatch, nam
 def test_package_without_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # As when "apex" is another package of that name.
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
-    monkeypatch.setattr("hftrain.optim.packages.require", lambda requirement, **about: None)
+    monkeypatch.setattr("hftrain.optim.optimizers.require", lambda requirement, **about: None)
     monkeypatch.setattr(vendors, "check_cuda", lambda config, **about: None)
     with pytest.raises(MissingDependencyError, match=r"'apex' is installed, but apex\.optimizers has no FusedAdam"):
         class_of("adamw_apex_fused")

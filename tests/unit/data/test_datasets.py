@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from hftrain.data.sizes import has_length, num_examples
+from hftrain.data.datasets import has_length, num_examples
 from hftrain.data.streams import BatchShardStream, EpochStream
 
 
