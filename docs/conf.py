@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from enum import Enum
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Generic
@@ -24,7 +25,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+# Decisions are for contributors, who read them in the repository.
+exclude_patterns = ["_build", "design/decisions.md", "design/contradictions.md"]
 templates_path = ["_templates"]
 # Dashes and ellipses are set, quotes stay as they are typed: many of them hold values of settings.
 smartquotes_action = "De"
@@ -36,6 +38,7 @@ html_title = "hftrain"
 html_favicon = html_logo = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["custom.css", "diagrams.css"]
+html_js_files = ["filter.js"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "a11y-light"
@@ -110,6 +113,9 @@ def show_public_bases(app: Sphinx, name: str, kind: type, options: object, bases
 def edit_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Make fields of the project's own sections, at the end; Google's sections are left to napoleon."""
     text = DATA[name] if what == "data" else "\n".join(lines)
+    if isinstance(value, type) and issubclass(value, Enum):
+        # As members they would fill the search: "EMA" would find ADEMAMIX.
+        text += "\n\n" + ", ".join(f"``{member.value!r}``" for member in value) + "\n"
     fields = [f":{found['title']}: {' '.join(found['text'].split())}" for found in SECTION.finditer(text)]
     lines[:] = [*SECTION.sub("\n", text).split("\n"), "", *fields, ""]
 

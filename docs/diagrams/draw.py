@@ -1,7 +1,8 @@
 """Draw the diagrams of the documentation: ``python docs/diagrams/draw.py``, with Graphviz's ``dot`` on the PATH.
 
 Each ``.dot`` file becomes an ``.svg`` without colours of its own: `_static/diagrams.css` colours its classes, so that
-one picture suits a light and a dark page. A page includes it as raw HTML.
+one picture suits a light and a dark page. A page includes it as raw HTML. `docs/images/trainer.svg` is a picture of
+its own, with colours, for pages that cannot include HTML.
 """
 
 from __future__ import annotations
@@ -31,6 +32,29 @@ def draw(source: Path) -> str:
     return f'<div class="diagram-frame">\n{svg}</div>\n'
 
 
+COLOURS = """<style>
+svg { background: #fff; font-family: sans-serif; color: #24292f; }
+text { fill: currentColor; }
+path, polygon { fill: none; stroke: #59636e; }
+.edge polygon { fill: #59636e; }
+.node path { fill: #f6f8fa; stroke: #d1d9e0; }
+.node.user path, .node.main path { stroke: #2757dd; }
+.node.main path { stroke-width: 2.5; }
+.node.note path { fill: none; stroke: none; }
+.edge.note path { stroke-dasharray: 4; }
+</style>
+"""
+
+
+def as_picture(drawn: str) -> str:
+    """Return a drawing as a picture, with colours and a background."""
+    svg = drawn[drawn.index("<svg") : drawn.index("</div>")]
+    return re.sub(r"(<svg[^>]*>\n)", rf"\1{COLOURS}", svg, count=1)
+
+
 if __name__ == "__main__":
-    for source in sorted(Path(__file__).parent.glob("*.dot")):
+    folder = Path(__file__).parent
+    for source in sorted(folder.glob("*.dot")):
         source.with_suffix(".svg").write_text(draw(source), encoding="utf-8")
+    picture = as_picture(folder.joinpath("trainer.svg").read_text(encoding="utf-8"))
+    folder.parent.joinpath("images/trainer.svg").write_text(picture, encoding="utf-8")

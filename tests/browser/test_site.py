@@ -153,12 +153,36 @@ def test_page_is_sound_at_each_width_and_colour_scheme(site: Site, page: str) ->
         ("preemption", "preemption.html"),
         ("gradient_accumulation_steps", "arguments.html"),
         ("TaskModule", "task_module.html"),
+        *((words, "how_to.html") for words in ("EMA", "GAN", "limit_train_batches", "gradient_clip_algorithm")),
     ],
 )
 def test_search_finds_a_page(site: Site, words: str, page: str) -> None:
     site.open(f"search.html?q={words}")
     site.tab.wait_for_selector(f"#search-results a[href*='{page}']")
     assert site.problems == []
+
+
+def test_arguments_are_filtered(site: Site) -> None:
+    site.open("arguments.html")
+    subjects = site.tab.locator("#arguments-by-subject > section:visible h3")
+    assert subjects.count() > 10
+    site.tab.get_by_label("Filter the arguments").fill("warmup RATIO")
+    assert [text.removesuffix("#") for text in subjects.all_inner_texts()] == ["Learning-rate schedule"]
+    assert site.tab.locator("#arguments-by-subject dt:visible").count() == 1
+    site.tab.get_by_label("Filter the arguments").fill("")
+    assert subjects.count() > 10
+
+
+def test_tables_show_all_columns_on_a_laptop(site: Site) -> None:
+    site.tab.set_viewport_size({"width": 1440, "height": 900})
+    cut = {}
+    for page in ("index", "how_to", "comparison", "from_lightning", "from_transformers", "guarantees", "strategy"):
+        site.open(f"{page}.html")
+        hidden = (
+            "[...document.querySelectorAll('.table-wrapper')].filter(e => e.scrollWidth > e.clientWidth + 2).length"
+        )
+        cut[page] = site.tab.evaluate(hidden)
+    assert not any(cut.values()), cut
 
 
 def test_search_finds_nothing_where_nothing_is(site: Site) -> None:
