@@ -76,6 +76,7 @@ BUILD_SITE = ("python", "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q"
 
 # Arguments that keep an example short; the others run as they are.
 SHORTENED = {
+    "autoencoder": ("--epochs", "2"),
     "char_language_model": ("--steps", "20"),
     "digits": ("--epochs", "1"),
     "images": ("--epochs", "1"),
@@ -83,6 +84,7 @@ SHORTENED = {
     "text_classifier": ("--epochs", "1"),
     "text_classifier_drop_in": ("--epochs", "1"),
     "number_words": ("--steps", "150"),
+    "transfer": ("--epochs", "3"),
 }
 
 
