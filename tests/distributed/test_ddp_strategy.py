@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,27 +280,6 @@ def test_close_leaves_no_group_and_no_accelerate_state(answers: list[dict[str, A
 def test_group_of_somebody_else_is_used_and_left(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["joined"] == {"world": [[0, 0, "cpu"], [1, 1, "cpu"]], "still there": True, "waits at exit": True}
-
-
-SCRIPT = """
-import json
-from pathlib import Path
-from hftrain.strategies.registry import create_strategy
-strategy = create_strategy("auto", use_cpu=True)
-strategy.launch()
-Path(f"{strategy.rank}.json").write_text(json.dumps([strategy.name, strategy.gather_object(strategy.rank)]))
-"""
-
-
-def test_accelerate_launch_starts_a_group(tmp_path: Path) -> None:
-    # `--cpu` would run one process without MPI; `--multi_gpu` starts them all and leaves the device to the script.
-    (tmp_path / "script.py").write_text(SCRIPT)
-    settings = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--dynamo_backend", "no", *settings.split()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, "script.py"], cwd=tmp_path, env=env, check=True, timeout=120, capture_output=True)
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["ddp", [0, 1]]
 
 
 def build_by_rank(name: str) -> list[str]:

@@ -13,8 +13,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
-from hftrain.core.types import StepOutput
+from hftrain import StrategyError, SummaryCallback, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -126,13 +125,6 @@ def test_one_process_goes_on_where_two_stopped(tmp_path: Path, run_distributed: 
     close(resumed, train(str(tmp_path / "whole"), per_device_train_batch_size=4, **options))
 
 
-def test_ddp_alone_in_one_process_and_in_bf16(tmp_path: Path, run_distributed: Any) -> None:
-    (one,) = run_distributed(train, num_processes=1, folder=str(tmp_path / "a"), strategy="ddp")
-    close(one, train(str(tmp_path / "b")))
-    both = run_distributed(train, folder=str(tmp_path / "c"), strategy="ddp", precision="bf16", rows=8)
-    assert both[0]["weights"] == both[1]["weights"]
-
-
 def override(folder: str, *, is_prepared: bool) -> list[int]:
     """Train with a loader of all samples that an override made."""
     seen: list[int] = []
@@ -156,47 +148,6 @@ def override(folder: str, *, is_prepared: bool) -> list[int]:
 def test_loader_of_an_override_is_read_as_it_is(tmp_path: Path, run_distributed: Any, is_prepared: bool) -> None:
     both = run_distributed(override, folder=str(tmp_path), is_prepared=is_prepared)
     assert sorted(both[0] + both[1]) == sorted(list(range(8)) * (1 if is_prepared else 2))
-
-
-def sum_over_tokens(folder: str, *, size: int, averages: bool) -> list[float]:
-    """Return the gradient of one step on ragged labels."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for index in range(12):
-        labels = torch.randint(0, 5, (6,), generator=generator)
-        labels[1 + index % 5 :] = -100
-        rows.append({"x": torch.randn(6, 3, generator=generator, dtype=torch.float64), "labels": labels})
-
-    class Words(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Linear(3, 5).double()
-
-        def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-            logits = self.model(batch["x"]).flatten(0, 1)
-            return StepOutput(loss=torch.nn.functional.cross_entropy(logits, batch["labels"].flatten()))
-
-    set_seed(0)
-    trainer = make_trainer(
-        Path(folder), Words(), train_dataset=rows, per_device_train_batch_size=size, max_steps=1, learning_rate=0.0,
-        gradient_accumulation_steps=3, average_tokens_across_devices=averages,
-    )  # fmt: skip
-    gradients: list[float] = []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            gradients.extend(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
-
-    trainer.add_callback(Keep())
-    trainer.train()
-    return gradients
-
-
-def test_gradient_is_that_of_the_global_mean_over_ranks(tmp_path: Path, run_distributed: Any) -> None:
-    # Without clipping's effect: the norm is read before it, the gradients are small enough or scaled alike.
-    both = run_distributed(sum_over_tokens, folder=str(tmp_path), size=2, averages=True)
-    alone = sum_over_tokens(str(tmp_path), size=4, averages=False)
-    assert both[0] == pytest.approx(alone, rel=1e-9)
 
 
 def normalise(folder: str) -> list[float]:

@@ -88,22 +88,6 @@ def test_steps_that_gather_do_not_wait_for_a_process_without_batches(tmp_path: P
     assert all("one sample per process" in found["refused"] for found in both)
 
 
-def train_two_trainers(folder: str) -> list[list[float]]:
-    found = []
-    for number in range(2):
-        trainer = make(f"{folder}/{number}")
-        trainer.train()
-        trainer.train()
-        found.append([p.sum().item() for p in trainer.model.parameters()])
-    return found
-
-
-def test_second_trainer_in_the_same_processes_trains_like_the_first(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(train_two_trainers, folder=str(tmp_path))
-    assert both[0] == both[1]
-    assert both[0][0] == both[0][1]
-
-
 class Overrides(Trainer):
     """Hooks that are collective within: all must be called by every rank."""
 

@@ -21,11 +21,8 @@ import hftrain
 from hftrain import EarlyStoppingCallback, Trainer, TrainingArguments, launch
 from hftrain.core.errors import CheckpointError, MissingDependencyError, StrategyError, TaskError, UnknownArgumentError
 from hftrain.core.launcher import read_launch
-from hftrain.precision.registry import precisions
-from hftrain.strategies import DDPStrategy
 from hftrain.strategies.deepspeed.config import read_config
 
-POLICY = precisions.create("fp32").policy
 EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 LOADS_BEST: dict[str, Any] = {**EVALUATES, "load_best_model_at_end": True, "eval_dataset": make_rows(4)}
 
@@ -113,20 +110,6 @@ def port_in_use(folder: Path) -> None:
 def unknown_host(folder: Path) -> None:
     with suppress(StrategyError):  # once the time is over
         Trainer(Net(), make_arguments(folder, max_steps=1, ddp_timeout=1), train_dataset=make_rows(8)).train()
-
-
-def build_by_rank() -> str:
-    """Return the error of a rank whose model has a size of its own."""
-    strategy = DDPStrategy(use_cpu=True)
-    strategy.launch()
-    with pytest.raises(hftrain.ConfigError) as raised:
-        strategy.setup(nn.Linear(2, 3 + strategy.rank), lambda model: torch.optim.SGD(model.parameters()), POLICY)
-    return str(raised.value)
-
-
-def models_by_rank(folder: Path) -> None:
-    (text,) = set(launch(build_by_rank, num_processes=2))
-    raise hftrain.ConfigError(text)
 
 
 def without_weights() -> Net:
@@ -288,7 +271,6 @@ LAUNCHING = [
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29777"),
     launched("unknown host", "ddp_timeout", unknown_host,
              UserWarning, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="nowhere.invalid", MASTER_PORT="29777"),
-    Mistake("models by rank", models_by_rank, "weight float32 (3, 2) on rank 0; weight float32 (4, 2) on rank 1"),
     launched("sharding of accelerate launch", "'full_shard'",
              lambda folder: train(folder, max_steps=1), ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL"),
     launched("strategy against accelerate launch", "torchrun",

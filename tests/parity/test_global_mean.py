@@ -253,23 +253,6 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(tmp_path: Path, run_dis
             torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=1e-6, atol=1e-9, msg=name)
 
 
-def train_by_default(folder: str) -> dict[str, list[list[float]]]:
-    """Train some kinds with the settings' defaults, a batch a step."""
-    kinds = ("model with a mean of its own", "causal model that divides", "function without the count")
-    options = {"is_stream": False, "per_device_train_batch_size": 6}
-    return {kind: [each.tolist() for each in train(kind, make_rows(24), folder, **options)] for kind in kinds}
-
-
-@pytest.mark.distributed
-def test_default_gradient_does_not_depend_on_the_number_of_ranks(tmp_path: Path, run_distributed: Any) -> None:
-    first, second = run_distributed(train_by_default, folder=str(tmp_path / "out"))
-    assert first == second
-    for kind, found in first.items():
-        expected = expected_gradients(kind, make_rows(24), is_stream=False)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=1e-6, atol=1e-9, msg=kind)
-
-
 def share(window: Rows, rank: int, *, size: int) -> Rows:
     """Return what one of two ranks has of a step: every other batch."""
     return [row for index, row in enumerate(window) if index // size % 2 == rank]

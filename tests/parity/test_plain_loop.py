@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Rows, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Rows, Task, make_rows, make_trainer
 from torch import nn
 
-from hftrain import ModelTask, StepOutput, TaskModule, Trainer, default_data_collator, set_seed
+from hftrain import default_data_collator, set_seed
 from hftrain.optim.groups import decay_parameter_names
 
 TOLERANCE = {"rel": 1e-6, "abs": 1e-7}
@@ -99,92 +99,3 @@ def test_training_equals_a_plain_loop(tmp_path: Path, kind: Any, accumulation: i
     for name, weight in trainer.model.state_dict().items():
         torch.testing.assert_close(weight, expected_model.state_dict()[name], rtol=1e-6, atol=1e-7)
     assert output.training_loss == pytest.approx(sum(entry["loss"] for entry in expected) / len(expected), **TOLERANCE)
-
-
-class WordsTask(TaskModule):
-    """A loss that is a mean over the labels other than -100, as language models have it."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 5).double())
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        logits = self.model(batch["x"])
-        return StepOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
-
-
-def make_ragged(num: int) -> Rows:
-    """Return sequences of 6 positions of which a random number is padding (-100)."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for _ in range(num):
-        labels = torch.randint(0, 5, (6,), generator=generator)
-        labels[int(torch.randint(1, 7, (), generator=generator)) :] = -100
-        rows.append({"x": torch.randn(6, 3, generator=generator, dtype=torch.float64), "labels": labels})
-    return rows
-
-
-class Recorder(Trainer):
-    """Keep each step's gradients."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.gradients: list[torch.Tensor] = []
-        super().__init__(*args, **kwargs)
-        self.strategy.clip_grad_norm = self.record  # type: ignore[method-assign]
-
-    def record(self, parameters: Any, max_norm: float) -> torch.Tensor:
-        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters]).clone())
-        return torch.zeros(())
-
-
-@pytest.mark.parametrize(("size", "accumulation"), [(12, 1), (4, 3), (2, 6), (1, 12)])
-def test_gradient_is_that_of_the_global_mean_however_the_batch_is_split(
-    tmp_path: Path, size: int, accumulation: int
-) -> None:
-    rows = make_ragged(12 + 5)  # the last window of each epoch is short
-    set_seed(0)
-    task = WordsTask()
-    expected = []
-    for epoch in range(2):
-        order = torch.randperm(17, generator=torch.Generator().manual_seed(42 + epoch)).tolist()
-        for window in (order[:12], order[12:]):
-            batch = default_data_collator([rows[i] for i in window])
-            task.zero_grad()
-            task.training_step(batch).loss.backward()
-            expected.append(torch.cat([p.grad.flatten() for p in task.model.parameters()]))
-    task.zero_grad()
-    arguments = make_arguments(
-        tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, learning_rate=0.0
-    )
-    trainer = Recorder(task, arguments, train_dataset=rows)
-    trainer.train()
-    assert len(trainer.gradients) == len(expected)
-    for ours, theirs in zip(trainer.gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_label_smoothing_and_loss_function_divide_by_the_steps_items(tmp_path: Path) -> None:
-    rows = make_rows(10)
-    seen = []
-
-    def loss_function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        seen.append(int(num_items_in_batch))
-        return nn.functional.cross_entropy(outputs[0], labels, reduction="sum") / num_items_in_batch
-
-    arguments = make_arguments(tmp_path, gradient_accumulation_steps=3, num_train_epochs=1)
-    trainer = Trainer(Net(), arguments, train_dataset=rows, compute_loss_func=loss_function)
-    trainer.train()
-    assert seen == [10, 10, 10]
-
-    set_seed(0)
-    model = Net()
-    expected = nn.functional.cross_entropy(
-        model(torch.stack([row["x"] for row in rows]))[0],
-        torch.stack([row["labels"] for row in rows]),
-        label_smoothing=0.2,
-    )
-    arguments = make_arguments(
-        tmp_path, gradient_accumulation_steps=3, num_train_epochs=1, label_smoothing_factor=0.2, learning_rate=0.0
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    assert isinstance(trainer.task, ModelTask)
-    assert trainer.train().training_loss == pytest.approx(expected.item(), rel=1e-6)
