@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from support.optimizer_runs import make_run
 
-from hftrain import ConfigError
-
 pytestmark = [pytest.mark.distributed, pytest.mark.optimizers]
 
 
@@ -20,21 +18,9 @@ def train(folder: str, *, optim: str, **options: Any) -> list[list[float]]:
     return [p.flatten().tolist() for p in trainer.model.parameters()]
 
 
-def refusal(folder: str) -> str:
-    """Return why a layer-wise optimizer is refused."""
-    with pytest.raises(ConfigError) as caught:
-        make_run(Path(folder), "galore_adamw_layerwise").train()
-    return str(caught.value)
-
-
 def test_lomo_trains_on_two_processes_like_descent_on_one(tmp_path: Path, run_distributed: Any) -> None:
     both = run_distributed(train, folder=str(tmp_path), optim="lomo", per_device_train_batch_size=2, max_grad_norm=0.1)
     alone = train(str(tmp_path), optim="sgd", max_grad_norm=0.1)
     assert both[0] == both[1]
     for ours, theirs in zip(both[0], alone, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-
-
-def test_layerwise_is_refused_on_two_processes(tmp_path: Path, run_distributed: Any) -> None:
-    for message in run_distributed(refusal, folder=str(tmp_path)):
-        assert "2 processes would have to average the gradients first" in message

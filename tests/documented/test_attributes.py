@@ -217,14 +217,6 @@ def test_total_batch_counts_ranks_that_split_a_layer_once(tmp_path: Path) -> Non
     assert trainer.get_total_train_batch_size(trainer.args) == 16
 
 
-def test_deepspeed_and_searching_are_refused_where_they_are_not(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    with pytest.raises(ConfigError, match="has no DeepSpeed config"):
-        trainer.propagate_args_to_deepspeed()
-    with pytest.raises(ConfigError, match="no model_init"):
-        trainer.hyperparameter_search(n_trials=3, direction="maximize", backend="optuna", storage="x")
-
-
 def test_arguments_reach_a_deepspeed_strategy(tmp_path: Path) -> None:
     """A stand-in for the strategy: only that it is called counts."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from support.tiny import Net, Stream, make_arguments, make_rows, make_trainer, train
@@ -24,27 +22,6 @@ class Acts(TrainerCallback):
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------
-
-
-def scramble() -> None:
-    random.seed()
-    numpy.random.seed()
-    torch.seed()
-
-
-def test_weights_of_model_init_follow_the_seed_alone(tmp_path: Path) -> None:
-    def weights(seed: int) -> list[torch.Tensor]:
-        scramble()
-        trainer = make_trainer(tmp_path, model_init=Net, seed=seed, max_steps=1, learning_rate=0.0)
-        made = [p.detach().clone() for p in trainer.model.parameters()]
-        scramble()
-        trainer.train()
-        assert all(torch.equal(ours, first) for ours, first in zip(trainer.model.parameters(), made, strict=True))
-        return made
-
-    first, again, other = weights(7), weights(7), weights(8)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], other[0])
 
 
 # -- what a model is given -------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import random
 from collections.abc import Callable
@@ -326,15 +325,6 @@ def test_own_save_checkpoint_saves_resumes_and_rotates(tmp_path: Path, options: 
     assert_same(tmp_path, lambda library, folder: save_and_resume(library, folder, **options), 1e-3)
 
 
-@pytest.mark.parametrize("resume", [True, "auto"])
-def test_newest_folder_of_an_own_save_checkpoint_is_found(tmp_path: Path, resume: Any) -> None:
-    kind = copied(hftrain, [])
-    build(hftrain, tmp_path, kind, save_strategy="epoch").train()
-    trainer = build(hftrain, tmp_path, kind, save_strategy="epoch", num_train_epochs=3)
-    trainer.train(resume_from_checkpoint=resume)
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == list(range(1, 13))
-
-
 def test_own_save_checkpoint_continues_exactly_within_an_epoch(tmp_path: Path) -> None:
     """With `_save_rng_state` the folder has this process's whole state."""
     kind, options = copied(hftrain, []), {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 1}
@@ -387,25 +377,6 @@ def test_save_checkpoint_that_keeps_only_the_best_in_the_output_folder(tmp_path:
     assert_same(tmp_path, run, 1e-3)
 
 
-def test_save_is_still_asked_for_inside_save_checkpoint(tmp_path: Path) -> None:
-    def run(library: Any, folder: Path) -> Any:
-        seen: list[Any] = []
-
-        class Asking(library.Trainer):
-            def _save_checkpoint(self, model, trial):
-                seen.append(self.control.should_save)
-                super()._save_checkpoint(model, trial)
-
-        class Saving(library.TrainerCallback):
-            def on_save(self, args, state, control, **kwargs):
-                seen.append(("on_save", control.should_save))
-
-        build(library, folder, Asking, save_strategy="epoch", callbacks=[Saving]).train()
-        return seen
-
-    assert assert_same(tmp_path, run) == [True, ("on_save", False)] * 2
-
-
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -455,13 +426,6 @@ def test_memory_tracker_of_a_copied_predict_adds_what_the_trainer_reports(tmp_pa
     assert_same(tmp_path, run)
 
 
-def test_memory_tracker_without_memory_metrics_adds_nothing(tmp_path: Path) -> None:
-    trainer, metrics = build(hftrain, tmp_path), {}
-    trainer._memory_tracker.start()
-    trainer._memory_tracker.stop_and_update_metrics(metrics)
-    assert metrics == {}
-
-
 def test_create_optimizer_takes_a_model(tmp_path: Path) -> None:
     def run(library: Any, folder: Path) -> Any:
         class Passing(library.Trainer):
@@ -481,17 +445,6 @@ def test_arguments_have_the_names_of_libraries(tmp_path: Path) -> None:
         found = [args.deepspeed_plugin, args.mixed_precision, args._n_gpu]
         args._n_gpu = 1
         return [*found, args.n_gpu]
-
-    assert_same(tmp_path, run)
-
-
-def test_control_is_cleared_by_its_own_methods(tmp_path: Path) -> None:
-    def run(library: Any, folder: Path) -> Any:
-        control, seen = library.TrainerControl(True, True, True, True, True), []
-        for name in ("_new_training", "_new_epoch", "_new_step"):
-            getattr(control, name)()
-            seen.append(dataclasses.asdict(control))
-        return seen
 
     assert_same(tmp_path, run)
 
@@ -537,36 +490,6 @@ def test_callback_state_may_have_one_part_only(tmp_path: Path, part: str) -> Non
         return seen
 
     assert assert_same(tmp_path, run) == [3, 4]
-
-
-class Color(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Number(enum.IntEnum):
-    ONE = 1
-    TWO = 2
-
-
-@dataclasses.dataclass
-class Choices:
-    """Fields of enums, as scripts declare them."""
-
-    color: Color = "red"  # type: ignore[assignment]
-    other: Color | None = None
-    member: Color = Color.BLUE
-    number: Number = 1  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("words", [[], ["--color", "blue", "--other", "red", "--member", "red", "--number", "2"]])
-def test_parser_gives_the_values_of_enums(words: list[str]) -> None:
-    ours, theirs = (
-        library.HfArgumentParser(Choices).parse_args_into_dataclasses(words, look_for_args_file=False)[0]
-        for library in (hftrain, transformers)
-    )
-    assert ours == theirs
-    assert [type(value) for value in vars(ours).values()] == [type(value) for value in vars(theirs).values()]
 
 
 def test_invalid_generation_config_is_refused_when_the_trainer_is_built(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.hub_models import collate, make_model, make_rows, run_options, same_weights
 
-from hftrain import ConfigError, Trainer, TrainingArguments
+from hftrain import Trainer, TrainingArguments
 from hftrain.checkpoint.weights import load_weights
 from hftrain.core.errors import CheckpointError
 
@@ -152,41 +152,6 @@ def test_mixed_adapters_train_and_resume(tmp_path: Path) -> None:
     resumed = make_trainer(tmp_path, make_adapted(mixed=True), save_strategy="epoch")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert same_weights(resumed.model, whole.model)
-
-
-def test_noise_reaches_the_embeddings_inside_adapters_and_is_taken_away(tmp_path: Path) -> None:
-    model = make_adapted()
-    embeddings = model.get_base_model().get_input_embeddings()
-    seen = []
-
-    class Watch(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            seen.append(len(embeddings._forward_hooks))
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    arguments = TrainingArguments(str(tmp_path), **run_options(neftune_noise_alpha=5.0, max_steps=1))
-    Watch(model, arguments, train_dataset=make_rows("bert"), data_collator=collate).train()
-    assert seen == [1]
-    assert not embeddings._forward_hooks
-
-
-def test_quantized_model_trains_with_adapters_and_not_without(tmp_path: Path) -> None:
-    """The flags of bitsandbytes on a model in float32: the package itself needs a GPU."""
-
-    def quantized() -> Any:
-        model = make_model("bert")
-        model.is_loaded_in_8bit = True
-        return model
-
-    with pytest.raises(ConfigError, match=r"quantized.*get_peft_model"):
-        make_trainer(tmp_path, quantized()).train()
-    config = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["query"])
-    model = peft.get_peft_model(quantized(), config)
-    trainer = make_trainer(tmp_path, model, max_steps=1)
-    assert not trainer.strategy.place_model
-    trainer.train()
-    with pytest.raises(ConfigError, match=r"quantized.*cannot be compiled"):
-        make_trainer(tmp_path, model, torch_compile_backend="eager").train()
 
 
 @pytest.mark.parametrize("options", [None, {"use_reentrant": True}, {"layer_classes": ["LlamaDecoderLayer"]}])

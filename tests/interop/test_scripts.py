@@ -52,10 +52,6 @@ def test_text_classification(tmp_path, monkeypatch, task):
     compare(tmp_path, monkeypatch, "text_classification", **flags)
 
 
-def test_token_classification(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "token_classification", do_predict=True)
-
-
 def test_question_answering(tmp_path, monkeypatch):
     compare(tmp_path, monkeypatch, "question_answering", do_predict=True, learning_rate=1e-4)
 
@@ -130,24 +126,12 @@ def test_object_detection(tmp_path, monkeypatch):
     compare(tmp_path, monkeypatch, "object_detection")
 
 
-def test_instance_segmentation(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "instance_segmentation", learning_rate=1e-4)
-
-
 # -- sounds, and pictures with texts -----------------------------------------------------------------------------------
-
-
-def test_audio_classification(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "audio_classification")
 
 
 @pytest.mark.parametrize("even", [True, False])
 def test_speech_recognition_ctc(tmp_path, monkeypatch, even):
     compare(tmp_path, monkeypatch, "speech_recognition_ctc", even=even)
-
-
-def test_speech_seq2seq(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "speech_seq2seq", predict_with_generate=True, generation_max_length=6)
 
 
 def test_contrastive_image_text(tmp_path, monkeypatch):

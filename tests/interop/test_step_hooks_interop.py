@@ -46,28 +46,6 @@ def assert_same(trainers: list[Any], *, rel: float = 1e-5) -> None:
         torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_eval_called_in_a_callback_lasts_until_the_next_step(tmp_path: Path) -> None:
-    def subclass(library: Any) -> Any:
-        class Sample(library.TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-                model.eval()
-
-        class Sampling(library.Trainer):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, callbacks=[Sample], **kwargs)
-
-            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-                seen[library].append([module.training for module in model.modules()])
-                return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
-        return Sampling
-
-    seen: dict[Any, list[list[bool]]] = {library: [] for library in LIBRARIES}
-    assert_same(train_both(tmp_path, subclass, num_train_epochs=1))
-    assert seen[hftrain] == seen[transformers]
-    assert all(map(all, seen[hftrain]))
-
-
 @pytest.mark.parametrize("divides_by", ["nothing", "arguments", "window"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_backward_of_the_accelerator_in_an_overridden_training_step(

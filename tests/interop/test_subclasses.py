@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 NAMES = [
     "adversarial_training", "callback_that_acts", "callback_that_evaluates_more", "callback_with_the_objects",
-    "collected_predictions", "custom_scheduler", "eval_dataloader", "extra_metrics", "given_optimizer",
-    "layerwise_rates", "logged_parts", "moving_average", "own_inputs", "own_label_smoothing", "own_log",
+    "collected_predictions", "eval_dataloader", "extra_metrics", "given_optimizer",
+    "logged_parts", "moving_average", "own_inputs", "own_label_smoothing", "own_log",
     "own_loss_in_bf16", "own_prediction_step", "own_prediction_step_in_bf16", "own_sampler", "own_save_model",
     "probed_gradients", "sampled_text", "scheduled_freezing", "sharpness_aware", "split_weight_decay", "tampered_log",
 ]  # fmt: skip
@@ -229,40 +229,12 @@ def eval_dataloader(library: Any, notes: list[Any]) -> dict[str, Any]:
 
 
 @case
-def layerwise_rates(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class LayerwiseTrainer(library.Trainer):
-        def create_optimizer(self, model=None):
-            if self.optimizer is None:
-                groups = []
-                for name, parameter in self.model.named_parameters():
-                    depth = 2 if "classifier" in name else 1 if "layer.1" in name else 0
-                    groups.append({"params": [parameter], "lr": self.args.learning_rate * 0.5 ** (2 - depth)})
-                self.optimizer = torch.optim.AdamW(groups, weight_decay=self.args.weight_decay)
-            return self.optimizer
-
-    return {"trainer": LayerwiseTrainer, "args": {"weight_decay": 0.1}}
-
-
-@case
 def split_weight_decay(library: Any, notes: list[Any]) -> dict[str, Any]:
     class DecayTrainer(library.Trainer):
         def get_decay_parameter_names(self, model):
             return [name for name, _ in model.named_parameters() if "embeddings" not in name]
 
     return {"trainer": DecayTrainer, "args": {"weight_decay": 0.5}}
-
-
-@case
-def custom_scheduler(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class StepTrainer(library.Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            notes.append(num_training_steps)
-            optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-            self._created_lr_scheduler = True
-            return self.lr_scheduler
-
-    return {"trainer": StepTrainer}
 
 
 @case

@@ -38,11 +38,6 @@ def test_streaming_metrics_take_no_memory_per_sample() -> None:
     check_streaming(20_000)
 
 
-@pytest.mark.parametrize("contender", ["hftrain-tokens", "hftrain-logits"])
-def test_what_is_kept_is_held_once(contender: str) -> None:
-    check_kept(contender, 20_000)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_streaming_metrics_take_no_memory_per_sample_of_a_large_set() -> None:

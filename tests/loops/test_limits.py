@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Stream, make_arguments, make_resumable, make_rows, make_trainer, share
+from support.tiny import Stream, make_resumable, make_rows, make_trainer, share
 
 from hftrain import EvalSet, Trainer, TrainerCallback
 from hftrain.checkpoint.manifest import read_manifest
@@ -77,31 +77,6 @@ def test_schedule_and_logs_are_those_of_the_part(tmp_path: Path) -> None:
     assert trainer.state.max_steps == 4
     assert [entry["learning_rate"] for entry in trainer.state.log_history[:-1]] == [0.01, 0.0075, 0.005, 0.0025]
     assert [entry["epoch"] for entry in trainer.state.log_history[:-1]] == [0.5, 1.0, 1.5, 2.0]
-
-
-@pytest.mark.interop
-def test_limited_run_is_that_of_transformers_on_the_shorter_dataset(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    rows = make_rows()
-    torch.manual_seed(0)
-    ours, shorter, theirs = Net(), Net(), Net()
-    shorter.load_state_dict(ours.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    order = {"train_sampling_strategy": "sequential"}
-    make_trainer(tmp_path, ours, train_dataset=rows, limit_train_batches=3, **order).train()
-    make_trainer(tmp_path, shorter, train_dataset=rows[:12], **order).train()
-    assert_same(ours.state_dict(), shorter.state_dict())
-    settings = make_arguments(tmp_path)
-    chosen = ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "disable_tqdm", "use_cpu")
-    args = transformers.TrainingArguments(
-        str(tmp_path),
-        save_strategy="no",
-        report_to="none",
-        **order,
-        **{name: getattr(settings, name) for name in chosen},
-    )
-    transformers.Trainer(theirs, args, train_dataset=rows[:12]).train()
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 def test_evaluations_read_a_part_and_predictions_all(tmp_path: Path) -> None:

@@ -64,28 +64,6 @@ def test_eval_of_a_part_in_an_overridden_hook_ends_with_the_next_micro_step(tmp_
     assert torch.equal(weights(train(tmp_path, kind=QuietLoss)), weights(train(tmp_path)))
 
 
-def test_eval_called_by_a_training_metric_ends_with_the_next_step(tmp_path: Path) -> None:
-    class Sampling(nn.Module):
-        def update(self) -> None: ...
-
-        def reset(self) -> None: ...
-
-        def compute(self) -> torch.Tensor:
-            task.model.eval()
-            return torch.zeros(())
-
-    class WithMetric(Task):
-        def metrics(self, stage: str) -> Any:
-            return {"sampled": self.sampling} if hasattr(self, "sampling") and stage == "train" else {}
-
-    torch.manual_seed(3)
-    expected = train(tmp_path, WithMetric(dropout=0.5))
-    torch.manual_seed(3)
-    task = WithMetric(dropout=0.5)
-    task.sampling = Sampling()
-    assert torch.equal(weights(train(tmp_path, task)), weights(expected))
-
-
 class Frozen(Net):
     """Keeps its normalization in evaluation mode, until told otherwise."""
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Task, make_arguments, make_rows, train
+from support.tiny import Task, train
 from torch import nn
 
-from hftrain import StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
+from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback
 
 
 class TwoParts(TaskModule):
@@ -70,16 +70,6 @@ def test_weights_that_are_unfrozen_and_in_no_optimizer_are_named(tmp_path: Path)
         fit(TwoParts(), tmp_path, Thaw(adds=False))
 
 
-def test_weights_that_the_loss_depends_on_and_no_optimizer_holds_are_named(tmp_path: Path) -> None:
-    class HeadOnly(TwoParts):
-        def configure_optimizers(self) -> Any:
-            self.model.body.requires_grad_(True)
-            return torch.optim.SGD(self.model.head.parameters(), lr=0.1)
-
-    with pytest.warns(UserWarning, match=r"2 parameters that no optimizer holds \(model.body.weight, model.body.bias"):
-        fit(HeadOnly(), tmp_path)
-
-
 @pytest.mark.parametrize("keep", [lambda head: [head], lambda head: {"head": head}, lambda head: (head.weight,)])
 def test_weights_in_a_plain_container_are_named(tmp_path: Path, keep: Any) -> None:
     class Hidden(Task):
@@ -128,20 +118,3 @@ def test_a_schedule_that_waits_for_evaluations_which_never_come_is_named(tmp_pat
 
     with pytest.warns(UserWarning, match=r"ReduceLROnPlateau is stepped after each evaluation.*Set eval_strategy"):
         fit(Plateau(), tmp_path)
-
-
-def test_an_evaluation_step_that_returns_outputs_as_the_loss_is_refused(tmp_path: Path) -> None:
-    class Outputs(Task):
-        def evaluation_step(self, batch: Any) -> torch.Tensor:
-            logits: torch.Tensor = self.model(batch["x"])[0]
-            return logits
-
-    trainer = Trainer(Outputs(), make_arguments(tmp_path), eval_dataset=make_rows(4))
-    with pytest.raises(TaskError, match=r"it has the shape \(4, 3\), but a loss must be one number.*outputs="):
-        trainer.evaluate()
-
-
-def test_a_plain_run_warns_of_nothing(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(tmp_path, max_steps=2)

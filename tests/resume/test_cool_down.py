@@ -42,21 +42,3 @@ def test_cool_down_is_that_of_a_run_planned_so_and_resumes_exactly_twice(tmp_pat
     assert_same(outcome(cooled), outcome(planned))
     rates = [entry["learning_rate"] for entry in cooled.state.log_history if "learning_rate" in entry]
     assert rates[start - 1] == rates[start] == 0.01 > rates[start + 1] > rates[-1] > 0
-
-
-@pytest.mark.interop
-def test_rates_are_those_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = Net()
-    make(tmp_path, model, max_steps=40, decay=10, stop=8).train()
-    cooled = make(tmp_path, model, max_steps=13, decay=5)
-    cooled.train(resume_from_checkpoint=True)
-    rates = [entry["learning_rate"] for entry in cooled.state.log_history if "learning_rate" in entry]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    theirs = transformers.get_wsd_schedule(optimizer, num_warmup_steps=2, num_decay_steps=5, num_training_steps=13)
-    expected = []
-    for _ in range(13):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        theirs.step()
-    assert rates == pytest.approx(expected)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Noisy, Stream, make_resumable, make_rows, train
+from support.tiny import Noisy, Stream, make_resumable, make_rows
 
-from hftrain import CheckpointError, EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, TrainerCallback
 
 
 def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options: Any) -> Trainer:
@@ -66,52 +66,6 @@ def test_precision_may_change_at_a_resume(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_resume_in_another_precision_equals_an_undisturbed_run(tmp_path: Path, precision: str) -> None:
     check_resume(tmp_path, make_rows(22), (4,), precision=precision)
-
-
-def test_resume_with_workers_and_random_data_equals_an_undisturbed_run(tmp_path: Path) -> None:
-    check_resume(tmp_path, Noisy(make_rows(22)), (4,), dataloader_num_workers=2)
-
-
-def test_resume_with_epoch_checkpoints_repeats_nothing(tmp_path: Path) -> None:
-    rows = make_rows(22)
-    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 3}
-    set_seed(1)
-    whole = train(tmp_path / "a", Net(0.2), train_dataset=rows, eval_dataset=make_rows(7, seed=2), **options)
-    set_seed(1)
-    again = train(
-        tmp_path / "a", Net(0.2), train_dataset=rows, eval_dataset=make_rows(7, seed=2), **options,
-        resume=str(tmp_path / "a" / "checkpoint-12"),
-    )  # fmt: skip
-    assert_same(outcome(again), outcome(whole))
-
-
-def test_resume_of_a_finished_run_trains_nothing(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path, make_rows(22))
-    first.train()
-    again = make_trainer(tmp_path, make_rows(22))
-    output = again.train(resume_from_checkpoint=True)
-    assert output.global_step == first.state.global_step
-    assert_same(outcome(again)["weights"], outcome(first)["weights"])
-
-
-def test_resume_with_another_data_seed_is_refused(tmp_path: Path) -> None:
-    make_trainer(tmp_path, make_rows(22), StopAt(2)).train()
-    trainer = make_trainer(tmp_path, make_rows(22), data_seed=7)
-    with pytest.raises(CheckpointError, match="data_seed"):
-        trainer.train(resume_from_checkpoint=True)
-
-
-def test_early_stopping_counts_on_after_a_resume(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False,
-        "learning_rate": 0.0, "num_train_epochs": 4,
-    }  # fmt: skip
-    whole = make_trainer(tmp_path / "a", make_rows(22), EarlyStoppingCallback(5), **options)
-    whole.train()
-    make_trainer(tmp_path / "b", make_rows(22), EarlyStoppingCallback(5), StopAt(3), **options).train()
-    resumed = make_trainer(tmp_path / "b", make_rows(22), EarlyStoppingCallback(5), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == whole.state.global_step == 6
 
 
 def test_order_drawn_from_the_global_generator_is_found_again_after_an_epochs_end(tmp_path: Path) -> None:
