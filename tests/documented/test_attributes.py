@@ -54,13 +54,6 @@ def test_is_in_train_lasts_through_the_evaluations_of_a_run(tmp_path: Path) -> N
     assert seen == [True, False]
 
 
-def test_tokenizer_is_an_alias_that_warns(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    with pytest.warns(FutureWarning, match="processing_class"):
-        trainer.tokenizer = "tool"
-    assert trainer.processing_class == "tool"
-
-
 class Spread(Net):
     """A stand-in for a model that was loaded with a device map; this machine may have no accelerator."""
 
@@ -100,35 +93,6 @@ def test_placing_is_refused_by_the_arguments_or_by_the_trainer(tmp_path: Path) -
     assert not make(tmp_path, kind=LeavesItToo).strategy.place_model
     given = SingleDeviceStrategy(use_cpu=True, place_model=False)
     assert not Trainer(Net(), make_arguments(tmp_path), strategy=given).place_model_on_device
-
-
-class Counted(Net):
-    accepts_loss_kwargs = True
-    counts: list[Any]
-
-    def forward(self, x: Any, labels: Any = None, num_items_in_batch: Any = None) -> Any:
-        self.counts.append(num_items_in_batch)
-        return super().forward(x, labels)
-
-
-class DeclinesCounts(Trainer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = False
-
-
-@pytest.mark.parametrize("has_init", [True, False])
-def test_item_count_is_declined_by_a_subclass(tmp_path: Path, has_init: bool) -> None:
-    for kind, declines in ((Trainer, False), (DeclinesCounts, True)):
-        Counted.counts = []
-        trainer = kind(
-            None if has_init else Counted(),
-            make_arguments(tmp_path, max_steps=2),
-            model_init=Counted if has_init else None,
-            train_dataset=make_rows(),
-        )
-        trainer.train()
-        assert all(count is None for count in Counted.counts) is declines
 
 
 class NamesLabels(Trainer):

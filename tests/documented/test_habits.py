@@ -115,16 +115,6 @@ def test_optimizer_is_made_of_the_model_that_the_strategy_has_prepared(tmp_path:
     assert order == ["place", "create_optimizer"]
 
 
-def test_positional_arguments_of_the_later_signature_keep_their_meaning(tmp_path: Path) -> None:
-    def collate(rows: Any) -> Any:
-        return torch.utils.data.default_collate(rows)
-
-    rows, more = make_rows(), make_rows(5)
-    trainer = Trainer(Net(), make_arguments(tmp_path), collate, rows, more, "tool")
-    assert trainer.data_collator is collate
-    assert (trainer.train_dataset, trainer.eval_dataset, trainer.processing_class) == (rows, more, "tool")
-
-
 def test_facts_of_optimizer_and_model(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.model.layers[0].requires_grad_(False)  # type: ignore[index]
@@ -143,12 +133,6 @@ def test_facts_of_optimizer_and_model(tmp_path: Path) -> None:
     assert options["lr"] == 1e-2
     schedule = trainer.create_scheduler(10, optimizer=made)
     assert schedule is trainer.lr_scheduler
-
-
-def test_lengths_of_a_run_are_told_as_documented(tmp_path: Path) -> None:
-    trainer = make(tmp_path, max_steps=-1, num_train_epochs=2)
-    found = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader(), 4)
-    assert found == (2, 6, 22, 44, True, 6, 12)
 
 
 def test_results_unpack_as_documented(tmp_path: Path) -> None:

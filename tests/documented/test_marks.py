@@ -118,3 +118,25 @@ def test_save_steps_of_minus_one_never_saves(tmp_path: Path) -> None:
     Trainer(Net(), arguments, train_dataset=make_rows()).train()
     assert arguments.save_steps == -1
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_best_model_cannot_be_loaded_where_nothing_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_steps=-1"):
+        make_arguments(
+            tmp_path, save_strategy="steps", save_steps=-1, eval_strategy="steps", load_best_model_at_end=True
+        )
+
+
+def test_loss_function_that_is_set_after_the_constructor_is_called(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(len(labels))
+        return nn.functional.cross_entropy(outputs[0], labels)
+
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    trainer.compute_loss_func = own_loss
+    trainer.evaluate(make_rows(3))
+    assert calls == [3]
+    trainer.train()
+    assert calls[-1] == 4

@@ -140,6 +140,8 @@ DATA = [
     sampling("picture in a tuple", lambda i: (Picture(), 0), "Convert it to a tensor"),
     sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "Number the classes"),
     sampling("label as text", lambda i: {"x": X, "label": "cat"}, "Number the classes"),
+    reading("columns of tensors", (torch.zeros(8, 4), torch.zeros(8)), "TensorDataset", error=ValueError),
+    reading("splits", {"train": Own(lambda i: None)}, "such as ['train']"),
     reading("texts", ["a"] * 8, "let the dataset return dicts", error=TypeError),
     reading("set", {1, 2}, "no order", error=ValueError),
     reading("class", Own, "Pass an instance: Own(...)", error=ValueError),
@@ -150,6 +152,8 @@ DATA = [
         "no length", lambda folder: train(folder, train_dataset=NoIterator(), max_steps=-1), "Set max_steps", ValueError
     ),
     collating("list", lambda samples: samples, "join them"),
+    collating("list for a task", lambda samples: samples, "join them", model=Task),
+    collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
     collating("collator None", lambda samples: None, "Let it return the batch"),
     collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "label_names"),
     collating("lists", lambda samples: {"x": [s["x"] for s in samples]}, "as_tensor"),

@@ -137,6 +137,10 @@ NAMES = [
     setting("dtype", "bf16", "bf16=True", **UNKNOWN),
     setting("momentum", 0.9, "optim_args='momentum=0.9'", **UNKNOWN),
     setting("zero_stage", 2, "strategy='deepspeed_stage_2'", **UNKNOWN),
+    setting("grad_clip", 1.0, "'max_grad_norm'", **UNKNOWN),
+    setting("precision", "bf16", "to the Trainer", **UNKNOWN),
+    setting("callbacks", [], "to the Trainer", **UNKNOWN),
+    setting("early_stopping_patience", 2, "EarlyStoppingCallback", **UNKNOWN),
     setting("max_length", 128, "tokenizer", **UNKNOWN),
     setting("devices", 2, "torchrun --nproc_per_node", **UNKNOWN),
     setting("xyzzy", 1, "help(TrainingArguments)", **UNKNOWN),
@@ -241,6 +245,7 @@ PARTS = [
     trainer_of("lone optimizer", "(optimizer, None)", optimizers=torch.optim.SGD(Net().parameters())),
     trainer_of("class of an optimizer", "optimizer_cls_and_kwargs=(SGD", optimizers=(torch.optim.SGD, None)),
     trainer_of("name of a metric", "EvalPrediction", compute_metrics="accuracy"),
+    trainer_of("name of a collator", "list of samples", data_collator="default"),
     running("model without weights", "from_pretrained()", model=without_weights()),
     Mistake("train(dataset)", lambda folder: make_trainer(folder).train(make_rows(2)), "a list"),
 ]  # fmt: skip

@@ -37,6 +37,7 @@ def method(self: Any, *args: Any, **kwargs: Any) -> None: ...
         ("train_dataloader", "train_dataset"),
         ("val_dataloader", "eval_dataset"),
         ("train_step", "training_step"),
+        ("eval_step", "evaluation_step"),
         ("configure_gradient_clipping", "max_grad_norm"),
         ("on_save_checkpoint", "ExportableState"),
     ],
@@ -135,6 +136,8 @@ def test_step_that_can_be_called_with_the_batch_alone_passes(tmp_path: Path) -> 
         ("on_save_checkpoint", "on_save"),
         ("on_batch_end", "on_step_end"),
         ("on_exception", "try and except"),
+        ("on_logs", "on_log"),
+        ("on_evaluation_end", "on_evaluate"),
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True])
@@ -212,6 +215,7 @@ def test_lightning_data_module_is_refused(tmp_path: Path) -> None:
         ("validate", "evaluate()"),
         ("test", "metric_key_prefix='test'"),
         ("save_checkpoint", "save_model"),
+        ("save", "save_model"),
         ("callback_metrics", "log_history"),
         ("_inner_training_loop", "There is one loop"),
         ("_hp_search_setup", "_report_to_hp_search"),

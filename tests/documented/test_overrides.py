@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer
@@ -18,26 +17,6 @@ def run(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
     trainer.evaluate()
     trainer.predict(make_rows(3))
     return trainer
-
-
-class OlderForms(Trainer):
-    """`training_step(model, inputs)` and `log(logs)`."""
-
-    calls: list[str]
-
-    def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
-        self.calls.append("training_step")
-        return super().training_step(model, inputs)
-
-    def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
-        self.calls.append("log")
-        super().log(logs)
-
-
-def test_older_forms_of_training_step_and_log(tmp_path: Path) -> None:
-    OlderForms.calls = []
-    run(OlderForms, tmp_path, max_steps=2)
-    assert OlderForms.calls[:4] == ["training_step", "log", "training_step", "log"]
 
 
 HOOKS = (

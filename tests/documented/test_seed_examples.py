@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
 from hftrain import Trainer
@@ -51,19 +51,6 @@ class OlderCustomTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_resume_from_the_newest_checkpoint_and_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    train(Path("your-model"), Model(), max_steps=4, **saving)
-    trainer = make_trainer(Path("your-model"), Model(), max_steps=6, **saving)
-    # resume from latest checkpoint
-    trainer.train(resume_from_checkpoint=True)
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
-    # resume from specific checkpoint saved in output directory
-    output = trainer.train(resume_from_checkpoint="your-model/checkpoint-2")
-    assert output.global_step == 6
-
-
 @pytest.mark.parametrize("kind", [CustomTrainer, OlderCustomTrainer])
 def test_weighted_loss_trains_evaluates_and_predicts(kind: type[Trainer], tmp_path: Path) -> None:
     args = make_arguments(tmp_path, num_train_epochs=10, eval_strategy="epoch", gradient_accumulation_steps=2)
@@ -72,14 +59,3 @@ def test_weighted_loss_trains_evaluates_and_predicts(kind: type[Trainer], tmp_pa
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < losses[0]
     assert trainer.predict(make_rows(3)).predictions.shape == (3, 3)
-
-
-def test_best_model_by_the_loss_of_one_of_two_sets(tmp_path: Path) -> None:
-    data1, data2 = make_rows(6, seed=2), make_rows(6, seed=3)
-    trainer = train(
-        tmp_path, Model(), eval_dataset={"data1": data1, "data2": data2}, eval_strategy="epoch", save_strategy="epoch",
-        load_best_model_at_end=True, metric_for_best_model="eval_data1_loss",
-    )  # fmt: skip
-    losses = [entry["eval_data1_loss"] for entry in trainer.state.log_history if "eval_data1_loss" in entry]
-    assert trainer.state.best_metric == min(losses)
-    assert trainer.evaluate(data1)["eval_loss"] == pytest.approx(min(losses))

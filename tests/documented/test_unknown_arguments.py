@@ -12,7 +12,7 @@ import torch
 from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
-from hftrain import ConfigError, EvalSet, Seq2SeqTrainer, Trainer
+from hftrain import ConfigError, EvalSet, Seq2SeqTrainer, Trainer, loggers, precisions, strategies
 
 SETS = TensorDataset(torch.zeros(4, 2)), TensorDataset(torch.zeros(4, 2))
 
@@ -153,3 +153,24 @@ def test_loader_that_an_override_reads_passes(tmp_path: Path) -> None:
     trainer = Own(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=loader, eval_dataset=loader)
     assert trainer.train().global_step == 2
     assert "eval_loss" in trainer.evaluate()
+
+
+def test_text_as_evaluation_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"str as eval_dataset.*load it"):
+        Trainer(Net(), make_arguments(tmp_path), eval_dataset="imdb")
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "ours"),
+    [
+        (precisions, "bf16-mixed", "bf16"),
+        (precisions, "16-mixed", "fp16"),
+        (precisions, "32-true", "fp32"),
+        (strategies, "dp", "data_parallel"),
+        (strategies, "ddp_spawn", "ddp"),
+        (loggers, "comet", "comet_ml"),
+    ],
+)
+def test_name_that_other_libraries_use_is_answered_with_ours(registry: Any, name: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{ours}'\\?"):
+        registry.resolve(name)

@@ -515,3 +515,14 @@ def test_memory_error_in_a_callback_ends_the_run(tmp_path: Path, event: str) -> 
         return str(caught.value)
 
     assert_same(tmp_path, run)
+
+
+def test_control_is_cleared_by_its_own_methods(tmp_path: Path) -> None:
+    def run(library: Any, folder: Path) -> Any:
+        control, seen = library.TrainerControl(True, True, True, True, True), []
+        for name in ("_new_training", "_new_epoch", "_new_step"):
+            getattr(control, name)()
+            seen.append(dataclasses.asdict(control))
+        return seen
+
+    assert_same(tmp_path, run)

@@ -108,16 +108,11 @@ def test_models_without_accumulation(tmp_path, name, schedule):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_label_smoothing_of_a_language_model(tmp_path, accumulation):
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_label_smoothing(tmp_path, name, accumulation):
+    # Also of a classifier: the loss is the Trainer's, which divides by the item count.
     options = {"label_smoothing_factor": 0.1, "learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
-    assert_parity(both(tmp_path, "llama", make_rows("llama"), **options))
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_label_smoothing_of_a_classifier(tmp_path, accumulation):
-    # Its loss is the Trainer's, which divides by the item count: no difference here.
-    options = {"label_smoothing_factor": 0.1, "learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
-    assert_parity(both(tmp_path, "bert", make_rows("bert"), **options))
+    assert_parity(both(tmp_path, name, make_rows(name), **options))
 
 
 def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -211,16 +206,6 @@ def test_a_subclass_with_a_weighted_loss(tmp_path, kind, accumulation):
     ours.train()
     theirs.train()
     assert_steps_equal(steps_of(ours), steps_of(theirs), rel=2e-6)
-
-
-def mean_of_own(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    return outputs["logits"].square().mean() if labels is None else outputs["logits"].sum()
-
-
-def test_a_loss_function_is_called_without_labels_too(tmp_path):
-    rows = [{name: value for name, value in row.items() if name != "label"} for row in make_rows("bert", 24)]
-    options = {"compute_loss_func": mean_of_own, "learning_rate": 1e-3}
-    assert_parity(both(tmp_path, "bert", rows, **options))
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

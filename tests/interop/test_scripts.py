@@ -85,11 +85,6 @@ def test_text_generation(tmp_path, monkeypatch, task):
     compare(tmp_path, monkeypatch, "text_generation", task=task, **flags)
 
 
-@pytest.mark.parametrize("pad_to_max_length", [True, False])
-def test_multiple_choice(tmp_path, monkeypatch, pad_to_max_length):
-    compare(tmp_path, monkeypatch, "multiple_choice", pad_to_max_length=pad_to_max_length)
-
-
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
@@ -109,11 +104,6 @@ def test_the_best_image_classifier_is_loaded_at_the_end(tmp_path, monkeypatch):
     # A ViT's weights have other names in files than in memory: transformers 5.23 loads only those that have the same.
     # The day this fails, compare all that the scripts leave behind.
     assert final[1] != pytest.approx(theirs[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("method", ["simmim", "mae"])
-def test_masked_images(tmp_path, monkeypatch, method):
-    compare(tmp_path, monkeypatch, "masked_images", method=method)
 
 
 def test_semantic_segmentation(tmp_path, monkeypatch):

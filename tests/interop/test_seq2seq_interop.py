@@ -15,7 +15,6 @@ from support.hub_models import VOCABULARY, make_model, make_rows, make_tokenizer
 
 from hftrain import (  # noqa: E402
     DataCollatorForSeq2Seq,
-    EvalPrediction,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     set_seed,
@@ -116,23 +115,6 @@ def test_decoder_alone_continues_its_prompt(tmp_path: Path) -> None:
     assert output.predictions[:, :8].tolist() == [row["input_ids"] for row in rows]
 
 
-def test_metrics_on_text_while_training(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    texts: list[list[str]] = []
-
-    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        texts.append(tokenizer.batch_decode(prediction.predictions, skip_special_tokens=True))
-        return {"length": float((prediction.predictions != 0).sum(-1).mean())}
-
-    trainer = make_trainer(
-        tmp_path, compute_metrics=compute_metrics, train_dataset=rows_of(), eval_dataset=rows_of(),
-        eval_strategy="epoch", label_smoothing_factor=0.1, sortish_sampler=True, generation_max_length=9,
-    )  # fmt: skip
-    trainer.train()
-    assert [len(each) for each in texts] == [7, 7]
-    assert sum("eval_length" in entry for entry in trainer.state.log_history) == 2
-
-
 @pytest.mark.parametrize("form", ["object", "folder", "path", "file"])
 def test_generation_config_comes_in_every_form(tmp_path: Path, form: str) -> None:
     config = transformers.GenerationConfig(max_length=6, num_beams=2, pad_token_id=0, decoder_start_token_id=0)
@@ -148,20 +130,3 @@ def test_generation_config_comes_in_every_form(tmp_path: Path, form: str) -> Non
     trainer.save_model(str(tmp_path / "model"))
     saved = json.loads((tmp_path / "model/generation_config.json").read_text(encoding="utf-8"))
     assert saved["num_beams"] == 2
-
-
-def test_settings_win_over_a_limit_of_new_tokens_in_the_config(tmp_path: Path) -> None:
-    config = transformers.GenerationConfig(max_new_tokens=20, decoder_start_token_id=0, pad_token_id=0)
-    trainer = make_trainer(tmp_path, generation_config=config, generation_max_length=5)
-    assert trainer.predict(rows_of()).predictions.shape[1] == 5
-    assert trainer.predict(rows_of(), max_length=4).predictions.shape[1] == 4
-    assert trainer.predict(rows_of(), max_new_tokens=7).predictions.shape[1] == 8
-
-
-def test_generation_config_becomes_a_dict() -> None:
-    config = transformers.GenerationConfig(max_length=7, num_beams=3)
-    args = Seq2SeqTrainingArguments("out", generation_config=config)
-    plain = args.to_dict()["generation_config"]
-    assert plain == config.to_dict()
-    assert (plain["max_length"], plain["num_beams"]) == (7, 3)
-    assert json.loads(args.to_json_string())["generation_config"]["num_beams"] == 3

@@ -100,19 +100,17 @@ def test_a_run_goes_on_with_the_other_trainer(
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("schedule", ["cosine", "polynomial", "inverse_sqrt", "constant_with_warmup"])
-def test_the_schedule_goes_on(tmp_path: Path, first: Any, then: Any, schedule: str) -> None:
-    options = {"lr_scheduler_type": schedule, "num_train_epochs": 1}
-    resumed = go_on(first, then, tmp_path / "parts", 3, **options)
-    whole = make(then, tmp_path / "whole", **options)
-    whole.train()
-    assert_same_run(resumed, whole)
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused", "adafactor"])
-def test_the_optimizer_goes_on(tmp_path: Path, first: Any, then: Any, optim: str) -> None:
-    options = {"optim": optim, "optim_args": "momentum=0.9" if optim == "sgd" else None, "num_train_epochs": 1}
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"lr_scheduler_type": name} for name in ("cosine", "polynomial", "inverse_sqrt", "constant_with_warmup")),
+        *({"optim": name} for name in ("adamw_torch_fused", "adafactor")),
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+    ],
+    ids=str,
+)
+def test_schedule_and_optimizer_go_on(tmp_path: Path, first: Any, then: Any, options: dict[str, Any]) -> None:
+    options = {**options, "num_train_epochs": 1}
     resumed = go_on(first, then, tmp_path / "parts", 3, **options)
     whole = make(then, tmp_path / "whole", **options)
     whole.train()

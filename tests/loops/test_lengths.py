@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Stream, make_resumable, make_rows, make_trainer
+from support.tiny import Net, make_resumable, make_rows, make_trainer
 
 from hftrain import EvalSet, TrainerCallback, set_seed
 from hftrain.callbacks import intervals
@@ -138,15 +138,6 @@ def test_time_is_one_interval_for_logs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_cannot_be_counted_is_refused_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make_trainer(tmp_path, **{"eval_dataset": make_rows(4), **options})
-
-
-def test_parts_of_passes_of_a_stream_are_refused_unless_limited(tmp_path: Path) -> None:
-    options = {"train_dataset": Stream(make_rows(24)), "eval_dataset": make_rows(4), "eval_strategy": "steps"}
-    with pytest.raises(ConfigError, match="no length"):
-        make_trainer(tmp_path, eval_steps="0.5ep", max_steps=12, **options).train()
-    trainer = make_trainer(tmp_path, eval_steps="0.5ep", limit_train_batches=4, **options)
-    trainer.train()
-    assert evaluated(trainer) == [2, 4, 6, 8]
 
 
 def test_numbers_add_no_callback(tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Task, make_arguments, make_rows, make_trainer, share, train
+from support.tiny import Net, Noisy, Task, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import (
     ConfigError,
     StepOutput,
-    TaskError,
     Trainer,
     TrainerCallback,
     set_seed,
@@ -119,17 +118,6 @@ def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> 
     ]
 
 
-def test_longer_run_goes_on_with_the_longer_schedule(tmp_path: Path) -> None:
-    def make(epochs: int) -> Trainer:
-        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, num_train_epochs=epochs)
-        return Trainer(Net(), arguments, train_dataset=make_rows(22))
-
-    make(2).train()
-    longer = make(4)
-    longer.train(resume_from_checkpoint=True)
-    assert [e["learning_rate"] for e in longer.state.log_history if e["step"] == 13] == [pytest.approx(1e-2 * 12 / 24)]
-
-
 def test_resume_is_exact_when_the_order_comes_from_the_global_generator(tmp_path: Path) -> None:
     def make(folder: str, *callbacks: Any) -> Trainer:
         set_seed(0)
@@ -178,27 +166,10 @@ def test_masked_micro_batch_has_no_share_wherever_it_stands(tmp_path: Path) -> N
 
 
 def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
-    with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        make_trainer(tmp_path, optimizers=(optimizer, None))
-    model = Net()
-    mine = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.raises(ConfigError, match="of another optimizer"):
-        make_trainer(tmp_path, model, optimizers=(mine, schedule))
     trainer = train(tmp_path, max_steps=1)
     trainer.model = Net()
     with pytest.raises(ConfigError, match="after replacing the model"):
         trainer.train()
-
-
-def test_epochs_cut_short_by_callbacks_still_count(tmp_path: Path) -> None:
-    class Cut(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_epoch_stop = True
-
-    trainer = Trainer(Net(), make_arguments(tmp_path, num_train_epochs=3), train_dataset=make_rows(22), callbacks=[Cut])
-    assert trainer.train().global_step == 3
 
 
 def test_relative_folder_stays_when_the_working_directory_changes(
@@ -251,28 +222,10 @@ def test_tensors_of_a_task_itself_are_placed(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-1" / "task_state.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("metrics", "error"), [(lambda p: 3.0, "it is a float"), (lambda p: {"a": {1, 2}}, "It is a set")]
-)
-def test_metrics_that_no_log_can_hold_are_named(tmp_path: Path, metrics: Any, error: str) -> None:
-    with pytest.raises(TaskError, match=error):
-        Trainer(Net(), make_arguments(tmp_path), compute_metrics=metrics).evaluate(make_rows(4))
-    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=lambda p: None)
-    assert "eval_loss" in trainer.evaluate(make_rows(4))
-
-
 def test_evaluation_set_that_is_not_there_is_named(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset={"valid": make_rows(4)})
     with pytest.raises(ConfigError, match="Did you mean 'valid'"):
         trainer.evaluate("vali")
-    with pytest.raises(ConfigError, match="eval_dataset is empty"):
-        Trainer(Net(), make_arguments(tmp_path, eval_strategy="epoch"), eval_dataset=[])
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss"),
-        train_dataset=make_rows(4), eval_dataset={"valid": make_rows(4)}, compute_metrics=share,
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="eval_valid_loss"):
-        trainer.train()
 
 
 def test_resume_from_a_number_is_refused(tmp_path: Path) -> None:

@@ -104,27 +104,6 @@ def test_loss_of_the_users_own_is_computed_in_float32(tmp_path: Path, kind: Any,
     assert model._compiled_call_impl is None
 
 
-def test_evaluation_gives_the_users_functions_float32(tmp_path: Path) -> None:
-    seen = []
-
-    def preprocess(logits: torch.Tensor, labels: Any) -> torch.Tensor:
-        return torch.from_numpy(logits.numpy())
-
-    class Sees(Trainer):
-        def prediction_step(self, *args: Any, **options: Any) -> Any:
-            found = super().prediction_step(*args, **options)
-            seen.append(found[1].dtype)
-            return found
-
-    for kind in (Trainer, Sees):
-        arguments = make_arguments(tmp_path, bf16=True, batch_eval_metrics=True)
-        kind(
-            Net(), arguments, eval_dataset=make_rows(6), preprocess_logits_for_metrics=preprocess,
-            compute_metrics=lambda found, compute_result: {"mean": float(found.predictions.numpy().mean())},
-        ).evaluate()  # fmt: skip
-    assert seen == [torch.float32] * 2
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_losses_norms_rates_and_weights_are_those_of_a_hand_written_loop(tmp_path: Path, name: str) -> None:
     rows = make_rows(22)
@@ -235,17 +214,3 @@ def test_clipping_scaled_gradients_before_all_are_there_is_refused(tmp_path: Pat
     trainer.at_every_micro_batch = True
     with pytest.raises(TaskError, match=r"before the last micro-batch.*sync_gradients is True"):
         trainer.train()
-
-
-def test_resume_restores_the_scaler_and_the_count_bit_for_bit(tmp_path: Path) -> None:
-    def make(*at: int) -> Trainer:
-        arguments = make_arguments(tmp_path, fp16=True, max_steps=6, save_steps=3, save_strategy="steps")
-        return Trainer(Overflowing(*at), arguments, train_dataset=make_rows(24))
-
-    whole = make(2)
-    whole.train()
-    resumed = make()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumed.precision.state_dict() == whole.precision.state_dict()
-    assert resumed.precision.state_dict()["num_skipped"] == 1
-    assert resumed.state.log_history[3:6] == whole.state.log_history[3:6]

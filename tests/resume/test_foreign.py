@@ -238,3 +238,10 @@ def test_one_of_our_own_without_its_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json that is gone"):
         make_resumable(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_finished_run_does_no_further_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_foreign(tmp_path, 12)
+    again = make_resumable(tmp_path)
+    assert again.train(resume_from_checkpoint=str(folder)).global_step == 12
+    assert "no step is left" in caplog.text
