@@ -208,9 +208,9 @@ def sort(
             return made[sampler] if sampler else super()._get_train_sampler(train_dataset)
 
     model = Reader()
-    arguments = Seq2SeqTrainingArguments(
-        folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, num_train_epochs=2, learning_rate=0.0,
-        save_strategy="steps", save_steps=100, disable_tqdm=True, report_to="none", use_cpu=True, **options,
+    arguments = make_arguments(
+        Path(folder), arguments=Seq2SeqTrainingArguments, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        learning_rate=0.0, save_strategy="steps", save_steps=100, **options,
     )  # fmt: skip
     trainer = Own(model, arguments, data_collator=pad, train_dataset=Words(), callbacks=[StopAt(stop)])
     trainer.train(resume_from_checkpoint=resume)

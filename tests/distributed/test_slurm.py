@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.slurm import Slurm, cluster, missing, wait_for
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 
-from hftrain import Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain import Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slurm
 
@@ -64,12 +64,8 @@ def train(folder: str, *, max_steps: int = 20, holds_at: int = -1) -> dict[str, 
     """Train the tiny network, from its newest checkpoint if there is one."""
     args = make_arguments(Path(folder, "runs"), max_steps=max_steps, save_strategy="steps", save_steps=2)
     begun = []
-
-    class Begin(TrainerCallback):
-        def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-            begun.append(state.global_step)
-
-    callbacks = [Begin(), Hold(Path(folder), holds_at)]
+    begin = at("on_train_begin", lambda args, state, control, **kwargs: begun.append(state.global_step))
+    callbacks = [begin, Hold(Path(folder), holds_at)]
     set_seed(1)  # the first weights
     trainer = Trainer(Net(), args, train_dataset=make_rows(64), callbacks=callbacks)
     trainer.train(resume_from_checkpoint="auto")

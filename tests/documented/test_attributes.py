@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, at, make_arguments, make_rows
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments
+from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -42,13 +42,9 @@ def test_documented_attributes_are_there(tmp_path: Path) -> None:
 
 def test_is_in_train_lasts_through_the_evaluations_of_a_run(tmp_path: Path) -> None:
     seen: list[Any] = []
-
-    class Look(TrainerCallback):
-        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-            seen.append(trainer.is_in_train)
-
+    look = at("on_evaluate", lambda *args, **kwargs: seen.append(trainer.is_in_train))
     trainer = make(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
-    trainer.add_callback(Look)
+    trainer.add_callback(look)
     trainer.train()
     trainer.evaluate()
     assert seen == [True, False]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 from torch import nn
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
@@ -216,14 +216,10 @@ def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None
     saved.update(is_world_process_zero=False, is_local_process_zero=False)
     trainer = make(tmp_path, max_steps=-1, num_train_epochs=2, logging_steps=5, save_steps=4, eval_steps=3)
     found: dict[str, Any] = {}
-
-    class Look(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            found.update({**vars(state)})
-
+    look = at("on_train_begin", lambda args, state, control, **kwargs: found.update({**vars(state)}))
     # As if another process had saved it: the manifest holds the file's digest, so the reader is given the text.
     read = trainer_state_of(saved)
-    trainer.add_callback(Look)
+    trainer.add_callback(look)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hftrain.run.plan.load_trainer_state", lambda folder: read)
         trainer.train(resume_from_checkpoint=True)

@@ -14,7 +14,7 @@ import torch
 from support.tiny import Net, make_arguments
 from torch import nn
 from torch.nn.functional import log_softmax, logsigmoid
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hftrain import Trainer, TrainingArguments
 
@@ -44,19 +44,6 @@ class PreferenceConfig(TrainingArguments):
         super().__post_init__()
         if self.beta <= 0:
             raise ValueError("beta must be positive.")
-
-
-class Pairs(Dataset[dict[str, Any]]):
-    """Token lists by column name."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
 
 
 class PadPairs:
@@ -108,7 +95,7 @@ class PreferenceTrainer(Trainer):
 
     @staticmethod
     def _prepare_dataset(dataset: Any) -> Any:
-        return dataset and Pairs([{f"{k}_ids": [ord(c) - 96 for c in v] for k, v in row.items()} for row in dataset])
+        return dataset and [{f"{k}_ids": [ord(c) - 96 for c in v] for k, v in row.items()} for row in dataset]
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -120,7 +107,7 @@ class PreferenceTrainer(Trainer):
                 DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
             )
             margins = [self.accelerator.gather_for_metrics(self.margin(self.reference, batch)) for batch in loader]
-            for row, margin in zip(self.train_dataset.rows, torch.cat(margins).tolist(), strict=True):
+            for row, margin in zip(self.train_dataset, torch.cat(margins).tolist(), strict=True):
                 row["reference_margin"] = margin
             self._is_precomputed = True
         return super().get_train_dataloader()
@@ -204,25 +191,11 @@ def make_pairs(num: int, seed: int) -> list[dict[str, str]]:
 
 def build(folder: Path, seed: int = 0, **options: Any) -> PreferenceTrainer:
     torch.manual_seed(seed)
-    arguments = PreferenceConfig(
-        str(folder),
-        **{
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 12,
-            "learning_rate": 5e-3,
-            "logging_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 6,
-            "save_strategy": "steps",
-            "save_steps": 6,
-            "disable_tqdm": True,
-            "report_to": "none",
-            "use_cpu": True,
-            **options,
-        },
-    )
+    defaults: dict[str, Any] = {
+        "gradient_accumulation_steps": 2, "max_steps": 12, "learning_rate": 5e-3, "eval_strategy": "steps",
+        "eval_steps": 6, "save_strategy": "steps", "save_steps": 6,
+    }  # fmt: skip
+    arguments = make_arguments(folder, arguments=PreferenceConfig, **{**defaults, **options})
     return PreferenceTrainer(TinyLM(), arguments, make_pairs(24, seed=1), make_pairs(9, seed=2))
 
 

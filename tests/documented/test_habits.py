@@ -25,9 +25,7 @@ class OwnArguments(TrainingArguments):
 
 
 def own(folder: Path, **options: Any) -> OwnArguments:
-    return OwnArguments(
-        str(folder), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, max_steps=2, **options
-    )
+    return make_arguments(folder, arguments=OwnArguments, max_steps=2, **options)  # type: ignore[no-any-return]
 
 
 def make(folder: Path, **options: Any) -> Trainer:

@@ -125,52 +125,6 @@ def test_own_random_numbers_and_contexts_act(tmp_path: Path) -> None:
 # -- _maybe_log_save_evaluate ----------------------------------------------------------------------------------------
 
 
-class Looks(Trainer):
-    """The signature of 4.5x."""
-
-    seen: list[tuple[Any, ...]]
-
-    def _maybe_log_save_evaluate(
-        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
-    ):
-        self.seen.append((float(tr_loss), float(grad_norm), epoch, learning_rate, self.control.should_log))
-        assert model is self.model_wrapped
-        assert trial is None
-        super()._maybe_log_save_evaluate(
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        )
-
-
-def test_end_of_a_step_shows_its_numbers(tmp_path: Path) -> None:
-    Looks.seen = []
-    trainer = make(Looks, tmp_path, max_steps=4, logging_steps=2)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    steps = Looks.seen[:4]
-    assert [entry[4] for entry in steps] == [False, True, False, True]
-    assert [entry[0] / 2 for entry in (steps[1], steps[3])] == pytest.approx([entry["loss"] for entry in logged])
-    assert [entry[1] for entry in (steps[1], steps[3])] == [entry["grad_norm"] for entry in logged]
-    assert [entry[3] for entry in (steps[1], steps[3])] == [entry["learning_rate"] for entry in logged]
-
-
-class ActsItself(Trainer):
-    """Never calls super: logs and saves by its own rules."""
-
-    def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
-        if self.control.should_log:
-            self.log({"own": float(self._nested_gather(tr_loss).mean())})
-        if self.state.global_step == 2 and self.control.should_evaluate:
-            self._save_checkpoint(self.model_wrapped, None)
-
-
-def test_end_of_a_step_may_be_taken_over(tmp_path: Path) -> None:
-    trainer = make(ActsItself, tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_total_limit=3)
-    trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "own" in entry][:3] == [1, 2, 3]
-    assert not any("loss" in entry or "eval_loss" in entry for entry in trainer.state.log_history)
-    assert (tmp_path / "checkpoint-2").is_dir()
-
-
 def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -460,21 +414,6 @@ def test_best_is_saved_when_the_hook_says_so(tmp_path: Path) -> None:
     options = {**FULL, "save_strategy": "best", "load_best_model_at_end": False, "metric_for_best_model": "loss"}
     make(Always, tmp_path, **options).train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-
-
-def test_items_are_counted_by_the_hook(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    class Thousand(Trainer):
-        def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-            return 1000 if batch_samples else None
-
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(kwargs["num_items_in_batch"])
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    make(Thousand, tmp_path, max_steps=2).train()
-    assert seen == [1000, 1000]
 
 
 def test_evaluation_within_a_run_is_the_hooks(tmp_path: Path) -> None:

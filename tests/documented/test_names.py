@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, at, make_arguments, make_rows, make_trainer, train
 
 import hftrain
 from hftrain import (
@@ -225,15 +225,13 @@ class Widened(CallbackHandler):
 
 def test_handler_of_a_subclass_serves_the_run(tmp_path: Path) -> None:
     seen: list[Any] = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append((args, state.global_step, kwargs["model"]))
-
+    look = at(
+        "on_step_end", lambda args, state, control, **kwargs: seen.append((args, state.global_step, kwargs["model"]))
+    )
     trainer = make(tmp_path, max_steps=2)
     old = trainer.callback_handler
     trainer.callback_handler = Widened(old.callbacks, trainer.model, "more", None, None, None)
-    trainer.add_callback(Look)
+    trainer.add_callback(look)
     trainer.train()
     assert seen == [(trainer.args, 1, trainer.model), (trainer.args, 2, trainer.model)]
     with pytest.raises(ConfigError, match="Derive it from hftrain"):

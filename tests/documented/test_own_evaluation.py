@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import EvalPrediction, Trainer, TrainerCallback
+from hftrain import Trainer, TrainerCallback
 
 BEST = {
     "eval_strategy": "steps",
@@ -19,65 +19,6 @@ BEST = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "bleu",
 }
-
-
-class Watched(Net):
-    """Remembers in which mode it saw a batch without labels."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.5)
-        self.modes: set[bool] = set()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        if labels is None:
-            self.modes.add(self.training)
-        return super().forward(x, labels)
-
-
-class AnsweringTrainer(Trainer):
-    """Post-processes the predictions of unlabelled features before its metrics see them."""
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        loader = self.get_eval_dataloader(eval_dataset)
-        compute_metrics, self.compute_metrics = self.compute_metrics, None
-        try:
-            output = self.evaluation_loop(
-                loader,
-                description="Evaluation",
-                prediction_loss_only=True if compute_metrics is None else None,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=metric_key_prefix,
-            )
-        finally:
-            self.compute_metrics = compute_metrics
-        assert compute_metrics is not None
-        found = compute_metrics(EvalPrediction(predictions=output.predictions, label_ids=output.label_ids))
-        metrics = {**output.metrics, **{f"{metric_key_prefix}_{key}": value for key, value in found.items()}}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-
-def test_own_evaluate_around_the_loop_evaluates_and_picks_the_best(tmp_path: Path) -> None:
-    features = [{"x": row["x"]} for row in make_rows(9, 2)]
-    model, heard = Watched(), []
-
-    class Hears(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            heard.append(metrics["eval_bleu"])
-
-    trainer = AnsweringTrainer(
-        model,
-        make_arguments(tmp_path, **BEST),
-        train_dataset=make_rows(),
-        eval_dataset=features,
-        compute_metrics=lambda p: {"bleu": float(p.predictions.mean())},
-        callbacks=[Hears()],
-    )
-    trainer.train()
-    assert model.modes == {False}
-    assert len(heard) == 3
-    assert trainer.state.best_metric == max(heard)
 
 
 def test_evaluation_loop_called_while_training_changes_no_number(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 
-from hftrain import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainerControl
+from hftrain import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerControl
 from hftrain.strategies.ddp import DDPStrategy
 
 
@@ -153,13 +153,9 @@ def test_control_is_built_from_its_state() -> None:
 
 def test_push_is_heard_before_the_card_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[bool] = []
-
-    class Look(TrainerCallback):
-        def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            heard.append((tmp_path / "README.md").exists())
-
+    look = at("on_push_begin", lambda args, state, control, **kwargs: heard.append((tmp_path / "README.md").exists()))
     trainer = make(tmp_path)
-    trainer.add_callback(Look)
+    trainer.add_callback(look)
     uploaded = []
     monkeypatch.setattr(
         trainer._hub,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.distributed import DistributedRun
-from support.tiny import make_resumable, make_rows
+from support.tiny import at, make_resumable, make_rows
 
 from hftrain import SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
@@ -274,12 +274,8 @@ def continued(folder: str, **options: Any) -> list[Any]:
     settings = {"max_steps": 40, "save_steps": 30, "eval_steps": 50, **options}
     resumed = make_trainer(Path(folder), **settings)
     first: list[int] = []
-
-    class First(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            first.append(state.global_step)
-
-    resumed.add_callback(First)
+    the_first = at("on_train_begin", lambda args, state, control, **kwargs: first.append(state.global_step))
+    resumed.add_callback(the_first)
     resumed.train(resume_from_checkpoint="auto")
     undisturbed = make_trainer(Path(folder) / "whole", **settings)
     undisturbed.train()

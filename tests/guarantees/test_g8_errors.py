@@ -16,11 +16,11 @@ import pytest
 import torch
 from support.distributed import DistributedRun
 from support.forked import Ended, run_cases
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from hftrain import Trainer, TrainerCallback
+from hftrain import Trainer
 from hftrain.data.collators import default_data_collator
 
 pytestmark = pytest.mark.distributed
@@ -111,10 +111,7 @@ def train(place: str, rank: int = 1, stops: bool = False, busy: str | None = Non
         trouble.at("compute_metrics" if trouble.place != "rehearsal" else "rehearsal")
         return {"one": 1.0}
 
-    class Passing(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            trouble.at("callback", after=2)
-
+    passing = at("on_step_end", lambda args, state, control, **kwargs: trouble.at("callback", after=2))
     if place == "worker":
         options["dataloader_num_workers"] = 1
     if place == "rehearsal":
@@ -136,7 +133,7 @@ def train(place: str, rank: int = 1, stops: bool = False, busy: str | None = Non
         eval_dataset=make_rows(9, seed=2),
         data_collator=collate,
         compute_metrics=compute_metrics,
-        callbacks=[Passing()],
+        callbacks=[passing],
     ).train()
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Rows, make_arguments
+from support.tiny import Rows, at, make_arguments
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hftrain import Trainer, TrainerCallback, set_seed  # noqa: E402
+from hftrain import Trainer, set_seed  # noqa: E402
 from hftrain.core.tree import map_tensors  # noqa: E402
 
 pytestmark = pytest.mark.interop
@@ -242,10 +242,7 @@ def by_hand(kind: Kind, *, size: int) -> tuple[float, torch.Tensor]:
 def train(kind: Kind, folder: Path) -> torch.Tensor:
     """Return the gradient of a step of three micro-batches, over all samples in order."""
     found: list[torch.Tensor] = []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            found.append(gradient_of(model))
+    keep = at("on_pre_optimizer_step", lambda args, state, control, model, **kwargs: found.append(gradient_of(model)))
 
     class Ordered(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +252,7 @@ def train(kind: Kind, folder: Path) -> torch.Tensor:
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.0,
         learning_rate=0.0, label_names=kind.label_names,
     )  # fmt: skip
-    trainer = Ordered(make_model(kind), arguments, train_dataset=rows_of(kind), data_collator=collate, callbacks=[Keep])
+    trainer = Ordered(make_model(kind), arguments, train_dataset=rows_of(kind), data_collator=collate, callbacks=[keep])
     trainer.train()
     return found[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_rows, train
+from support.tiny import Net, at, make_rows, train
 from torch import nn
 
 from hftrain import TaskModule, Trainer, TrainerCallback
@@ -183,10 +183,9 @@ def test_what_is_not_kept_is_not_warned_of(tmp_path: Path, keep: Any) -> None:
 
 def test_hooks_that_user_code_adds_to_the_optimizer_do_not_disturb_the_checks(tmp_path: Path) -> None:
     steps = []
-
-    class Hook(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-            optimizer.register_step_post_hook(lambda *_: steps.append(1))
-
-    fit(tmp_path, Net(), Hook())
+    hook = at(
+        "on_train_begin",
+        lambda args, state, control, optimizer, **kwargs: optimizer.register_step_post_hook(lambda *_: steps.append(1)),
+    )
+    fit(tmp_path, Net(), hook)
     assert len(steps) == 12

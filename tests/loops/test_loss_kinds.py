@@ -25,10 +25,10 @@ from support.kinds import (
     make_model,
     make_rows,
 )
-from support.tiny import Rows, make_arguments, train
+from support.tiny import Rows, at, make_arguments, train
 from torch.nn.functional import cross_entropy
 
-from hftrain import ConfigError, Trainer, TrainerCallback
+from hftrain import ConfigError, Trainer
 
 
 def whole(kind: type[Words]) -> tuple[float, torch.Tensor]:
@@ -55,16 +55,12 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of the first step of a run, over all samples."""
     found: list[torch.Tensor] = []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            found.append(gradient_of(model))
-
+    keep = at("on_pre_optimizer_step", lambda args, state, control, model, **kwargs: found.append(gradient_of(model)))
     arguments = make_arguments(
         folder, per_device_train_batch_size=size, gradient_accumulation_steps=NUM_ROWS // size, max_steps=1,
         max_grad_norm=0.0, learning_rate=0.0,
     )  # fmt: skip
-    trainer(make_model(kind), arguments, train_dataset=rows or make_rows(), callbacks=[Keep], **options).train()
+    trainer(make_model(kind), arguments, train_dataset=rows or make_rows(), callbacks=[keep], **options).train()
     return found[0]
 
 
@@ -152,18 +148,14 @@ class FromText(Multiplies):
 @pytest.mark.parametrize("kind", [Multiplies, FromText])
 def test_batches_of_another_size_train_with_the_full_gradient(tmp_path: Path, kind: type[Trainer]) -> None:
     model, found = make_model(Words), []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            found.append(gradient_of(model))
-
+    keep = at("on_pre_optimizer_step", lambda args, state, control, **kwargs: found.append(gradient_of(model)))
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, max_grad_norm=0.0,
         learning_rate=0.0, remove_unused_columns=False,
     )  # fmt: skip
     rows: Any = full_rows() if kind is Multiplies else [{"name": str(index)} for index in range(NUM_ROWS)]
     own = {} if kind is Multiplies else {"data_collator": list}
-    trainer = kind(model, arguments, train_dataset=rows, callbacks=[Keep], **own)
+    trainer = kind(model, arguments, train_dataset=rows, callbacks=[keep], **own)
     trainer.train()
     expected = make_model(Words)
     expected(**batch_of(full_rows()))["loss"].backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.own_loops import Generate, InTurn, KFold, Pair, UntilCertain
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Stream, make_resumable, make_rows
+from support.tiny import Stream, at, make_resumable, make_rows
 from torch import nn
 
 from hftrain import (
@@ -71,12 +71,8 @@ def test_loop_gets_the_dataset_that_the_loader_was_made_of(tmp_path: Path) -> No
     loop = Counting()
     trainer = make_trainer(tmp_path, loop, kind=PutsDataInPlace)
     found: list[int] = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            found.append(len(loop.parts.dataset))
-
-    trainer.add_callback(Look)
+    look = at("on_step_end", lambda *args, **kwargs: found.append(len(loop.parts.dataset)))
+    trainer.add_callback(look)
     trainer.train()
     assert set(found) == {8}
 
@@ -138,13 +134,9 @@ def test_what_a_loop_does_not_support_is_refused_before_the_run(
 ) -> None:
     loop = type("Narrow", (FitLoop,), {"unsupported": {feature: "why."}})
     begun: list[str] = []
-
-    class Begin(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            begun.append("begun")
-
+    begin = at("on_train_begin", lambda *args, **kwargs: begun.append("begun"))
     with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, loop, callbacks=[Begin], **options).train()
+        make_trainer(tmp_path, loop, callbacks=[begin], **options).train()
     assert begun == []
 
 
@@ -342,11 +334,8 @@ def test_prediction_that_stops_returns_what_it_has(tmp_path: Path) -> None:
 
 
 def test_evaluation_within_the_same_loop_is_refused(tmp_path: Path) -> None:
-    class Again(TrainerCallback):
-        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-            trainer.evaluate()
-
-    trainer = make_trainer(tmp_path, UntilCertain(), callbacks=[Again], compute_metrics=accuracy)
+    again = at("on_prediction_step", lambda *args, **kwargs: trainer.evaluate())
+    trainer = make_trainer(tmp_path, UntilCertain(), callbacks=[again], compute_metrics=accuracy)
     with pytest.raises(ConfigError, match="do not evaluate within an evaluation"):
         trainer.evaluate()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Task, at, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback
@@ -179,14 +179,11 @@ def test_optimizer_with_two_kinds_of_weights_trains_its_own_again(tmp_path: Path
             seen.append(self.is_training)
             return super().step(closure)
 
-    class Sample(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
-            optimizer.eval()
-
+    sample = at("on_step_begin", lambda args, state, control, optimizer, **kwargs: optimizer.eval())
     seen: list[bool] = []
     model = Net()
     trainer = make_trainer(
-        tmp_path, model, optimizers=(TwoKinds(model.parameters(), lr=0.1), None), callbacks=[Sample], max_steps=3
+        tmp_path, model, optimizers=(TwoKinds(model.parameters(), lr=0.1), None), callbacks=[sample], max_steps=3
     )
     trainer.train()
     assert seen == [True] * 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Rows, make_arguments, make_rows
+from support.tiny import Net, Rows, at, make_arguments, make_rows
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, default_data_collator, set_seed
@@ -112,13 +112,9 @@ def test_losses_norms_rates_and_weights_are_those_of_a_hand_written_loop(tmp_pat
     twin.load_state_dict(model.state_dict())
     torch.manual_seed(9)
     expected = by_hand(twin, rows, DTYPES[name], 0.5)
-
-    class Reseed(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            torch.manual_seed(9)
-
+    reseed = at("on_train_begin", lambda args, state, control, **kwargs: torch.manual_seed(9))
     arguments = make_arguments(tmp_path, max_steps=NUM_STEPS, max_grad_norm=0.5, weight_decay=0.0, **{name: True})
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Reseed()])
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[reseed])
     trainer.train()
     logged = [
         (entry["loss"], entry["grad_norm"], entry["learning_rate"])

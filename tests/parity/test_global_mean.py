@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Rows, Stream, make_arguments
+from support.tiny import Rows, Stream, at, make_arguments
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import Trainer, set_seed
 
 NUM_CLASSES, LENGTH = 5, 6
 # 12 samples a step: of 16 the last step of a pass has 4, so its window is short.
@@ -188,13 +188,9 @@ def expected_gradients(kind: str, rows: Rows, *, is_stream: bool) -> list[torch.
 def train(kind: str, rows: Rows, folder: str, *, is_stream: bool, **options: Any) -> list[torch.Tensor]:
     """Train two passes without moving, and return each step's gradient."""
     gradients: list[torch.Tensor] = []
-
-    class Keep(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            gradients.append(flat(model))
-
+    keep = at("on_pre_optimizer_step", lambda args, state, control, model, **kwargs: gradients.append(flat(model)))
     trainer = KINDS[kind](folder, Stream(rows) if is_stream else rows, max_steps=4, **options)
-    trainer.add_callback(Keep())
+    trainer.add_callback(keep)
     trainer.train()
     return gradients
 

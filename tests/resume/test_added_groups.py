@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 from torch.optim import lr_scheduler as schedules
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
@@ -97,12 +97,11 @@ def test_added_group_follows_a_schedule_of_torch_and_is_resumed(tmp_path: Path, 
 
 def test_added_group_has_its_own_rate_times_the_schedule(tmp_path: Path) -> None:
     rates: list[list[float]] = []
-
-    class Note(TrainerCallback):
-        def on_pre_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-            rates.append([group["lr"] for group in optimizer.param_groups])
-
-    make(tmp_path, Note(), learning_rate=0.01, warmup_steps=0, save_strategy="no").train()
+    note = at(
+        "on_pre_optimizer_step",
+        lambda *args, optimizer, **kwargs: rates.append([group["lr"] for group in optimizer.param_groups]),
+    )
+    make(tmp_path, note, learning_rate=0.01, warmup_steps=0, save_strategy="no").train()
     assert [len(each) for each in rates] == [2] * 4 + [3] * 6
     assert [each[-1] for each in rates[4:]] == pytest.approx([0.02 * (1 - step / 10) for step in range(4, 10)])
     assert [each[0] for each in rates] == pytest.approx([0.01 * (1 - step / 10) for step in range(10)])

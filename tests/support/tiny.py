@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments, set_seed
+from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 Rows = list[dict[str, torch.Tensor]]
 PARTS = inspect.signature(Trainer.__init__).parameters.keys()
@@ -82,13 +82,22 @@ def make_data(num: int = 22, seed: int = 1) -> dict[str, Any]:
     return {"train_dataset": make_rows(num, seed)}
 
 
+def at(event: str, function: Any) -> TrainerCallback:
+    """Return a callback that calls a function at one event."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    return type("At", (TrainerCallback,), {event: call})()  # type: ignore[no-any-return]
+
+
 def share(prediction: Any) -> dict[str, float]:
     """Compute the share of right predictions, as a `compute_metrics`."""
     return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def make_arguments(folder: Path, **options: Any) -> TrainingArguments:
-    """Return arguments for a silent run that logs every step and saves nothing."""
+def make_arguments(folder: Path, *, arguments: Any = TrainingArguments, **options: Any) -> Any:
+    """Return arguments, of a class, for a silent run that logs every step and saves nothing."""
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -100,7 +109,7 @@ def make_arguments(folder: Path, **options: Any) -> TrainingArguments:
         "report_to": "none",
         "use_cpu": True,
     }
-    return TrainingArguments(str(folder), **{**defaults, **options})
+    return arguments(str(folder), **{**defaults, **options})
 
 
 def make_trainer(folder: Path, model: Any = None, *callbacks: Any, kind: Any = Trainer, **options: Any) -> Any:
