@@ -40,9 +40,6 @@ class TranslationArguments:
 GLUE = """--model_name_or_path google-bert/bert-base-cased --task_name mrpc --do_train --do_eval --max_seq_length 128
     --per_device_train_batch_size 16 --learning_rate 5e-5 --num_train_epochs 3 --output_dir out/mrpc/
     --overwrite_output_dir"""
-MPS_GLUE = """--model_name_or_path bert-base-cased --task_name mrpc --do_train --do_eval --max_seq_length 128
-    --per_device_train_batch_size 32 --learning_rate 2e-5 --num_train_epochs 3 --output_dir out/mrpc/
-    --use_mps_device --overwrite_output_dir"""
 TRANSLATION = """--model_name_or_path t5-small --per_device_train_batch_size 1 --output_dir output_dir
     --overwrite_output_dir --do_train --max_train_samples 500 --num_train_epochs 1 --dataset_name wmt16
     --dataset_config "ro-en" --source_lang en --target_lang ro --fp16 --sharded_ddp """
@@ -71,12 +68,6 @@ def test_run_glue() -> None:
         overwrite_output_dir=True,
     )
     assert args == expected
-
-
-def test_run_glue_on_an_apple_gpu() -> None:
-    with pytest.warns(FutureWarning, match="use_mps_device is deprecated"):
-        _, args = parse((GlueArguments, TrainingArguments), MPS_GLUE)
-    assert (args.learning_rate, args.use_cpu, args.overwrite_output_dir) == (2e-5, False, True)
 
 
 @pytest.mark.parametrize(
@@ -114,37 +105,6 @@ def test_run_translation_with_fairscales_options(value: str, fsdp: list[str]) ->
 )
 def test_fsdp_variants(line: str, fsdp: list[str]) -> None:
     assert training(line).fsdp == fsdp
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("--evaluation_strategy epoch", "eval_strategy", "epoch"),
-        ("--optim adamw_hf", "optim", "adamw_torch"),
-        ("--optim galore_adamw_layerwise", "optim", "galore_adamw_layerwise"),
-        (
-            "--optim_args 'rank=64, update_proj_gap=100, scale=0.10'",
-            "optim_args",
-            "rank=64, update_proj_gap=100, scale=0.10",
-        ),
-        ("--optim_target_modules attn mlp", "optim_target_modules", ["attn", "mlp"]),
-        ("--report_to wandb tensorboard", "report_to", ["wandb", "tensorboard"]),
-        ("--debug underflow_overflow", "debug", ["underflow_overflow"]),
-        ("--debug 'underflow_overflow tpu_metrics_debug'", "debug", ["underflow_overflow", "tpu_metrics_debug"]),
-        ("--debug underflow_overflow tpu_metrics_debug", "debug", ["underflow_overflow", "tpu_metrics_debug"]),
-        ("--tpu_metrics_debug", "debug", ["tpu_metrics_debug"]),
-        ("--include_num_input_tokens_seen", "include_num_input_tokens_seen", "all"),
-        ("--include_num_input_tokens_seen non_padding", "include_num_input_tokens_seen", "non_padding"),
-        ("--deepspeed ds_config.json", "deepspeed", "ds_config.json"),
-        ("--local-rank 0", "local_rank", 0),
-        ("--neftune_noise_alpha 0.1", "neftune_noise_alpha", 0.1),
-        ("--logging_steps 0.1", "logging_steps", 0.1),
-        ("--no_cuda", "use_cpu", True),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_options(line: str, name: str, value: Any) -> None:
-    assert getattr(training(line), name) == value
 
 
 SCRIPT = """

@@ -120,13 +120,6 @@ def test_save_steps_of_minus_one_never_saves(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_best_model_cannot_be_loaded_where_nothing_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="save_steps=-1"):
-        make_arguments(
-            tmp_path, save_strategy="steps", save_steps=-1, eval_strategy="steps", load_best_model_at_end=True
-        )
-
-
 def test_loss_function_that_is_set_after_the_constructor_is_called(tmp_path: Path) -> None:
     calls: list[int] = []
 
