@@ -155,7 +155,7 @@ def fail_to_read(folder: str) -> str:
 
 
 def test_failing_reader_tells_the_other_ranks(tmp_path: Path, run_distributed: Any) -> None:
-    class_and_text = run_distributed(fail_to_read, folder=str(tmp_path), timeout_s=120)
+    class_and_text = run_distributed(fail_to_read, folder=str(tmp_path))
     assert class_and_text[0] == "OSError: disk gone"
     assert class_and_text[1].startswith("TaskError")
     assert "disk gone" in class_and_text[1]
@@ -440,7 +440,7 @@ def test_unequal_numbers_of_batches_train_right_or_end_at_once(tmp_path: Path, r
         {"strategy": "ddp", "is_prepared": False},
     ]
     trained = [{**prepared, **halves}, {**prepared, "max_steps": 5}, {**prepared, "strategy": "fsdp", "max_steps": 5}]
-    both = run_distributed(train_each_unevenly, folder=str(tmp_path), cases=[*refused, *trained], timeout_s=120)
+    both = run_distributed(train_each_unevenly, folder=str(tmp_path), cases=[*refused, *trained])
     for found in both:
         for case, each in zip(refused, found, strict=False):
             assert "6 on rank 0, 5 on rank 1" in each.get("error", ""), case

@@ -150,7 +150,7 @@ def joined() -> dict[str, Any]:
 
 def met_again(late_rank: int) -> int:
     """Form one more group, while one rank takes its time."""
-    strategy = create_strategy("ddp", use_cpu=True, timeout_s=20)
+    strategy = create_strategy("ddp", use_cpu=True, timeout_s=60)
     if strategy.rank == late_rank:
         time.sleep(1)
     strategy.launch()

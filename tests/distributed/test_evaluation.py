@@ -230,7 +230,7 @@ def evaluate_by_batch_with_an_accelerator(folder: str) -> Any:
 def test_metrics_by_batch_do_not_wait_for_an_accelerator_with_uneven_batches(
     tmp_path: Path, run_distributed: Any
 ) -> None:
-    for found in run_distributed(evaluate_by_batch_with_an_accelerator, folder=str(tmp_path), timeout_s=120):
+    for found in run_distributed(evaluate_by_batch_with_an_accelerator, folder=str(tmp_path)):
         # The second process repeats its only batch while the first runs its second one.
         assert found[:2] == [6, 6]
         assert len(found[2]) == 2

@@ -38,7 +38,7 @@ def count(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any
 
 
 def test_tokens_operations_and_samples_are_those_of_all_ranks(tmp_path: Path, run_distributed: Any) -> None:
-    first, second = run_distributed(count, folder=str(tmp_path), timeout_s=120)
+    first, second = run_distributed(count, folder=str(tmp_path))
     for rank in (first, second):
         # 20 samples, 2 epochs: 3 of 5 tokens are no padding, and all 5 are computed on.
         assert rank["tokens"] == rank["logged"][-1] == 2 * 20 * 3
@@ -51,7 +51,7 @@ def test_tokens_operations_and_samples_are_those_of_all_ranks(tmp_path: Path, ru
     assert len(first["memory"]) == 4
     assert second["memory"] == []
     # Only what the resumed run does itself counts for its speed; the totals go on from the checkpoint.
-    for rank in run_distributed(count, folder=str(tmp_path), resume=True, num_train_epochs=3, timeout_s=120):
+    for rank in run_distributed(count, folder=str(tmp_path), resume=True, num_train_epochs=3):
         assert (rank["tokens"], rank["flos"]) == (3 * 20 * 3, 3 * 20 * 5 * 10)
         assert rank["steps"] == pytest.approx(5, rel=0.01)
         assert rank["samples"] == pytest.approx(20, rel=0.01)
@@ -72,7 +72,7 @@ def logged_loss(folder: str) -> dict[str, Any]:
 
 
 def test_logged_loss_is_the_mean_over_ranks_and_steps(tmp_path: Path, run_distributed: Any) -> None:
-    for rank in run_distributed(logged_loss, folder=str(tmp_path), timeout_s=120):
+    for rank in run_distributed(logged_loss, folder=str(tmp_path)):
         assert rank["losses"] == pytest.approx([2.0, 2.0])
         assert rank["mean"] == pytest.approx(2.0)
 
@@ -112,6 +112,6 @@ def speak(folder: str) -> list[list[str]]:
 
 
 def test_processes_are_as_quiet_as_the_recipes_say(tmp_path: Path, run_distributed: Any) -> None:
-    first, second = run_distributed(speak, folder=str(tmp_path), timeout_s=120)
+    first, second = run_distributed(speak, folder=str(tmp_path))
     assert first == [recipe[2] for recipe in RECIPES]
     assert second == [recipe[3] for recipe in RECIPES]

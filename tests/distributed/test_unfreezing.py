@@ -152,7 +152,7 @@ def test_rank_that_changes_alone_what_trains_is_named(
     tmp_path: Path, launch_distributed: Any, strategy: str, change: str, rank: int
 ) -> None:
     kwargs = {"folder": str(tmp_path), "change": change, "rank": rank, "strategy": strategy}
-    run = launch_distributed(train, kwargs=kwargs, forks=True, timeout_s=120)
+    run = launch_distributed(train, kwargs=kwargs, forks=True)
     assert run.returncode == 1, run.output
     if strategy == "fsdp" and change == "grow":
         assert "Cannot add 'layers.3.weight'" in run.output

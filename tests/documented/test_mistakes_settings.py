@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import free_port
 from support.mistakes import Mistake, check, table
 from support.tiny import Net, make_arguments, make_rows, make_trainer, train
 from torch import nn
@@ -23,8 +24,7 @@ from hftrain.core.errors import CheckpointError, MissingDependencyError, Strateg
 from hftrain.core.launcher import read_launch
 from hftrain.strategies.deepspeed.config import read_config
 
-EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-LOADS_BEST: dict[str, Any] = {**EVALUATES, "load_best_model_at_end": True, "eval_dataset": make_rows(4)}
+FREE_PORT = str(free_port())
 
 
 def setting(name: str, value: Any, says: str, **more: Any) -> Mistake:
@@ -273,9 +273,9 @@ LAUNCHING = [
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
     launched("a rank that never starts", "Start all ranks",
              lambda folder: train(folder, max_steps=1, ddp_timeout=1), StrategyError,
-             RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29777"),
-    launched("unknown host", "ddp_timeout", unknown_host,
-             UserWarning, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="nowhere.invalid", MASTER_PORT="29777"),
+             RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=FREE_PORT),
+    launched("unknown host", "ddp_timeout", unknown_host, UserWarning,
+             RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="nowhere.invalid", MASTER_PORT=FREE_PORT),
     launched("sharding of accelerate launch", "'full_shard'",
              lambda folder: train(folder, max_steps=1), ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL"),
     launched("strategy against accelerate launch", "torchrun",

@@ -140,7 +140,7 @@ def kill_in_turn(pids: list[int], choose: random.Random) -> None:
 
 def wait_for_commit(folder: Path, *, more_than: int) -> None:
     """Wait until a run has committed a later step, or for a while."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if any(what == "committed" and step > more_than for what, step in read_diary(folder)):
             return
