@@ -141,7 +141,7 @@ DATA = [
     sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "Number the classes"),
     sampling("label as text", lambda i: {"x": X, "label": "cat"}, "Number the classes"),
     reading("columns of tensors", (torch.zeros(8, 4), torch.zeros(8)), "TensorDataset", error=ValueError),
-    reading("splits", {"train": Own(lambda i: None)}, "such as ['train']"),
+    reading("splits", {"train": Own(lambda i: None)}, "such as ['train']", error=ValueError),
     reading("texts", ["a"] * 8, "let the dataset return dicts", error=TypeError),
     reading("set", {1, 2}, "no order", error=ValueError),
     reading("class", Own, "Pass an instance: Own(...)", error=ValueError),
