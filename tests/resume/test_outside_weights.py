@@ -11,7 +11,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
 from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
-from hftrain.run.outside_weights import OutsideWeights
+from hftrain.run.trained_parameters import TrainedParameters
 
 
 def train(
@@ -56,7 +56,7 @@ def test_loss_with_other_weights_is_refused(tmp_path: Path) -> None:
 
 def test_checkpoint_without_weights_of_a_loss_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(OutsideWeights, "state_dict", lambda *_: None)  # as versions before did
+        patch.setattr(TrainedParameters, "state_dict", lambda *_: None)  # as versions before did
         train(tmp_path, stop=2)
     with pytest.warns(UserWarning, match="does not hold 6 parameters that the optimizer trains"):
         train(tmp_path, resume=True)

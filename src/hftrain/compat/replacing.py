@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from hftrain.compat.accelerate_patches import adapted_init, adapted_log, adapted_settings
 from hftrain.compat.names import TELLING, replacements
@@ -15,21 +16,8 @@ from hftrain.core.optional import require
 # Packages that may refer to transformers' objects.
 _LIBRARY = ("transformers", "hftrain")
 
-_MISSING = object()
-
-
-class _Installed(NamedTuple):
-    """What was replaced: each name with both objects, and the previous value of each module's attribute."""
-
-    pairs: list[tuple[str, Any, Any]]
-    before: list[tuple[ModuleType, str, Any]]
-    facades: list[ModuleType]
-    log: Any
-    init: Any
-    settings: Any
-
-
-_installed: _Installed | None = None
+# Restores what was replaced; None before `install`.
+_undo: ExitStack | None = None
 
 
 def install() -> None:
@@ -44,8 +32,8 @@ def install() -> None:
         >>> hftrain.compat.install()  # doctest: +SKIP
         >>> from trl import SFTConfig, SFTTrainer  # doctest: +SKIP
     """
-    global _installed
-    if _installed is not None:
+    global _undo
+    if _undo is not None:
         return
     require("transformers", feature="hftrain.compat", extra="transformers")
     from accelerate.logging import MultiProcessAdapter
@@ -56,23 +44,25 @@ def install() -> None:
     pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
     facades = list({id(facade): facade for facade in (*facades, sys.modules["transformers"])}.values())
     _refuse_holders({id(theirs) for name, theirs, _ in pairs if name in TELLING})
-    ours_of = {id(theirs): ours for _, theirs, ours in pairs}
-    before = [(module, name, value) for module, name, value in _held(facades) if id(value) in ours_of]
-    # Names that a facade has not looked up yet are missing from its attributes, but listed by `dir`.
-    before += [
-        (facade, name, _MISSING)
-        for facade, known in [(facade, frozenset(dir(facade))) for facade in facades]
-        for name, _, _ in pairs
-        if name in known and name not in vars(facade)
-    ]
-    by_name = {name: ours for name, _, ours in pairs}
-    for module, name, value in before:
-        setattr(module, name, by_name[name] if value is _MISSING else ours_of[id(value)])
-    originals = MultiProcessAdapter.log, PartialState.__init__, AcceleratorState.__init__
-    _installed = _Installed(pairs, before, facades, *originals)
-    MultiProcessAdapter.log = adapted_log(MultiProcessAdapter.log)
-    PartialState.__init__ = adapted_init(PartialState.__init__)
-    AcceleratorState.__init__ = adapted_settings(AcceleratorState.__init__)
+    undo = ExitStack()
+    # Runs last: modules of transformers that were imported since have hftrain's objects.
+    undo.callback(_exchange, facades, {id(ours): theirs for _, theirs, ours in pairs})
+    _exchange(facades, {id(theirs): ours for _, theirs, ours in pairs})
+    for facade in facades:
+        # Names that a facade has not looked up yet are missing from its attributes, but listed by `dir`.
+        known = frozenset(dir(facade)) - vars(facade).keys()
+        for name, ours in [(name, ours) for name, _, ours in pairs if name in known]:
+            setattr(facade, name, ours)
+            undo.callback(vars(facade).pop, name, None)
+    for owner, name, adapt in (
+        (MultiProcessAdapter, "log", adapted_log),
+        (PartialState, "__init__", adapted_init),
+        (AcceleratorState, "__init__", adapted_settings),
+    ):
+        original = getattr(owner, name)
+        undo.callback(setattr, owner, name, original)
+        setattr(owner, name, adapt(original))
+    _undo = undo
 
 
 def uninstall() -> None:
@@ -80,25 +70,17 @@ def uninstall() -> None:
 
     Libraries imported since `install` keep hftrain's objects. Without `install`, it does nothing.
     """
-    global _installed
-    if _installed is None:
-        return
-    from accelerate.logging import MultiProcessAdapter
-    from accelerate.state import AcceleratorState, PartialState
+    global _undo
+    if _undo is not None:
+        _undo.close()
+        _undo = None
 
-    MultiProcessAdapter.log, PartialState.__init__ = _installed.log, _installed.init
-    AcceleratorState.__init__ = _installed.settings
-    for module, name, value in _installed.before:
-        if value is _MISSING:
-            vars(module).pop(name, None)
-        else:
-            setattr(module, name, value)
-    # Modules of transformers that were imported since `install` have hftrain's objects.
-    theirs_of = {id(ours): theirs for _, theirs, ours in _installed.pairs}
-    for module, name, value in _held(_installed.facades):
-        if id(value) in theirs_of:
-            setattr(module, name, theirs_of[id(value)])
-    _installed = None
+
+def _exchange(facades: list[ModuleType], objects: dict[int, Any]) -> None:
+    """Replace objects, by identity, in all modules of transformers."""
+    for module, name, value in _held(facades):
+        if id(value) in objects:
+            setattr(module, name, objects[id(value)])
 
 
 def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:

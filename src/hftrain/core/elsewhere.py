@@ -9,7 +9,7 @@ _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
 
 
-def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
+def by_name(answers: Mapping[str, str]) -> dict[str, str]:
     """Return the answer to each name; the table has the names of each answer."""
     return {name: answer for answer, names in answers.items() for name in names.split()}
 
@@ -17,7 +17,7 @@ def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
 _LOGGERS = "Pass loggers=..., or set report_to in TrainingArguments."
 
 # Public names of Lightning's.
-LIGHTNING_NAMES = _by_name(
+LIGHTNING_NAMES = by_name(
     {
         "Average the weights in a callback, or use a schedule-free optimizer.": "StochasticWeightAveraging",
         "Derive from TaskModule.": "LightningModule",
@@ -47,7 +47,7 @@ LIGHTNING_NAMES = _by_name(
 )
 
 # Events here, and what Lightning, Keras and memory call them.
-_EVENTS = _by_name(
+_EVENTS = by_name(
     {
         "on_epoch_begin": "on_train_epoch_start on_epoch_start",
         "on_epoch_end": "on_train_epoch_end training_epoch_end",
@@ -68,7 +68,7 @@ _EVENTS = _by_name(
     }
 )
 # Events without an equivalent here.
-_OTHER_EVENTS = _by_name(
+_OTHER_EVENTS = by_name(
     {
         "Override training_step of a Trainer subclass.": "on_before_backward",
         "Wrap train() in try and except.": "on_exception",
@@ -92,7 +92,7 @@ CALLBACK_METHODS = {
 MODULE_METHODS = {
     **{name: f"Do it in {event} of a TrainerCallback." for name, event in _EVENTS.items()},
     **_OTHER_EVENTS,
-    **_by_name(
+    **by_name(
         {
             "Build the network in __init__, as self.model.": "configure_model configure_sharded_model",
             "Define training_step(self, batch).": "train_step",
@@ -119,7 +119,7 @@ MODULE_METHODS = {
     ),
 }
 # Attributes of a module that its methods use.
-MODULE_ATTRIBUTES = _by_name(
+MODULE_ATTRIBUTES = by_name(
     {
         "A task does not know its Trainer. A TrainerCallback gets args, control, state.epoch, state.global_step and "
         "state.is_world_process_zero.": "current_epoch global_rank global_step trainer",
@@ -138,7 +138,7 @@ MODULE_ATTRIBUTES = _by_name(
     }
 )
 # Keywords of Lightning's Trainer and of loops from memory; those that rename a setting are in `COMMON_NAMES`.
-TRAINER_KEYWORDS = _by_name(
+TRAINER_KEYWORDS = by_name(
     {
         "A GPU is used if there is one; set use_cpu=True in TrainingArguments to avoid it.": "accelerator device",
         "Call torch.autograd.set_detect_anomaly(True).": "detect_anomaly",
@@ -172,7 +172,7 @@ TRAINER_KEYWORDS = _by_name(
     }
 )
 # Attributes of Lightning's Trainer.
-TRAINER_ATTRIBUTES = _by_name(
+TRAINER_ATTRIBUTES = by_name(
     {
         "Call evaluate(), for a test set evaluate(test_set, metric_key_prefix='test').": "test validate",
         "Call is_world_process_zero().": "is_global_zero",
@@ -188,7 +188,7 @@ TRAINER_ATTRIBUTES = _by_name(
     }
 )
 # Public names of transformers' training modules that hftrain lacks.
-TRANSFORMERS_NAMES = _by_name(
+TRANSFORMERS_NAMES = by_name(
     {
         "Annotate with collections.abc.Callable.": "DataCollator",
         "Call model.get_base_model().": "unwrap_peft_model",

@@ -46,13 +46,13 @@ def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
 
 def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     args, strategy, trainer = parts.args, parts.strategy, parts.trainer
-    loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
+    loop = parts.loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
     resume = parts.output.share(resume, is_on_each_node=args.save_on_each_node)
-    manager = trainer._make_manager(parts.output.meet())
+    manager = parts.manager = trainer._make_manager(parts.output.meet())
     model = trainer._make_model()
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
-    data = RunData(trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits)
+    data = parts.data = RunData(trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits)
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
     counts = RunCounts(parts, model)
@@ -63,30 +63,19 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
             manager.follow(plan.saved)
     if plan.is_reshaped:
         check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
-    ready = stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
+    stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
     stack.callback(loop.detach)
-    contents = Contents(parts, ready, manager, plan, data, loop)
+    contents = Contents(parts, plan)
     stack.callback(contents.close)
-    saver = Saver(parts, ready, manager, contents, counts)
+    saver = Saver(parts, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
-    checks = TrainingChecks(parts, ready, contents.own)
+    checks = TrainingChecks(parts, contents.own)
     stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        stack.callback(DebugUnderflowOverflow(ready.model).remove)
+        stack.callback(DebugUnderflowOverflow(parts.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
     stack.enter_context(saver.writes)
-    return Run(
-        parts,
-        ready,
-        plan=plan,
-        data=data,
-        counts=counts,
-        saver=saver,
-        checks=checks,
-        grace=grace,
-        loop=loop,
-        resume=resume,
-    )
+    return Run(parts, plan=plan, counts=counts, saver=saver, checks=checks, grace=grace, resume=resume)
 
 
 def report_late_ranks(strategy: Strategy, error: Exception) -> None:

@@ -14,7 +14,7 @@ from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.states import Keep
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
-from hftrain.run.parts import Ready, RunParts, TrainerHooks
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
 from hftrain.task.module import task_state
 
@@ -22,17 +22,17 @@ from hftrain.task.module import task_state
 _CONFIGS = ("config", "generation_config")
 
 
-def model_writer(parts: RunParts, ready: Ready, keep: Keep) -> Callable[[Path], None]:
+def model_writer(parts: RunParts, keep: Keep) -> Callable[[Path], None]:
     """Return a function that writes the current model and its other files. Collective.
 
     Args:
         keep: Copies tensors to host memory.
     """
-    args, strategy, model, tool = parts.args, parts.strategy, ready.wrapped, saved_tool(parts.trainer)
+    args, strategy, model, tool = parts.args, parts.strategy, parts.wrapped, saved_tool(parts.trainer)
     weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
     if not args.should_save:
         return lambda folder: None
-    weights, own = keep(dict(weights)), keep(task_state(ready.task))
+    weights, own = keep(dict(weights)), keep(task_state(parts.task))
     face, arguments = _with_own_configs(strategy.unwrap(model)), args.to_dict()
 
     def write(folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hftrain.checkpoint.fitting import check_state
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER
-from hftrain.checkpoint.manager import CheckpointManager, Writer
+from hftrain.checkpoint.manager import Writer
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
 from hftrain.checkpoint.shape import check_geometry
@@ -29,16 +29,13 @@ from hftrain.checkpoint.states import (
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
-from hftrain.loops.fit import FitLoop
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
-from hftrain.run.data import RunData
 from hftrain.run.finiteness import Finiteness
 from hftrain.run.own_optimizers import OwnOptimizers
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
-from hftrain.run.unfreezing import Unfreezing
 from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.base import has_engine
 from hftrain.task.metric_state import metric_states, restore_metric_states
@@ -55,20 +52,16 @@ class Contents:
     """Lists of named participants, which a save and a resume use in the same order.
 
     Args:
-        manager: Its folder is the run's.
-        loop: Knows whether the actions at the end of the epoch are still due.
+        plan: Has the manifest of the checkpoint to resume from.
     """
 
-    def __init__(
-        self, parts: RunParts, ready: Ready, manager: CheckpointManager, plan: RunPlan, data: RunData, loop: FitLoop
-    ) -> None:
-        self._parts, self._ready, self._manager = parts, ready, manager
-        self._plan, self._data, self._loop = plan, data, loop
+    def __init__(self, parts: RunParts, plan: RunPlan) -> None:
+        self._parts, self._plan = parts, plan
         self.loops = LoopStates(parts.loops)
-        self.own = OwnOptimizers(parts, ready, self.loops)
+        self.own = OwnOptimizers(parts, self.loops)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
-        self._unfreezing = Unfreezing(parts, ready)
-        self.finiteness = Finiteness(parts, ready, manager, self.own, self._unfreezing)
+        parts.trained.follow(parts.model, parts.optimizer)
+        self.finiteness = Finiteness(parts, self.own)
         # The random numbers from which the order of the epoch was drawn.
         self._epoch_rng: dict[str, Any] = {}
         # A checkpoint, and its random numbers until they are restored.
@@ -81,14 +74,14 @@ class Contents:
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
         self.own.close(is_complete=False)
-        self._unfreezing.close()
+        self._parts.trained.close()
 
     # -- the lists: a new feature adds one entry to one of them ---------------------------------------------------
 
     def files(self) -> list[InFile]:
         """Return the participants with a separate file."""
         strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._parts.trainer.lr_scheduler
-        model, optimizer, outside = self._ready.wrapped, self._ready.optimizer, self._ready.outside
+        model, optimizer, trained = self._parts.wrapped, self._parts.optimizer, self._parts.trained
 
         def check(folder: Path, state: dict[str, Any]) -> None:
             check_engine(state, folder / OPTIMIZER, is_deepspeed=has_engine(strategy, "deepspeed"))
@@ -115,13 +108,13 @@ class Contents:
             InFile(OPTIMIZER, lambda: whole_state(strategy, model, optimizer), load_optimizer),
             InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
             InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
-            InFile(OUTSIDE_WEIGHTS, outside.state_dict, outside.load, save_tensors),
+            InFile(OUTSIDE_WEIGHTS, trained.state_dict, trained.load, save_tensors),
             InFile(OWN_OPTIMIZERS, self.own.state_dict, self.own.load),
         ]
 
     def _own_parts(self) -> list[Participant]:
         """Return the participants that differ by process, except random numbers."""
-        parts, task, plan, feed = self._parts, self._ready.task, self._plan, self._data.feed
+        parts, task, plan, feed = self._parts, self._parts.task, self._plan, self._parts.data.feed
         device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
 
         def load_data(state: Any) -> None:
@@ -155,14 +148,14 @@ class Contents:
 
     def facts(self) -> list[InManifest]:
         """Return the participants in the manifest."""
-        optimizer = type(self._ready.optimizer).__name__
+        optimizer = type(self._parts.optimizer).__name__
         return [
             InManifest(lambda: self._plan.facts(self._parts.progress, optimizer=optimizer)),
             InManifest(self._to_do, self._take_left),
-            InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
+            InManifest(self._parts.trained.changes, self._parts.trained.repeat),
             InManifest(self.metric.state_dict, self.metric.load_state_dict),
             InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
-            *self._ready.facts,
+            *self._parts.facts,
         ]
 
     def _to_do(self) -> dict[str, Any]:
@@ -173,7 +166,7 @@ class Contents:
             # This checkpoint completes a save that was requested without an evaluation.
             SAVE: control.should_evaluate and control.should_save,
             END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
-            END_RUN: self._loop.is_within_epoch and progress.step >= self._parts.state.max_steps,
+            END_RUN: self._parts.loop.is_within_epoch and progress.step >= self._parts.state.max_steps,
         }
         return {"left": [name for name in _KNOWN if is_due[name]]}
 
@@ -199,12 +192,12 @@ class Contents:
         assert saved is not None
         if not is_foreign(folder):
             check_geometry(
-                saved.facts.get("geometry", {}), {"optimizer": type(self._ready.optimizer).__name__}, step=saved.step
+                saved.facts.get("geometry", {}), {"optimizer": type(self._parts.optimizer).__name__}, step=saved.step
             )
         for fact in self.facts():
             if fact.load_state_dict is not None:
                 fact.load_state_dict(saved.facts)
-        is_here = folder.resolve().parent == self._manager.output_dir.resolve()
+        is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
         self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
         self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = saved.facts["geometry"]["world_size"]
@@ -219,7 +212,7 @@ class Contents:
         if parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
             self._numbers, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
-            self._data.feed.load_state_dict(None)
+            self._parts.data.feed.load_state_dict(None)
 
     def begin_epoch(self) -> None:
         """Note the random numbers from which an epoch's order may be drawn, or restore the checkpoint's."""
@@ -230,7 +223,7 @@ class Contents:
             self.load_numbers()
             self._epoch_rng = capture_rng()
             self._parts.computing.past = None
-        if self._data.feed.draws_a_seed(self._parts.progress.epoch):
+        if self._parts.data.feed.draws_a_seed(self._parts.progress.epoch):
             draw_as_a_loader()
 
     def load_numbers(self) -> None:
@@ -247,7 +240,7 @@ class Contents:
     def write_optimizer(self, folder: Path) -> None:
         """Write optimizer, schedule and scaler, in the main process, and own shards. Collective."""
         found = writers(self.files(), as_it_is)
-        for write in [*(found if self._manager.is_committer else ()), *self.own.shard_writers(as_it_is)]:
+        for write in [*(found if self._parts.manager.is_committer else ()), *self.own.shard_writers(as_it_is)]:
             write(folder)
 
     def read_optimizer(self, folder: Path) -> None:

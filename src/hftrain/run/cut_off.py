@@ -11,6 +11,7 @@ from torch import nn
 
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+from hftrain.storage.tensors import memory_of
 
 NUM_UPDATES = 10
 
@@ -41,15 +42,13 @@ class CutOff:
         silent = {p for p in held if p.grad is None}
         is_asked = silent != held and num_updates > 1
         found = dict(_silent_parts(task, silent, "")) if is_asked else {}
-        self._task, self._num_updates = task, min(num_updates, NUM_UPDATES)
-        self._num_seen = 0
+        self._task, self._num_updates, self._num_seen = task, min(num_updates, NUM_UPDATES), 0
         self._watched = {name: _Watched(module) for name, module in found.items()}
-        # Outputs are looked for in the second update only.
-        self._second, self._stack = ExitStack(), ExitStack()
+        self._stack = ExitStack()
         if found:
             inside = {part for module in found.values() for part in module.modules()}
             for part in (part for part in task.modules() if part not in inside):
-                self._second.callback(part.register_forward_pre_hook(self._read, with_kwargs=True).remove)
+                self._stack.callback(part.register_forward_pre_hook(self._read, with_kwargs=True).remove)
             for each in self._watched.values():
                 self._stack.callback(each.module.register_forward_hook(self._note(each)).remove)
                 parameters: list[Any] = [p for p in each.module.parameters() if p in silent]
@@ -60,7 +59,6 @@ class CutOff:
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
-        self._second.close()
         self._stack.close()
         self._watched.clear()
 
@@ -79,7 +77,9 @@ class CutOff:
     def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         def compare(tensor: torch.Tensor) -> None:
             for each in () if tensor.requires_grad else self._watched.values():
-                each.is_detached |= any(output.requires_grad and _is_shared(output, tensor) for output in each.outputs)
+                each.is_detached |= any(
+                    out.requires_grad and memory_of(out) & memory_of(tensor) for out in each.outputs
+                )
 
         map_tensors((args, kwargs), compare)
 
@@ -89,8 +89,6 @@ class CutOff:
         self._watched = {name: each for name, each in self._watched.items() if not each.has_gradient}
         for each in self._watched.values():
             each.outputs.clear()
-        if self._num_seen > 1:
-            self._second.close()
         if self._watched and self._num_seen < self._num_updates:
             return
         for reason, flag in (
@@ -140,11 +138,3 @@ def _silent_parts(module: nn.Module, silent: set[nn.Parameter], path: str) -> It
             yield f"{path}{name}", child
         else:
             yield from _silent_parts(child, silent, f"{path}{name}.")
-
-
-def _is_shared(one: torch.Tensor, other: torch.Tensor) -> bool:
-    try:
-        place = one.untyped_storage().data_ptr()
-        return place != 0 and place == other.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor without a storage
-        return False

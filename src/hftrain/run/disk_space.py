@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.adapters import saves_adapters
-from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
 from hftrain.optim.several import Optimizers
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import tensor_identity
 from hftrain.strategies.base import Strategy
@@ -26,13 +25,13 @@ logger = get_logger(__name__)
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
-def checkpoint_bytes(parts: RunParts, ready: Ready, *, is_first: bool = False) -> int:
+def checkpoint_bytes(parts: RunParts, *, is_first: bool = False) -> int:
     """Return the approximate bytes of a checkpoint on the disk of this process's committer. Collective; synchronises.
 
     Args:
         is_first: Whether to add the expected size of the optimizer's state, before its first step.
     """
-    args, strategy, model, optimizer = parts.args, parts.strategy, ready.wrapped, ready.optimizer
+    args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
     own = 0
     shards = strategy.model_shards(model)
     if shards is not None:
@@ -40,7 +39,7 @@ def checkpoint_bytes(parts: RunParts, ready: Ready, *, is_first: bool = False) -
     elif args.should_save:
         own += _whole_bytes(strategy, model)
     if args.should_save:
-        own += tree_bytes(task_state(ready.task))
+        own += tree_bytes(task_state(parts.task))
     if not args.save_only_model:
         split = strategy.optimizer_shards(model, optimizer)
         if split is not None:
@@ -92,7 +91,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return int(ratio * tree_bytes(trained))
 
 
-def check_room(parts: RunParts, ready: Ready, manager: CheckpointManager) -> None:
+def check_room(parts: RunParts) -> None:
     """Raise before the first step if another run uses the output folder, or no checkpoint fits. Collective.
 
     Leftovers of killed saves are deleted first, because they take space. A resumed run that already has a checkpoint
@@ -101,8 +100,9 @@ def check_room(parts: RunParts, ready: Ready, manager: CheckpointManager) -> Non
     Raises:
         ConfigError: Another run saves to the folder, or there is not enough space for a checkpoint.
     """
+    manager = parts.manager
     manager.claim()
-    num_bytes, may_wait = checkpoint_bytes(parts, ready, is_first=True), parts.save_policy.on_full_disk != "stop"
+    num_bytes, may_wait = checkpoint_bytes(parts, is_first=True), parts.save_policy.on_full_disk != "stop"
     is_enough, free = True, 0
     if manager.is_committer:
         free = free_bytes(manager.output_dir)

@@ -17,15 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.run.own_optimizers import OwnOptimizers
-from hftrain.run.parts import Ready, RunParts
-from hftrain.run.unfreezing import Unfreezing
+from hftrain.run.parts import RunParts
 from hftrain.run.writing import saves_at_all
 
 _MAX_RESTORES = 3
@@ -41,10 +39,8 @@ class Finiteness:
     Losses count unless the precision is fp16, whose scaler skips the updates of losses that overflow.
     """
 
-    def __init__(
-        self, parts: RunParts, ready: Ready, manager: CheckpointManager, own: OwnOptimizers, unfreezing: Unfreezing
-    ) -> None:
-        self._parts, self._ready, self._manager, self._own, self._unfreezing = parts, ready, manager, own, unfreezing
+    def __init__(self, parts: RunParts, own: OwnOptimizers) -> None:
+        self._parts, self._own = parts, own
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
@@ -114,7 +110,7 @@ class Finiteness:
         return NonFiniteError(f"Cannot save step {step}: {found}.", reason, remedy)
 
     def _last_finite(self) -> str | None:
-        manifests = {path.name: read_manifest(path) for path in self._manager.own_checkpoints()}
+        manifests = {path.name: read_manifest(path) for path in self._parts.manager.own_checkpoints()}
         return next(iter(last_finite_name(manifests)), None)
 
     # -- restoring -----------------------------------------------------------------------------------------------
@@ -124,11 +120,11 @@ class Finiteness:
         parts, strategy = self._parts, self._parts.strategy
         if self._num_restores == _MAX_RESTORES:
             raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
-        newest = self._manager.latest(finite_of(self._manager.run_id)) if strategy.is_main else None
+        newest = self._parts.manager.latest(finite_of(self._parts.manager.run_id)) if strategy.is_main else None
         folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
         if folder is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
-        frozen = self._unfreezing.go_back(read_manifest(folder).facts)
+        frozen = parts.trained.go_back(read_manifest(folder).facts)
         self._own.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             self._parts.trainer._load_from_checkpoint(str(folder))
@@ -166,8 +162,8 @@ class Finiteness:
 
     def _nonfinite_names(self) -> list[str]:
         """Return the names of weights that are not finite in this process's part; synchronises."""
-        task, model = self._ready.task, self._ready.model
-        trained = (each for group in self._ready.optimizer.param_groups for each in group["params"])
+        task, model = self._parts.task, self._parts.model
+        trained = (each for group in self._parts.optimizer.param_groups for each in group["params"])
         outside = ((f"outside weight {number}", each) for number, each in enumerate(trained))
         return nonfinite_names(chain(_tensors(model), _tensors(task), outside))
 

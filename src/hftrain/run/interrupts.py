@@ -11,7 +11,6 @@ from typing import Any
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
-from hftrain.loops.fit import FitLoop
 from hftrain.preemption.consensus import SAVE, STOPS, Consensus, strongest
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
@@ -31,11 +30,10 @@ class Interrupts:
 
     Args:
         grace: Ends a run that SIGTERM cannot stop; closed by its owner after the last write.
-        loop: Runs the actions that are due at the end of a step.
     """
 
-    def __init__(self, parts: RunParts, saver: Saver, grace: GracePeriod, loop: FitLoop) -> None:
-        self._parts, self._saver, self._grace, self._loop, self.where = parts, saver, grace, loop, parts.where
+    def __init__(self, parts: RunParts, saver: Saver, grace: GracePeriod) -> None:
+        self._parts, self._saver, self._grace, self.where = parts, saver, grace, parts.where
         self._args, self._policy = parts.args, parts.save_policy
         self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
@@ -132,7 +130,7 @@ class Interrupts:
         is_due = control.should_evaluate, control.should_save
         # Of the actions due at this boundary, run only the log, which takes no time.
         control.should_evaluate = control.should_save = False
-        self._loop.end_step()
+        self._parts.loop.end_step()
         control.should_evaluate, control.should_save = is_due
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.

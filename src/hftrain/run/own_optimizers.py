@@ -10,7 +10,7 @@ import gc
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,14 @@ from hftrain.checkpoint.states import Keep
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
-from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.added_groups import dismiss_groups
-from hftrain.run.parts import Ready, RunParts, checkpoint_object_owners
+from hftrain.run.parts import RunParts, checkpoint_object_owners
 from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps
 from hftrain.storage.shards import load_shards, save_shards
-from hftrain.storage.tensors import load_containers, tensor_identity
+from hftrain.storage.tensors import load_containers, memory_of
 from hftrain.task.model_task import ModelTask
 
 _KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
@@ -45,8 +44,8 @@ _LIBRARIES = ("hftrain", "transformers", "accelerate", "datasets", "torch", "bui
 class OwnOptimizers:
     """Save and restore what the user declares, for one run, and warn of other optimizers."""
 
-    def __init__(self, parts: RunParts, ready: Ready, loops: LoopStates) -> None:
-        self._parts, self._ready, self._loops = parts, ready, loops
+    def __init__(self, parts: RunParts, loops: LoopStates) -> None:
+        self._parts, self._loops = parts, loops
         self._shards: dict[str, Shard] = {}
         # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
@@ -65,7 +64,7 @@ class OwnOptimizers:
         args = self._parts.args
         self._has_begun = True
         strategy = self._parts.strategy
-        if not strategy.saves_objects and (strategy.shards_model or is_partitioned(self._ready.model)):
+        if not strategy.saves_objects and (strategy.shards_model or is_partitioned(self._parts.model)):
             self._refuse_weights()
         self._hooks.append(note_steps(self._stepped))
         missing = sorted(self.find().keys() - self._awaited.keys())
@@ -113,7 +112,7 @@ class OwnOptimizers:
 
     def saved(self) -> list[Any]:
         """Return the declared objects, and the forms of the run's optimizer, which have a file of their own."""
-        own = self._ready.optimizer
+        own = self._parts.optimizer
         return [own, getattr(own, "optimizer", None), self._parts.trainer.optimizer, *self.find().values()]
 
     def held(self) -> set[int]:
@@ -223,7 +222,7 @@ class OwnOptimizers:
                 elif isinstance(owner, torch.Generator):
                     owner.set_state(state)
                 elif isinstance(owner, Optimizer):
-                    strategy.load_optimizer_state(self._ready.wrapped, owner, state)
+                    strategy.load_optimizer_state(self._parts.wrapped, owner, state)
                     check_optimizer(self._path, owner, before=before)
                 else:
                     owner.load_state_dict(state)
@@ -240,11 +239,11 @@ class OwnOptimizers:
         if not (others := unknown()):
             return
         # A loop's may be in the loop's state, and one inside the run's in the state of that.
-        held = _identities([self._ready.optimizer.state_dict(), self._loops.state_dict(), states])
-        names = {id(parameter): name for name, parameter in self._ready.task.named_parameters()}
+        held = memory_of([self._parts.optimizer.state_dict(), self._loops.state_dict(), states])
+        names = {id(parameter): name for name, parameter in self._parts.task.named_parameters()}
         for each in others:
             self._checked.add(each)
-            own = _identities(each.state.values())
+            own = memory_of(list(each.state.values()))
             if not own or not own <= held:
                 trained = [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
                 shown = ", ".join(filter(None, trained[:3])) or "parameters outside the model"
@@ -256,7 +255,7 @@ class OwnOptimizers:
 
     def _tell_of_parts(self, found: Mapping[str, Any]) -> None:
         """Warn of a declared optimizer whose parameters or schedule are not saved with it."""
-        modules = [self._ready.task, *(each for each in found.values() if isinstance(each, nn.Module))]
+        modules = [self._parts.task, *(each for each in found.values() if isinstance(each, nn.Module))]
         saved = {id(parameter) for module in modules for parameter in module.parameters()}
         driven = {id(each.optimizer) for each in found.values() if isinstance(each, LRScheduler)}
         for name, each in found.items():
@@ -288,38 +287,33 @@ class OwnOptimizers:
 
     def _kept(self) -> list[tuple[str, Any]]:
         """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
-        task, trainer = self._ready.task, self._parts.trainer
-        saved = [task, self._ready.wrapped, trainer.lr_scheduler, *trainer.loops.values(), *self.saved()]
+        task, trainer = self._parts.task, self._parts.trainer
+        saved = [task, self._parts.wrapped, trainer.lr_scheduler, *trainer.loops.values(), *self.saved()]
         declared = set(map(id, self.saved()))
         saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
         inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
         tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
         known = {id(each) for each in (*saved, *inside, *(holder for _, holder in checkpoint_object_owners(trainer)))}
-        memory = {_memory(each) for each in (*tensors, *saved)} - {None}
+        memory = memory_of([*tensors, *saved])
         return [
             (f"{owner}.{name}", value)
             for owner, holder in checkpoint_object_owners(trainer)
             # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
-            if not hasattr(holder, "from_state") and not isinstance(holder, ModelTask) and id(holder) not in declared
+            if not hasattr(type(holder), "from_state")
+            and not isinstance(holder, ModelTask)
+            and id(holder) not in declared
             for name, value in _with_helpers(holder, known)
             if isinstance(value, _KINDS) and id(value) not in known
             # A Trainer's schedules are named with their optimizers.
             if not (owner == "trainer" and isinstance(value, LRScheduler))
             # A wrapper of the model has its parameters.
-            if memory.isdisjoint(map(_memory, value.parameters() if isinstance(value, nn.Module) else [value]))
+            if memory.isdisjoint(memory_of(list(value.parameters()) if isinstance(value, nn.Module) else value))
         ]
 
 
 def _holds_weights(each: Any) -> bool:
     """Return whether an object declares that its tensors are weights, such as averages of the model's."""
     return getattr(each, "holds_weights", False) is True
-
-
-def _identities(states: Iterable[Any]) -> set[Any]:
-    """Return what identifies the tensors of nested structures."""
-    found: set[Any] = set()
-    map_tensors(list(states), lambda tensor: found.add(tensor_identity(tensor)))
-    return found - {None}
 
 
 def members(holder: Any) -> Iterator[tuple[str, Any]]:
@@ -347,12 +341,6 @@ def _with_helpers(holder: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{part}", member) for part, member in members(value))
 
 
-def _memory(value: Any) -> Any:
-    """Return the memory of a tensor, which is that of its views, too; None for another object."""
-    identity = tensor_identity(value) if isinstance(value, torch.Tensor) else None
-    return identity and identity[:2]
-
-
 def _mark(value: Any) -> Any:
     """Return what differs once a value has changed, with NaN as text, which equals itself; synchronises."""
     if isinstance(value, torch.Generator):
@@ -361,7 +349,7 @@ def _mark(value: Any) -> Any:
         return [_mark(each) for each in (*value.parameters(), *value.buffers())]
     if not isinstance(value, torch.Tensor):
         return repr(value.state_dict())
-    has_sum = _memory(value) is not None and not value.is_quantized and value.is_contiguous()
+    has_sum = memory_of(value) and not value.is_quantized and value.is_contiguous()
     if not has_sum or (value.is_floating_point() and value.itemsize == 1):
         return id(value)
     value = value.detach()

@@ -1,4 +1,4 @@
-"""The parts of a run, a model that is ready to train, and what a run calls of the Trainer."""
+"""The parts of a run, and what a run calls of the Trainer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits
 from hftrain.loops.contract import Loop
+from hftrain.loops.fit import FitLoop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
+from hftrain.run.data import RunData
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
-from hftrain.run.outside_weights import OutsideWeights
+from hftrain.run.trained_parameters import TrainedParameters
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
@@ -38,7 +40,7 @@ Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
 
 @dataclass(kw_only=True, slots=True)
 class RunParts:
-    """Parts that exist before a run is built.
+    """The parts of a run: those that exist before, and those that are made while it is built, in this order.
 
     Args:
         trainer: Whose documented methods the run calls.
@@ -53,6 +55,15 @@ class RunParts:
         phase: Describes what the run is doing; None in a step or an evaluation.
         wrap: Wraps the model, while the run calls `_wrap_model`.
         rate: The rate that the last step used, while the run calls `_get_learning_rate`.
+
+    Attributes:
+        manager: Commits the checkpoints; its folder is the run's.
+        loop: Runs the steps.
+        data: The training data.
+        trained: The parameters that train, within the model and outside.
+        model: Not wrapped.
+        unchanged: Opens a context with the model's configuration as it was before training.
+        facts: Further parts of the state that the manifest records.
     """
 
     trainer: TrainerHooks
@@ -78,6 +89,17 @@ class RunParts:
     phase: str | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
     rate: float | None = None
+    manager: CheckpointManager = field(init=False)
+    loop: FitLoop = field(init=False)
+    data: RunData = field(init=False)
+    task: TaskModule = field(init=False)
+    trained: TrainedParameters = field(init=False)
+    model: nn.Module = field(init=False)
+    unchanged: Callable[[], AbstractContextManager[Any]] = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    wrapped: nn.Module = field(init=False)
+    stepper: Stepper = field(init=False)
+    facts: Sequence[InManifest] = field(init=False)
 
     def best_checkpoint(self) -> Path | None:
         """Return the folder of the best model so far."""
@@ -87,27 +109,6 @@ class RunParts:
         # By name first: the folder of the run may have been moved or copied since.
         here = output.folder / Path(best).name
         return here if here.is_dir() or output.url_of(here.parent) else Path(best)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
-    """A placed and wrapped model, with what trains it.
-
-    Args:
-        model: Not wrapped.
-        outside: Parameters that the optimizer trains but the model does not contain.
-        unchanged: Opens a context with the model's configuration as it was before training.
-        facts: Further parts of the state that the manifest records.
-    """
-
-    task: TaskModule
-    model: nn.Module
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    stepper: Stepper
-    outside: OutsideWeights
-    unchanged: Callable[[], AbstractContextManager[Any]]
-    facts: Sequence[InManifest] = ()
 
 
 class TrainerHooks(Protocol):
@@ -219,7 +220,7 @@ class TrainerHooks(Protocol):
     def _is_overridden(self, name: str) -> bool:
         """Tell whether the user's class or instance overrides a documented method."""
 
-    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
+    def _resolve_hooks(self) -> None:
         """Inspect the hooks' signatures."""
 
     def _stop_observing(self) -> None:

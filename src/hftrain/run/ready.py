@@ -14,21 +14,21 @@ from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
-from hftrain.run.outside_weights import OutsideWeights
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
+from hftrain.run.trained_parameters import TrainedParameters
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward, check_several
-from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
+from hftrain.task.module import without_model
 from hftrain.task.recompute import recompute_activations
 
 
 @contextmanager
-def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Iterator[Ready]:
-    """Prepare the model for training through the documented hooks, and restore the bare one at the end. Collective."""
+def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Iterator[None]:
+    """Set the parts that train, through the documented hooks, and restore the bare model at the end. Collective."""
     trainer, changes = parts.trainer, ExitStack()
     try:
-        yield _make_ready(parts, resume, max_steps, changes)
+        _make_ready(parts, resume, max_steps, changes)
+        yield
     finally:
         changes.close()
         trainer.task.model = trainer.model
@@ -36,21 +36,23 @@ def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Ite
         trainer._end_steps()
 
 
-def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> Ready:
+def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
     trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
-    task = trainer.task
+    task = parts.task = trainer.task
     # Before the weights are loaded: loading rounds them to the dtype of the parameters.
-    model = trainer.model = task.model = precision.convert(trainer.model)
+    model = parts.model = trainer.model = task.model = precision.convert(trainer.model)
     if resume is not None:
         with restoring(resume):
             trainer._load_from_checkpoint(str(resume))
-    place_task(task, strategy, is_model_placed=True)
+    with without_model(task):
+        task.to(strategy.device)  # its metrics and other parts; the strategy places the model
     trainer._align_special_tokens()
-    unchanged = _change_model(parts, model, changes)
+    parts.unchanged = _change_model(parts, model, changes)
     trainer._forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
-    outside = OutsideWeights(strategy)
-    wrapped, optimizer, unheld = _wrap(parts, max_steps, outside)
+    parts.trained = TrainedParameters(strategy, task, lambda: trainer.lr_scheduler)
+    unheld = _wrap(parts, max_steps)
+    optimizer = parts.optimizer
     trainer.compiler.compile(model)
     trainer._cast_model()
     if "scheduler" in strategy.makes:
@@ -62,30 +64,22 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
     # An interrupted run or the user may have left gradients.
     model.zero_grad()
     trainer.optimizer = optimizer
-    task.model = trainer.model_wrapped = wrapped
+    task.model = trainer.model_wrapped = parts.wrapped
     stepper = assemble_stepper(
         strategy=strategy,
         precision=precision,
         optimizer=optimizer,
         args=args,
-        unclipped=outside.parameters,
+        unclipped=parts.trained.outside,
         unheld=unheld,
         computing=parts.computing,
     )
-    stepper = outside.averaging(stepper)
+    stepper = parts.trained.averaging(stepper)
     for wrap in filter(None, (getattr(callback, "wrap_stepper", None) for callback in parts.events.callbacks)):
         stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
+    parts.stepper = stepper
     parts.computing.use(stepper, optimizer)
-    return Ready(
-        task=task,
-        model=model,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        stepper=stepper,
-        outside=outside,
-        unchanged=unchanged,
-        facts=trainer._begin_steps(),
-    )
+    parts.facts = trainer._begin_steps()
 
 
 def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callable[[], AbstractContextManager[Any]]:
@@ -125,13 +119,11 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
     return unchanged
 
 
-def _wrap(
-    parts: RunParts, max_steps: int, outside: OutsideWeights
-) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
     """Wrap the model and create the optimizer in `_wrap_model`, or after it if an override did not.
 
     Returns:
-        The wrapped model, the optimizer, and the task's parameters that the optimizer does not hold.
+        The task's parameters that the optimizer does not hold.
     """
     trainer, strategy, precision = parts.trainer, parts.strategy, parts.precision
     made: list[torch.optim.Optimizer] = []
@@ -146,8 +138,8 @@ def _wrap(
         # Checked here because a strategy may later put its own parameters into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
         check_several(trainer.optimizer, strategy)
-        outside.find(trainer.optimizer, trainer.task)
-        for parameter in outside.parameters:
+        parts.trained.find(trainer.optimizer)
+        for parameter in parts.trained.outside:
             parameter.grad = None  # an interrupted run may have left it
         held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
         unheld[:] = [p for p in trainer.task.parameters() if id(p) not in held]
@@ -177,13 +169,5 @@ def _wrap(
     if not hasattr(made[0], "optimizer"):
         # accelerate wraps optimizers, and code for transformers looks into the wrapper.
         made[0].optimizer = made[0]  # type: ignore[attr-defined]
-    return wrapped, made[0], unheld
-
-
-def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
-    """Move a task's metrics and other parts to the device, and the model unless the strategy does."""
-    model = task.model
-    # Its other children, and its own tensors.
-    del task.model
-    task.to(strategy.device)
-    task.model = model if is_model_placed else strategy.place(model)
+    parts.wrapped, parts.optimizer = wrapped, made[0]
+    return unheld

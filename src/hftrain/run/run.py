@@ -21,16 +21,15 @@ from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
 from hftrain.data.shares import check_pass
-from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
+from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
 from hftrain.run.counting import RunCounts, samples_since
-from hftrain.run.data import RunData
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
@@ -51,27 +50,24 @@ class Run:
     def __init__(
         self,
         parts: RunParts,
-        ready: Ready,
         *,
         plan: RunPlan,
-        data: RunData,
         counts: RunCounts,
         saver: Saver,
         checks: TrainingChecks,
         grace: GracePeriod,
-        loop: FitLoop,
         resume: Path | None,
     ) -> None:
-        self._parts, self._ready, self._plan, self._data = parts, ready, plan, data
+        self._parts, self._plan = parts, plan
         self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
         self.saver, self.contents = saver, saver.contents
-        self._loop, self._resume, self._checks = loop, resume, checks
-        self._salvage = Salvage(parts, ready, counts, saver)
-        self._interrupts = Interrupts(parts, saver, grace, loop)
+        self._resume, self._checks = resume, checks
+        self._salvage = Salvage(parts, counts, saver)
+        self._interrupts = Interrupts(parts, saver, grace)
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
-        parts, ready, events, trainer = self._parts, self._ready, self._parts.events, self._parts.trainer
+        parts, events, trainer = self._parts, self._parts.events, self._parts.trainer
         if self._resume is None:
             self.saver.warn_of_others()
         else:
@@ -80,10 +76,10 @@ class Run:
         for flag in vars(parts.control):
             setattr(parts.control, flag, False)  # a run that was stopped is resumed to continue
         events.refresh(
-            model=ready.model,
-            optimizer=ready.optimizer,
+            model=parts.model,
+            optimizer=parts.optimizer,
             lr_scheduler=trainer.lr_scheduler,
-            train_dataloader=self._data.feed.loader,
+            train_dataloader=parts.data.feed.loader,
         )
         self.saver.writes.start(
             own=self.contents.own_state,
@@ -94,16 +90,16 @@ class Run:
         self._begin_journal()
         self.counts.begin()
         start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
-        ready.task.train()
+        parts.task.train()
         events.fire("on_train_begin")
         self.contents.own.begin()
         parts.phase = None
         left = self.contents.left
         with self._interrupts:
-            with training_weights(ready.optimizer), self._salvage:
-                self._loop.attach(self._wrapped_parts())
-                self.contents.loops.hand_over(self._loop)
-                self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
+            with training_weights(parts.optimizer), self._salvage:
+                parts.loop.attach(self._wrapped_parts())
+                self.contents.loops.hand_over(parts.loop)
+                parts.loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
             self.saver.writes.finish()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
@@ -112,7 +108,7 @@ class Run:
 
     def _begin_journal(self) -> None:
         """Append the start of the run to the journal; a run that never saves has no journal."""
-        parts, plan, ready = self._parts, self._plan, self._ready
+        parts, plan = self._parts, self._plan
         if saves_at_all(parts.args, parts.save_policy):
             logged, resume = parts.state.log_history or [], self._resume
             # The log of another folder's run is not in this journal.
@@ -132,8 +128,8 @@ class Run:
                     **({"limits": limits} if (limits := parts.trainer.limits.facts) else {}),
                 },
                 environment=environment(parts.strategy) | {"precision": parts.precision.policy.name},
-                model=type(ready.model).__name__,
-                task=type(ready.task).__name__,
+                model=type(parts.model).__name__,
+                task=type(parts.task).__name__,
             )
 
     def _wrapped_parts(self) -> FitParts:
@@ -145,7 +141,7 @@ class Run:
 
     def _fit_parts(self) -> FitParts:
         """Return the parts for the training loop."""
-        parts, ready, plan, args, trainer = self._parts, self._ready, self._plan, self._parts.args, self._parts.trainer
+        parts, plan, args, trainer = self._parts, self._plan, self._parts.args, self._parts.trainer
         schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
         take, training_step = trainer._steps(self._resume)
         evaluates_first = args.eval_on_start or trainer.limits.sanity_eval_batches
@@ -169,18 +165,18 @@ class Run:
                 save=self.saver.save,
                 evaluate_first=self._evaluate_first if evaluates_first else None,
                 empty_cache=empty_cache,
-                make_feed=self._data.replace,
+                make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=trainer._note_sync if accumulation > 1 else None,
                 # An override may join or split batches.
                 check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
             ),
-            feed=self._data.feed,
+            feed=parts.data.feed,
             dataset=trainer.train_dataset,
-            stepper=ready.stepper,
-            model=ready.wrapped,
-            optimizer=ready.optimizer,
+            stepper=parts.stepper,
+            model=parts.wrapped,
+            optimizer=parts.optimizer,
             schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,
             no_sync=nullcontext if syncs_each_batch(args) else parts.strategy.no_sync,
             device=parts.strategy.device,
@@ -195,7 +191,7 @@ class Run:
     # -- what the loop calls between steps -----------------------------------------------------------------------
 
     def _check_pass(self, num_read: int, num_batches: int) -> None:
-        check_pass(self._data.feed.loader, num_read, num_batches)
+        check_pass(self._parts.data.feed.loader, num_read, num_batches)
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.
@@ -213,7 +209,7 @@ class Run:
         values = {
             "tr_loss": parts.losses.open_sum(),
             "grad_norm": grad_norm,
-            "model": self._ready.wrapped,
+            "model": self._parts.wrapped,
             "trial": parts.trial,
             "epoch": parts.state.epoch,
             "ignore_keys_for_eval": parts.ignore_keys,
@@ -237,7 +233,7 @@ class Run:
 
     def _restore_rng(self) -> bool:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
-        self._data.deaths.watch()
+        self._parts.data.deaths.watch()
         self.contents.load_numbers()
         control, left = self._parts.control, self.contents.left
         self.contents.left = frozenset()
@@ -255,7 +251,7 @@ class Run:
         self._checks.check_unfrozen()
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
-        own |= getattr(self._ready.optimizer, "logs", dict)()
+        own |= getattr(self._parts.optimizer, "logs", dict)()
         if trainer._is_overridden("_get_learning_rate"):
             parts.rate = logs["learning_rate"]
             try:
@@ -316,7 +312,7 @@ class Run:
             num_tokens=self.counts.session_tokens(),
         )
         logger.info("Training completed.")
-        self._ready.task.model = self._ready.model
+        self._parts.task.model = self._parts.model
         if args.load_best_model_at_end:
             trainer._load_best_model()
         metrics["total_flos"] = state.total_flos
@@ -327,7 +323,7 @@ class Run:
         trainer._slot_log(metrics)
         self.saver.keep_only_best()
         parts.events.fire("on_train_end")
-        show_summary(parts, self.saver, metrics, self._ready, first=first, resume=self._resume)
+        show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)
 

@@ -15,7 +15,7 @@ from hftrain.loops.fit import FitParts
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
 from hftrain.step.by_hand import OptimizersByHand
 
@@ -29,8 +29,8 @@ class Salvage:
     buffers. If the policy is off, nothing is copied or wrapped.
     """
 
-    def __init__(self, parts: RunParts, ready: Ready, counts: RunCounts, saver: Saver) -> None:
-        self._parts, self._ready, self._counts, self._saver = parts, ready, counts, saver
+    def __init__(self, parts: RunParts, counts: RunCounts, saver: Saver) -> None:
+        self._parts, self._counts, self._saver = parts, counts, saver
         is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
         # Whether an evaluation is running: if it fails, the resumed run starts with it.
@@ -74,7 +74,7 @@ class Salvage:
         return replace(parts, hooks=hooks, stepper=stepper)
 
     def _remember(self) -> None:
-        task, contents = self._ready.task, self._saver.contents
+        task, contents = self._parts.task, self._saver.contents
         own = map_tensors(contents.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
@@ -86,7 +86,7 @@ class Salvage:
             self._counts.reset(counts)
 
         self._step, self._go_back = self._parts.progress.step, go_back
-        self._is_updating = isinstance(self._ready.optimizer, (UpdatesInBackward, OptimizersByHand))
+        self._is_updating = isinstance(self._parts.optimizer, (UpdatesInBackward, OptimizersByHand))
 
     def _save_after(self, error: BaseException) -> None:
         step, saver = self._parts.progress.step, self._saver

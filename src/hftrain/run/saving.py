@@ -11,7 +11,7 @@ from torch import nn
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
 from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
-from hftrain.checkpoint.manager import CheckpointManager, Writer
+from hftrain.checkpoint.manager import Writer
 from hftrain.checkpoint.participants import writers
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.state_files import save_trainer_state
@@ -23,7 +23,7 @@ from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.run.writing import CheckpointWrites, Save, as_of
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, without_model
@@ -35,7 +35,6 @@ class Saver:
     """Save the checkpoints of one run, rotate them, and load the best one.
 
     Args:
-        manager: Commits the checkpoints.
         contents: What they hold besides the model.
 
     Attributes:
@@ -44,13 +43,11 @@ class Saver:
         on_begin: Called when a save begins.
     """
 
-    def __init__(
-        self, parts: RunParts, ready: Ready, manager: CheckpointManager, contents: Contents, counts: RunCounts
-    ) -> None:
-        self._parts, self._ready, self.manager, self.contents, self._counts = parts, ready, manager, contents, counts
-        self.writes = CheckpointWrites(parts, ready, manager)
+    def __init__(self, parts: RunParts, contents: Contents, counts: RunCounts) -> None:
+        self._parts, self.manager, self.contents, self._counts = parts, parts.manager, contents, counts
+        self.writes = CheckpointWrites(parts)
         is_own = parts.trainer._is_overridden("_save_checkpoint")
-        self._uncommitted = Uncommitted(manager.output_dir, deletes=manager.is_committer and is_own)
+        self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
         self._history = HistoryText()
         self._num_saves = 0
         self.saved_step: int | None = None
@@ -62,7 +59,7 @@ class Saver:
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
-            self._parts.trainer._save_checkpoint(self._ready.wrapped, self._parts.trial)
+            self._parts.trainer._save_checkpoint(self._parts.wrapped, self._parts.trial)
         if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
             self._begin()
             self._uncommitted.note(self._parts.state.global_step)
@@ -76,7 +73,7 @@ class Saver:
             return
         with self._saving():
             self._counts.store()
-            with evaluation_weights(self._ready.optimizer), self._ready.unchanged():
+            with evaluation_weights(self._parts.optimizer), self._parts.unchanged():
                 self._write()
 
     def _begin(self) -> None:
@@ -98,8 +95,7 @@ class Saver:
         self._parts.phase = None
 
     def _write(self) -> None:
-        parts, ready, writes, trainer = self._parts, self._ready, self.writes, self._parts.trainer
-        contents = self.contents
+        parts, contents, writes, trainer = self._parts, self.contents, self.writes, self._parts.trainer
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
         contents.finiteness.check()
@@ -118,7 +114,7 @@ class Saver:
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
         each: list[Writer] = [
-            model_writer(parts, ready, keep)
+            model_writer(parts, keep)
             if writes.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
@@ -135,7 +131,7 @@ class Saver:
             each += [] if only_model else contents.own.shard_writers(keep)
         if not only_model:
             each.append(contents.rank_writer(keep))
-        each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
+        each += shard_writers(strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
         facts = {name: fact for one in contents.facts() for name, fact in one.state_dict().items()}
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
@@ -209,7 +205,7 @@ class Saver:
             self.manager.open(best)
         with restoring(best):
             self._parts.trainer._load_from_checkpoint(str(best))
-            self._ready.outside.load(best)
+            self._parts.trained.load(best)
             self.contents.own.load_weights(best)
         state = self._parts.state
         logger.info("Loaded the best model from %s (%s).", best, state.best_metric)

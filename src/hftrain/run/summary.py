@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.data.datasets import has_length
-from hftrain.data.limits import FirstBatches
 from hftrain.rules.evaluation import best_metric_key
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.saving import Saver
 
@@ -29,7 +27,6 @@ def show_summary(
     parts: RunParts,
     saver: Saver,
     metrics: Mapping[str, Any],
-    ready: Ready,
     *,
     first: Progress,
     resume: Path | None,
@@ -58,7 +55,7 @@ def show_summary(
     if state.global_step < state.max_steps:
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
     rows.update(_results(parts, metrics))
-    rows.update(_decays(ready))
+    rows.update(_decays(parts))
     rows.update(_files(parts, saver))
     rows.update(_oddities(parts, saver))
     for each in shown_by[:1]:
@@ -85,15 +82,15 @@ def _results(parts: RunParts, metrics: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def _decays(ready: Ready) -> Rows:
+def _decays(parts: RunParts) -> Rows:
     """Return which kinds of parameters decay and which do not, as the optimizer has them; nothing if none decays."""
     kinds = {
         id(parameter): f"{type(layer).__name__}.{name}"
-        for layer in ready.model.modules()
+        for layer in parts.model.modules()
         for name, parameter in layer.named_parameters(recurse=False)
     }
     found: dict[float, Counter[str]] = {}
-    for group in ready.optimizer.param_groups:
+    for group in parts.optimizer.param_groups:
         named = (kinds.get(id(parameter)) for parameter in group["params"])
         found.setdefault(group.get("weight_decay", 0.0), Counter()).update(kind for kind in named if kind)
     rows: Rows = {"weight decay": [], "no weight decay": []}
@@ -176,14 +173,3 @@ def announce_training(parts: RunParts, plan: RunPlan) -> None:
         logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
         if not args.ignore_data_skip:
             logger.info("  Passing over the first %d batches of that epoch", progress.micro_steps_in_epoch)
-
-
-def announce_evaluation(loader: Any, *, description: str, batch_size: int, count_samples: Callable[[Any], int]) -> None:
-    """Log the size of an evaluation."""
-    logger.info("***** Running %s *****", description)
-    dataset = getattr(loader, "dataset", None)
-    is_known = has_length(dataset) or (dataset is None and has_length(loader))
-    logger.info("  Num examples = %s", count_samples(loader) if is_known else "unknown")
-    if isinstance(loader, FirstBatches):
-        logger.info("  Batches read by each process = at most %d", loader.number)
-    logger.info("  Batch size = %d", batch_size)

@@ -19,7 +19,7 @@ from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
-from hftrain.run.parts import Ready, RunParts
+from hftrain.run.parts import RunParts
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
@@ -34,9 +34,9 @@ class TrainingChecks:
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
     """
 
-    def __init__(self, parts: RunParts, ready: Ready, own: OwnOptimizers) -> None:
-        strategy, optimizer = parts.strategy, ready.optimizer
-        self._parts, self._ready, self._own = parts, ready, own
+    def __init__(self, parts: RunParts, own: OwnOptimizers) -> None:
+        strategy, optimizer = parts.strategy, parts.optimizer
+        self._parts, self._own = parts, own
         # What is open until the end of the first step, and what is open until the end of the run.
         self._first, self._stack = ExitStack(), ExitStack()
         self._stack.callback(KeptGraphs(parts.computing, parts.pending, parts.progress).close)
@@ -48,7 +48,7 @@ class TrainingChecks:
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         if is_split or not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizersByHand):
             return
-        self._frozen = [(name, p) for name, p in ready.task.model.named_parameters() if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in parts.model.named_parameters() if not p.requires_grad]
         # Of a wrapper that never called Optimizer.__init__, torch runs the hooks of the optimizer inside.
         self._first.callback(register_optimizer_step_post_hook(self._check_first).remove)
         # Other steps and loops may run as many passes as they like.
@@ -85,7 +85,7 @@ class TrainingChecks:
         self._passes[parameter] = 1 if parameter.grad is None else before + 1
 
     def _check_first(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
-        parts, task, optimizer, pending = self._parts, self._ready.task, self._ready.optimizer, self._parts.pending
+        parts, task, optimizer, pending = self._parts, self._parts.task, self._parts.optimizer, self._parts.pending
         if self._first.close in pending or stepped.param_groups is not optimizer.param_groups:
             return
         # Not now: the optimizer's step goes through its hooks.
@@ -93,9 +93,9 @@ class TrainingChecks:
         self._first.callback(pending.remove, self._first.close)
         self._check_passes()
         is_separate = not isinstance(optimizer, UpdatesInBackward)
-        unused = [name for name, p in self._ready.model.named_parameters() if p.requires_grad and p.grad is None]
-        is_searching = getattr(self._ready.wrapped, "find_unused_parameters", None)  # None: this is not DDP
-        is_static = getattr(self._ready.wrapped, "static_graph", False)
+        unused = [name for name, p in self._parts.model.named_parameters() if p.requires_grad and p.grad is None]
+        is_searching = getattr(self._parts.wrapped, "find_unused_parameters", None)  # None: this is not DDP
+        is_static = getattr(self._parts.wrapped, "static_graph", False)
         if is_searching is False and not is_static and is_separate and unused:
             raise unused_parameters(unused)
         if is_searching and not unused and parts.strategy.is_main and parts.args.ddp_find_unused_parameters is None:
@@ -131,7 +131,7 @@ class TrainingChecks:
     def _check_passes(self) -> None:
         """Warn if a step ran a backward pass of its own over everything, or dropped gradients between micro-batches."""
         num, fewest = self._parts.args.gradient_accumulation_steps, min(self._passes.values(), default=0)
-        task = self._ready.task
+        task = self._parts.task
         is_plain = isinstance(task, ModelTask)
         step = (
             f"{type(self._parts.trainer).__name__}.compute_loss" if is_plain else f"{type(task).__name__}.training_step"

@@ -26,7 +26,7 @@ from hftrain.rules.saving import watch_states
 from hftrain.run.capture import model_writer
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
 from hftrain.run.output import Output
-from hftrain.run.parts import Ready, RunParts, TrainerHooks
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.strategies.watch import is_peer_gone
 
@@ -62,9 +62,8 @@ class Save:
 class CheckpointWrites:
     """Write one run's checkpoints as its `SavePolicy` says."""
 
-    def __init__(self, parts: RunParts, ready: Ready, manager: CheckpointManager) -> None:
-        self._parts, self._ready = parts, ready
-        self._policy, self.manager = parts.save_policy, manager
+    def __init__(self, parts: RunParts) -> None:
+        self._parts, self._policy, self.manager = parts, parts.save_policy, parts.manager
         self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
         self._flight: BackgroundWrite | None = None
@@ -90,13 +89,13 @@ class CheckpointWrites:
         Raises:
             ConfigError: There is no space for a checkpoint, or a state that it cannot store.
         """
-        parts, optimizer = self._parts, self._ready.optimizer
+        parts, optimizer = self._parts, self._parts.optimizer
         saves = saves_at_all(parts.args, self._policy)
         if saves:
             manager = self.manager
             if manager.url is None:  # a mirror need not be shared
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
-            check_room(parts, self._ready, manager)
+            check_room(parts)
             states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
             watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.trainer._is_overridden)
         if not self._policy.save_async:
@@ -126,7 +125,7 @@ class CheckpointWrites:
         Raises:
             NoSpaceError: It does not fit, and the policy is to stop.
         """
-        num_bytes = checkpoint_bytes(self._parts, self._ready)
+        num_bytes = checkpoint_bytes(self._parts)
         policy, manager = self._policy.on_full_disk, self.manager
         free = free_bytes(manager.output_dir) if manager.is_committer else num_bytes
         if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._parts.best_checkpoint()):
@@ -247,13 +246,13 @@ class CheckpointWrites:
     def _reserve_later(self, copies: HostCopies) -> None:
         """Allocate memory for the copies as soon as all tensors exist."""
         args, strategy, pending = self._parts.args, self._parts.strategy, self._parts.pending
-        model, optimizer = self._ready.wrapped, self._ready.optimizer
+        model, optimizer = self._parts.wrapped, self._parts.optimizer
 
         def show(keep: Keep) -> None:
             shard_writers(strategy, model, None if args.save_only_model else optimizer, keep)
             if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
-            model_writer(self._parts, self._ready, keep)
+            model_writer(self._parts, keep)
             if self.manager.is_committer and not self.manager.only_model:
                 keep(strategy.optimizer_state(model, optimizer))
 
@@ -288,7 +287,7 @@ class CheckpointWrites:
 
     def _obstacle(self) -> str | None:
         """Return why nothing can be written in the background, None if it can."""
-        trainer, strategy, model = self._parts.trainer, self._parts.strategy, self._ready.model
+        trainer, strategy, model = self._parts.trainer, self._parts.strategy, self._parts.model
         for hook in _WRITING_HOOKS:
             if trainer._is_overridden(hook):
                 return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from hftrain.core.errors import CheckpointError
+from hftrain.core.tree import map_tensors
 from hftrain.storage.archives import MAX_DEPTH, MAX_INTEGER_BITS, check_archive, is_key
 from hftrain.storage.files import unreadable
 from hftrain.storage.hashing import create
@@ -142,6 +143,13 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
         return None
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def memory_of(tree: Any) -> set[Any]:
+    """Return what identifies the memory of the tensors in a nested structure; a view has that of its base."""
+    found: set[Any] = set()
+    map_tensors(tree, lambda tensor: found.add((tensor_identity(tensor) or (None,))[:2]))
+    return found - {(None,)}
 
 
 def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -13,14 +13,14 @@ from torch import nn
 
 from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
-from hftrain.core.log import warn_once
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
-from hftrain.data.datasets import expected_samples
+from hftrain.data.datasets import expected_samples, has_length
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.grouping import reading_order
-from hftrain.data.limits import first_batches
+from hftrain.data.limits import FirstBatches, first_batches
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.generating import generates
 from hftrain.evaluation.recurrence import read_memory
@@ -30,17 +30,18 @@ from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, 
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
-from hftrain.run.summary import announce_evaluation
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
-from hftrain.trainer.count_items_check import CountItemsCheck
 from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.loss_normalization import LossShares
+from hftrain.trainer.proofs import CountItemsCheck
 from hftrain.trainer.reports import to_plain, with_prefix
 from hftrain.trainer.stages import Stages
+
+logger = get_logger(__name__)
 
 
 class Evaluation:
@@ -174,8 +175,7 @@ class Evaluation:
             finish_outputs: Applied to the collected outputs.
         """
         trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
-        size = args.eval_batch_size
-        announce_evaluation(loader, description=description, batch_size=size, count_samples=trainer.num_examples)
+        self._announce(loader, description)
         events.refresh(eval_dataloader=loader)
         jit = JitModel(trainer.torch_jit_model_eval, trainer.task.model) if args.jit_mode_eval else None
         is_prediction = self._stages.name == "predict"
@@ -191,7 +191,8 @@ class Evaluation:
         hooks = self._hooks(shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
         kind = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
-        check_features(loop, self._used(loader, hooks, config))
+        if kind.stage in trainer.loops:
+            check_features(loop, self._used(loader, hooks, config))
         loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy, events=events))
         try:
             output = loop.run(
@@ -206,6 +207,15 @@ class Evaluation:
         if jit is not None and jit.compilation_s is not None:
             metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
         return output._replace(metrics=metrics)
+
+    def _announce(self, loader: Any, description: str) -> None:
+        logger.info("***** Running %s *****", description)
+        dataset = getattr(loader, "dataset", None)
+        is_known = has_length(dataset) or (dataset is None and has_length(loader))
+        logger.info("  Num examples = %s", self._trainer.num_examples(loader) if is_known else "unknown")
+        if isinstance(loader, FirstBatches):
+            logger.info("  Batches read by each process = at most %d", loader.number)
+        logger.info("  Batch size = %d", self._trainer.args.eval_batch_size)
 
     def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
         return used_in_evaluation(

@@ -65,7 +65,7 @@ class EvaluationMean:
         if loss is None:
             return
         total = None if count is None else float(count)
-        scales = self._shares.found.scales(num_ranks, has_count=count is not None)
+        scales = self._shares.found.scales(has_count=count is not None)
         found = findings(loss, calls, counts=counts, total=total, scales=scales)
         if found is None:
             return

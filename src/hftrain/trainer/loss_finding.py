@@ -99,14 +99,18 @@ class LossFinding:
 
     Args:
         watch: Observes the model; None for a loss that is declared.
+        num_ranks: Over which items are counted; 1 if each rank averages over its own.
 
     Attributes:
         finding: What the loss is; None until it is proved, or if it cannot be.
         is_open: Whether a proof is sought, or checked: what holds for some batches may not hold for others.
     """
 
-    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: Watch | None) -> None:
+    def __init__(
+        self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: Watch | None, *, num_ranks: int
+    ) -> None:
         self._hooks, self._task, self._strategy, self.watch = hooks, task, strategy, watch
+        self._num_ranks = num_ranks
         self.finding = declared(hooks, task)
         self.is_declared = self.finding is not None
         self.is_open = not self.is_declared
@@ -152,7 +156,6 @@ class LossFinding:
         total: Any,
         weight: Callable[[Finding], float],
         *,
-        num_ranks: int,
         num_micro_batches: int,
         is_uneven: bool,
     ) -> bool:
@@ -170,11 +173,9 @@ class LossFinding:
         assert self.watch is not None
         is_own = self.watch.own_loss is loss
         calls = self.watch.close()
-        found = self._known(total, num_ranks=num_ranks) if is_own else None
-        found = found or self._found(
-            loss, calls, counts, total, num_ranks=num_ranks, num_micro_batches=num_micro_batches
-        )
-        agreed, is_uneven = self._agreed(found, (False, True) if num_ranks > 1 else (False,), is_uneven=is_uneven)
+        found = self._known(total) if is_own else None
+        found = found or self._found(loss, calls, counts, total, num_micro_batches)
+        agreed, is_uneven = self._agreed(found, is_uneven=is_uneven)
         if agreed is None:
             return False
         if self._is_restored and not any(each in self.candidates for each in agreed):
@@ -186,26 +187,19 @@ class LossFinding:
             self._decide(agreed, weight, has_count=total is not None, is_uneven=is_uneven)
         return True
 
-    def _known(self, total: Any, *, num_ranks: int) -> set[Finding] | None:
+    def _known(self, total: Any) -> set[Finding] | None:
         """Return what the documented compute_loss returns if hftrain computes it; None if the model does."""
         task = self._task
         if task is None or not task.label_smoothing or task.compute_loss_func is not None:
             return None
         kind = SHIFTED if task.is_causal else LABELS
-        return {Finding(kind) if total is None else Finding(COUNTED, is_scaled=num_ranks > 1)}
+        return {Finding(kind) if total is None else Finding(COUNTED, is_scaled=self._num_ranks > 1)}
 
     def _found(
-        self,
-        loss: torch.Tensor,
-        calls: Sequence[Call],
-        counts: Mapping[str, Any],
-        total: Any,
-        *,
-        num_ranks: int,
-        num_micro_batches: int,
+        self, loss: torch.Tensor, calls: Sequence[Call], counts: Mapping[str, Any], total: Any, num_micro_batches: int
     ) -> set[Finding] | None:
         is_given = self._is_given and total is not None
-        given = {Finding(COUNTED, is_scaled=num_ranks > 1)}
+        given = {Finding(COUNTED, is_scaled=self._num_ranks > 1)}
         if is_given and calls and all(call.is_read for call in calls):
             return given
         found = findings(
@@ -213,29 +207,28 @@ class LossFinding:
             calls,
             counts=counts,
             total=None if total is None else float(total),
-            scales=self.scales(num_ranks, has_count=total is not None),
+            scales=self.scales(has_count=total is not None),
             num_micro_batches=num_micro_batches,
         )
         if found is None:
             return None
         return {finding for finding, _ in found} or (given if is_given else set())
 
-    def scales(self, num_ranks: int, *, has_count: bool) -> dict[bool, int]:
+    def scales(self, *, has_count: bool) -> dict[bool, int]:
         """Return what the loss may have been multiplied by to undo the mean over ranks, by `Finding.is_scaled`.
 
         The documented compute_loss does so with a loss that is given a count; an override may do as it likes.
         """
-        if num_ranks == 1:
+        if self._num_ranks == 1:
             return {False: 1}
         if self._hooks.is_overridden("compute_loss"):
-            return {False: 1, True: num_ranks}
+            return {False: 1, True: self._num_ranks}
         is_scaled = has_count and self._task is not None and self._task.divides_by_count
-        return {is_scaled: num_ranks if is_scaled else 1}
+        return {is_scaled: self._num_ranks if is_scaled else 1}
 
-    def _agreed(
-        self, found: set[Finding] | None, scales: tuple[bool, ...], *, is_uneven: bool
-    ) -> tuple[list[Finding] | None, bool]:
+    def _agreed(self, found: set[Finding] | None, *, is_uneven: bool) -> tuple[list[Finding] | None, bool]:
         """Return what the loss can be on every process, the likeliest first, or None if none can tell. Collective."""
+        scales = (False, True) if self._num_ranks > 1 else (False,)
         every = [Finding(what, is_scaled) for what in WHATS for is_scaled in scales]
         missing = [int(found is not None and each not in found) for each in every]
         flags: list[int] = [*missing, int(found is not None), int(is_uneven)]

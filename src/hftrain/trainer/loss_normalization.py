@@ -45,7 +45,7 @@ class LossShares:
             self.plain.accepts_item_count = hooks.accepts_count
             is_copied = getattr(strategy, "num_devices", 1) > 1
             watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, is_copied=is_copied)
-        self.found = LossFinding(hooks, self.plain, strategy, watch)
+        self.found = LossFinding(hooks, self.plain, strategy, watch, num_ranks=self.num_ranks)
         self.has_weighed = self._is_paused = self._is_first = False
         self._num_whole = self._num_shares = 0
         self._counted: dict[int, tuple[Any, Counts]] = {}
@@ -204,7 +204,6 @@ class LossShares:
                 share,
                 num_items,
                 lambda finding: float(self._weight(finding, share, num_items)),
-                num_ranks=self.num_ranks,
                 num_micro_batches=self.num_micro_batches,
                 is_uneven=self._is_uneven(),
             )

@@ -72,9 +72,9 @@ class MemoryTracker:
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, stage: str) -> None:
+    def start(self, stage: str | None = None) -> None:
         """Begin ``"init"``, ``"train"``, ``"eval"`` or ``"test"``, unless a stage runs already; resets the peaks."""
-        if not self._meters or self._stage is not None:
+        if stage is None or not self._meters or self._stage is not None:
             return
         self._stage = stage
         gc.collect()
@@ -102,6 +102,11 @@ class MemoryTracker:
             report, self._init_report = {**self._init_report, **report}, {}
         self._stage = self._thread = self._stop = None
         return report
+
+    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
+        """Add the report of a stage that is still running; like `start` without a stage, for copied code."""
+        if metrics is not None:
+            metrics.update(self.stop())
 
     def _sample(self, stop: threading.Event) -> None:
         meters = [meter for meter in self._meters.values() if meter.needs_looks]

@@ -18,10 +18,10 @@ from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import TrainerHooks
-from hftrain.run.ready import place_task
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
+from hftrain.task.module import without_model
 from hftrain.trainer.memory import MemoryTracker
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
@@ -71,7 +71,7 @@ class Stages:
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        trainer._resolve_hooks(vars(trainer))  # again, because scripts may assign hooks to the instance
+        trainer._resolve_hooks()  # again, because scripts may assign hooks to the instance
         self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
@@ -130,7 +130,7 @@ class Stages:
 
     def _place(self) -> None:
         """Prepare the forward pass of a model that is not being trained."""
-        place_task(self._trainer.task, self._trainer.strategy)
+        self._place_task()
         self._trainer.compiler.compile(self._trainer.model)
         self._trainer._cast_model()
 
@@ -141,7 +141,14 @@ class Stages:
         if not self._is_prepared:
             self._trainer.precision.prepare(strategy.device, strategy.scaler_factory)
             self._is_prepared = True
-        place_task(self._trainer.task, strategy)
+        self._place_task()
+
+    def _place_task(self) -> None:
+        """Move the task's metrics and other parts to the device, and place the model."""
+        task, strategy = self._trainer.task, self._trainer.strategy
+        with without_model(task):
+            task.to(strategy.device)
+        task.model = strategy.place(task.model)
 
     def report_memory(self, metrics: dict[str, Any]) -> None:
         """Add the memory report of the current method, unless another one called it."""

@@ -99,7 +99,6 @@ from hftrain.trainer.choices import (
     resolved_arguments,
     with_trackers,
 )
-from hftrain.trainer.count_items_check import CountItemsCheck
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.evaluation import Evaluation
@@ -108,6 +107,7 @@ from hftrain.trainer.loss_finding import LossHooks
 from hftrain.trainer.loss_normalization import LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
+from hftrain.trainer.proofs import CountItemsCheck
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
@@ -311,7 +311,8 @@ class Trainer:
         self._own_evaluation.check()
         self.data_collator = data_collator or default_collator(self.processing_class)
         check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._own_data.eval_sets])
-        self._resolve_hooks(given)
+        self._resolve_hooks()
+        check_hooks(type(self), Trainer, given=given, attributes=vars(self))
         self._make_own_accelerator()
         self._make_callbacks(callbacks, max_time)
 
@@ -367,7 +368,7 @@ class Trainer:
             setattr(self, name, value)
             self._found[name] = value
 
-    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
+    def _resolve_hooks(self) -> None:
         """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
         # Stored under names that no subclass would choose for its own methods.
         self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
@@ -382,7 +383,6 @@ class Trainer:
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
         self._shares = self._make_shares()
-        check_hooks(type(self), Trainer, given=given, attributes=vars(self))
 
     def _is_overridden(self, name: str) -> bool:
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
@@ -1986,9 +1986,9 @@ class Trainer:
     sharded_ddp = fsdp = scaler = _past = None
 
     @property
-    def _memory_tracker(self) -> _Reporter:
+    def _memory_tracker(self) -> MemoryTracker:
         """Adds the memory report; evaluate() and predict() do it themselves."""
-        return _Reporter(self._memory)
+        return self._memory
 
     @property
     def neftune_hook_handle(self) -> Any:
@@ -2034,18 +2034,3 @@ class Trainer:
     def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
         """Concatenate the tensors of all processes, as NumPy arrays. Collective."""
         return nested_numpify(self._nested_gather(tensors, name))
-
-
-class _Reporter:
-    """transformers' tracker of memory, on the Trainer's own."""
-
-    def __init__(self, memory: MemoryTracker) -> None:
-        self._memory = memory
-
-    def start(self) -> None:
-        """Do nothing: the Trainer has started."""
-
-    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
-        """Add the report of a stage that is still running."""
-        if metrics is not None:
-            metrics.update(self._memory.stop())

@@ -19,7 +19,6 @@ from support.tiny import make_resumable, make_rows, train
 from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.loops.fit import FitLoop
 from hftrain.preemption.consensus import Consensus
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import TrainingStopped
@@ -207,7 +206,7 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
         saver: Any = SimpleNamespace(manager=trainer._make_manager())
-        return Interrupts(trainer._make_run_parts(None), saver, GracePeriod(None), FitLoop())
+        return Interrupts(trainer._make_run_parts(None), saver, GracePeriod(None))
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None

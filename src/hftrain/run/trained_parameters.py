@@ -1,0 +1,208 @@
+"""Which parameters a run trains: those outside of the model, and those that are unfrozen or added while it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
+from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
+from hftrain.core.errors import CheckpointError
+from hftrain.core.log import warn_once
+from hftrain.core.types import Owns
+from hftrain.optim.added_groups import admit_group, dismiss_groups
+from hftrain.optim.fused import can_fuse
+from hftrain.step.averaging import average_gradients
+from hftrain.step.stepper import Stepper
+from hftrain.storage.tensors import load_tensors
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+
+
+class TrainedParameters:
+    """Save what trains and the model's files do not hold, keep it equal on all processes, and follow changes.
+
+    The model's files do not hold the weights of a loss, say, and those of an adapter leave out other weights that
+    train. An engine that steps itself does all of this.
+
+    Args:
+        read_schedule: Returns the schedule of the learning rate.
+
+    Attributes:
+        outside: What the model's files do not hold; the same list for the whole run.
+    """
+
+    def __init__(self, strategy: Strategy, task: TaskModule, read_schedule: Callable[[], Any]) -> None:
+        self._strategy, self._task, self._read_schedule = strategy, task, read_schedule
+        self._is_engines = Owns.STEP in strategy.owns
+        self._is_averaged = strategy.world_size > 1 and not self._is_engines
+        # By their position in the optimizer, the indices of group and parameter, or by their name in the model.
+        self._by_place: dict[str, torch.Tensor] = {}
+        self.outside: list[torch.Tensor] = []
+
+    # -- outside of the model ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def find(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the optimizer's parameters that the task does not contain; synchronise new ones. Collective."""
+        own = set(map(id, self._task.parameters()))
+        self._by_place = {
+            f"{number}.{index}": parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in own
+        }
+        known = set(map(id, self.outside))
+        self.outside[:] = self._by_place.values()
+        self._add_beside_adapters(self._strategy.unwrap(self._task.model))
+        for parameter in self.outside if self._is_averaged else ():
+            if id(parameter) not in known:
+                # As the model's wrapper does: the values of the main process.
+                value = parameter.detach() if self._strategy.is_main else torch.zeros_like(parameter)
+                parameter.copy_(self._strategy.reduce(value))
+
+    def _add_beside_adapters(self, model: Any) -> None:
+        """Add what a model that saves only its adapters leaves out; a strategy that splits it saves it in parts."""
+        if self._strategy.shards_model or not saves_adapters(model):
+            return
+        beside = missing_from_adapters(model)
+        self._by_place.update(beside)
+        # PEFT's own, which end in the adapter's name or encode a prompt: its files hold what an adapter needs.
+        own = re.compile(rf"prompt_encoder\.|.*\.({'|'.join(map(re.escape, model.peft_config))})$")
+        if lost := [name for name in beside if not own.match(name)]:
+            warn_once(
+                f"The files of the adapters do not hold {', '.join(lost[:3])}{' and others' * (len(lost) > 3)}, which "
+                "change in training. Checkpoints hold them for a resume, but save_model() does not: list their modules "
+                "in modules_to_save of the adapter's configuration, or save them yourself."
+            )
+
+    def averaging(self, stepper: Stepper) -> Stepper:
+        """Return a stepper that averages the gradients before it clips, if several processes have their own."""
+        if not self._is_averaged:
+            return stepper
+
+        def clip() -> Any:
+            average_gradients(self.outside, self._strategy)
+            return stepper.clip()
+
+        return replace(stepper, clip=clip)
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return those outside by their positions in the optimizer; None if there are none to save."""
+        if not self._by_place or self._is_engines:
+            return None
+        return {name: value.detach() for name, value in self._by_place.items()}
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restore those outside from a checkpoint's folder.
+
+        Raises:
+            CheckpointError: The parameters in the file have other shapes.
+        """
+        path, own = folder / OUTSIDE_WEIGHTS, self.state_dict()
+        if own is None:
+            return
+        if not path.exists():
+            warn_once(
+                f"The checkpoint does not hold {len(own)} parameters that the optimizer trains and the model's files "
+                "do not have, such as the weights of a loss: they start from their initial values."
+            )
+            return
+        saved = load_tensors(path)
+        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
+            raise CheckpointError(
+                f"Cannot restore {path}:",
+                "the optimizer's parameters outside the model are not those that were saved.",
+                "Use the same loss and optimizer, or start a new run.",
+                saved=sorted(saved),
+                optimizer=sorted(own),
+            )
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
+
+    # -- unfrozen or added during the run --------------------------------------------------------------------------
+
+    def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Apply the schedule to groups that are added from now on; wraps `add_param_group` until `close`."""
+        self._model, self._optimizer, self._num_groups = model, optimizer, len(optimizer.param_groups)
+        self._before = {name: p.requires_grad for name, p in model.named_parameters()}
+        if not self._is_engines:
+            optimizer.add_param_group = self._add  # type: ignore[method-assign]
+
+    def _add(self, param_group: dict[str, Any]) -> None:
+        type(self._optimizer).add_param_group(self._optimizer, param_group)
+        *earlier, group = self._optimizer.param_groups
+        if all(p.grad is None for each in earlier for p in each["params"]):
+            # Between two steps, gradients can only be of earlier steps: of parameters that the model did not have.
+            for parameter in group["params"]:
+                parameter.grad = None
+        if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
+            group["fused"] = True
+        admit_group(self._read_schedule(), group)
+        self.find(self._optimizer)
+
+    def changes(self) -> dict[str, Any]:
+        """Return facts for the manifest: parameters whose `requires_grad` has changed, and the added groups."""
+        if self._is_engines:
+            return {}
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        changed = {
+            name: p.requires_grad
+            for name, p in self._model.named_parameters()
+            if p.requires_grad != self._before.get(name, p.requires_grad)
+        }
+        groups = self._optimizer.param_groups[self._num_groups :]
+        added = [[names.get(id(p)) for p in group["params"]] for group in groups]
+        facts = {"requires_grad": changed, "added_groups": added, "num_groups": self._num_groups if added else 0}
+        return {name: value for name, value in facts.items() if value}
+
+    def repeat(self, facts: Mapping[str, Any]) -> None:
+        """Repeat the changes that a manifest records, so that the optimizer's state fits; existing groups are skipped.
+
+        Raises:
+            CheckpointError: A group has parameters that cannot be found by name.
+        """
+        parameters = dict(self._model.named_parameters())
+        for name, requires_grad in facts.get("requires_grad", {}).items():
+            if name in parameters:
+                parameters[name].requires_grad_(requires_grad)
+        for number, names in enumerate(facts.get("added_groups", []), start=facts.get("num_groups", 0)):
+            if number < len(self._optimizer.param_groups):
+                continue
+            missing = [str(name) for name in names if name not in parameters]
+            if missing:
+                raise CheckpointError(
+                    "A run was resumed that had added a group of parameters to its optimizer.",
+                    f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",
+                    "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
+                )
+            self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+    def go_back(self, facts: Mapping[str, Any]) -> list[str]:
+        """Undo the changes since a checkpoint of this run, so that its optimizer's state fits.
+
+        Args:
+            facts: The checkpoint's, from its manifest.
+
+        Returns:
+            The names of the parameters that are no longer trained.
+        """
+        if self._is_engines:
+            return []
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
+        dismiss_groups(self._optimizer, [self._read_schedule()], num=num_groups)
+        self.find(self._optimizer)
+        self.repeat({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
+        parameters = dict(self._model.named_parameters())
+        return [name for name in trained if not parameters[name].requires_grad]
+
+    def close(self) -> None:
+        """Restore the optimizer's `add_param_group`; safe to call twice."""
+        vars(self._optimizer).pop("add_param_group", None)
