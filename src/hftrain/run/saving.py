@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +20,12 @@ from hftrain.checkpoint.states import as_it_is, shard_writers
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
+from hftrain.core.state import TrainerState
 from hftrain.optim.weight_modes import evaluation_weights
-from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
-from hftrain.run.writing import CheckpointWrites, Save, as_of
+from hftrain.run.writing import CheckpointWrites, Save, as_of, model_writer
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, without_model
 
@@ -118,7 +119,7 @@ class Saver:
             if writes.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
-        frozen = frozen_state(state) if writes.is_async else state
+        frozen = _frozen(state) if writes.is_async else state
         if self.manager.is_committer:
             self._history.take(state.log_history or [])
         main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
@@ -215,6 +216,14 @@ class Saver:
                 "Save at every evaluation, for example with save_strategy='best'.",
                 *(state.best_metric, state.best_global_step, best.name),
             )
+
+
+def _frozen(state: TrainerState) -> TrainerState:
+    """Return a copy of the documented state, independent of later steps, without the log history."""
+    frozen = copy.copy(state)
+    frozen.log_history = []  # stored in `HistoryText`
+    frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+    return frozen
 
 
 def load_task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,31 +11,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
+from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError, Writer
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
+from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.rules.saving import watch_states
-from hftrain.run.capture import model_writer
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.watch import is_peer_gone
+from hftrain.task.module import task_state
 
 logger = get_logger(__name__)
 
 # A subclass that overrides one of these writes files itself, or expects them in the folder on return.
 _WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
 _SHORT_WAIT_S = 0.1
+# Configurations that a model writes next to its weights, and that may change during training.
+_CONFIGS = ("config", "generation_config")
 
 
 def saves_at_all(args: TrainingArguments, policy: SavePolicy) -> bool:
@@ -325,3 +334,57 @@ def make_manager(
         is_greater_better=bool(args.greater_is_better),
         uploads=uploads,
     )
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def model_writer(parts: RunParts, keep: Keep) -> Callable[[Path], None]:
+    """Return a function that writes the current model and its other files. Collective.
+
+    Args:
+        keep: Copies tensors to host memory.
+    """
+    args, strategy, model, tool = parts.args, parts.strategy, parts.wrapped, saved_tool(parts.trainer)
+    weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
+    if not args.should_save:
+        return lambda folder: None
+    weights, own = keep(dict(weights)), keep(task_state(parts.task))
+    face, arguments = _with_own_configs(strategy.unwrap(model)), args.to_dict()
+
+    def write(folder: Path) -> None:
+        write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
+
+    return write
+
+
+def write_model(
+    folder: Path,
+    *,
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor] | None,
+    own: Mapping[str, torch.Tensor],
+    tool: Any,
+    arguments: dict[str, Any],
+) -> None:
+    """Write a model, the state of its task outside the model, the processing class and the arguments."""
+    save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
+    save_task_state(own, folder)
+    if hasattr(tool, "save_pretrained"):
+        tool.save_pretrained(str(folder))
+    save_containers(arguments, folder / ARGUMENTS)
+
+
+def saved_tool(trainer: TrainerHooks) -> Any:
+    """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
+    tool = trainer.processing_class
+    return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
+
+
+def _with_own_configs(model: nn.Module) -> nn.Module:
+    """Return a shallow copy of a model with copies of its configurations."""
+    # Not copy.copy: the classes that FSDP creates cannot be copied.
+    face: nn.Module = object.__new__(type(model))
+    vars(face).update(vars(model))
+    vars(face).update({name: copy.deepcopy(vars(model)[name]) for name in _CONFIGS if name in vars(model)})
+    return face

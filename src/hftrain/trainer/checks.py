@@ -27,9 +27,9 @@ from hftrain.optim.schedules import build_schedule
 from hftrain.rules.data import batch_columns, check_inputs
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
-from hftrain.rules.model import check_copies, check_not_sharded
 from hftrain.rules.optimizer import check_step
 from hftrain.rules.saving import check_fits, check_saves
+from hftrain.rules.task import check_copies, check_not_sharded
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume

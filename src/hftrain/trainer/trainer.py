@@ -67,7 +67,6 @@ from hftrain.rules.saving import check_save_policy
 from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
-from hftrain.run.capture import saved_tool, write_model
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
@@ -75,7 +74,7 @@ from hftrain.run.parts import RunParts, Take, loss_window
 from hftrain.run.plan import start_state
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
-from hftrain.run.writing import make_manager
+from hftrain.run.writing import make_manager, saved_tool, write_model
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
