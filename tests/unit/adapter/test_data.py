@@ -87,10 +87,6 @@ def test_accelerator_config_is_read_in_every_form(tmp_path: Path, form: str) -> 
     assert (plan.split_batches, plan.even_batches) == (True, False)
 
 
-def test_no_accelerator_config_says_nothing(tmp_path: Path) -> None:
-    assert read_accelerator_config(make_arguments(tmp_path)) == {}
-
-
 @pytest.mark.parametrize("content", [None, "{not json", "[1, 2]", "3"])
 def test_accelerator_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "config.json"

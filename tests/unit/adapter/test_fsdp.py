@@ -189,11 +189,6 @@ def test_name_and_version_that_contradict_each_other_are_refused(
         Trainer(Net(), args, strategy=strategy)
 
 
-def test_two_shardings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Keep one of full_shard, hybrid_shard"):
-        options(tmp_path, "full_shard hybrid_shard")
-
-
 def test_one_process_without_a_launcher_is_refused_unless_the_strategy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,10 +287,3 @@ def test_launchers_settings_arrive(
     )
     # What the arguments say replaces it.
     assert options(tmp_path, "no_shard") == {"sharding": "no_shard", "offload": False, "auto_wrap": False}
-
-
-def test_launchers_sharding_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHRAD")
-    with pytest.raises(ConfigError, match="Did you mean 'full_shard'"):
-        options(tmp_path, "")

@@ -29,13 +29,6 @@ def test_optimizer_follows_the_arguments(tmp_path: Path) -> None:
     )
 
 
-def test_optimizer_defaults_are_the_documented_ones(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, learning_rate=5e-5)
-    assert optimizer_config(arguments).betas == (0.9, 0.999)
-    assert optimizer_config(arguments).eps == 1e-8
-    assert optimizer_config(arguments).options is None
-
-
 def test_schedule_follows_the_arguments(tmp_path: Path) -> None:
     arguments = make_arguments(
         tmp_path, lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}, warmup_steps=3
@@ -43,17 +36,6 @@ def test_schedule_follows_the_arguments(tmp_path: Path) -> None:
     assert schedule_config(arguments, num_training_steps=10) == ScheduleConfig(
         name="cosine_with_restarts", num_training_steps=10, num_warmup_steps=3, options={"num_cycles": 2}
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "num_warmup_steps"),
-    [({}, 0), ({"warmup_ratio": 0.25}, 3), ({"warmup_ratio": 0.01}, 1), ({"warmup_steps": 4, "warmup_ratio": 0.5}, 4)],
-)
-@pytest.mark.filterwarnings("ignore:.*warmup")
-def test_warmup_is_a_number_of_steps_or_a_share(tmp_path: Path, options: dict[str, Any], num_warmup_steps: int) -> None:
-    config = schedule_config(make_arguments(tmp_path, **options), num_training_steps=10)
-    assert config.num_warmup_steps == num_warmup_steps
-    assert config.options == {}
 
 
 def test_target_modules_are_handed_on(tmp_path: Path) -> None:

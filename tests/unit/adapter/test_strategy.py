@@ -131,11 +131,6 @@ def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strateg
         request(tmp_path, strategy)
 
 
-def test_unknown_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'single'"):
-        request(tmp_path, "singel")
-
-
 def test_object_is_used_as_it_is_and_needs_no_registered_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     strategy = Mine(use_cpu=True)
     assert request(tmp_path, strategy) == ("mine", {})

@@ -9,7 +9,6 @@ import pytest
 from support.tiny import make_arguments
 
 from hftrain.adapter.strategy import strategy_request
-from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 
 
@@ -131,7 +130,3 @@ def test_fsdp_on_a_tpu_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     with pytest.raises(ConfigError, match="needs the key xla"):
         request_of(tmp_path, fsdp="full_shard")
-
-
-def test_arguments_keep_the_number_of_cores() -> None:
-    assert TrainingArguments("out", tpu_num_cores=8).to_dict()["tpu_num_cores"] == 8

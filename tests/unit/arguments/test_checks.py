@@ -117,16 +117,6 @@ def test_run_without_length_raises_unless_steps_are_given(epochs):
     assert TrainingArguments("out", num_train_epochs=epochs, max_steps=5).max_steps == 5
 
 
-def test_accelerator_config_class_raises():
-    with pytest.raises(ConfigError, match="It is a class"):
-        TrainingArguments("out", accelerator_config=dict)
-
-
-def test_accelerator_config_key_is_checked():
-    with pytest.raises(ConfigError, match="'split_batches'"):
-        TrainingArguments("out", accelerator_config={"split_batch": True})
-
-
 @pytest.mark.parametrize("name", ["bf16", "ddp_find_unused_parameters", "load_best_model_at_end", "tf32"])
 @pytest.mark.parametrize("value", ["false", "no"])
 def test_text_in_place_of_a_yes_or_a_no_is_refused(name: str, value: str) -> None:

@@ -116,8 +116,3 @@ def test_home_folder_is_expanded(monkeypatch, tmp_path):
 def test_text_that_is_no_json_object_raises(name, text):
     with pytest.raises(ConfigError, match=f"{name}=.*not a JSON object"):
         TrainingArguments("out", **{name: text})
-
-
-def test_none_beside_trackers_raises():
-    with pytest.raises(ConfigError, match="'none' turns all trackers off"):
-        TrainingArguments("out", report_to=["none", "wandb"])

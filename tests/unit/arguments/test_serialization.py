@@ -68,8 +68,3 @@ def test_text_lists_settings_alphabetically():
     assert lines[0] == "TrainingArguments("
     assert lines[1:-1] == sorted(lines[1:-1])
     assert "output_dir='out'," in lines
-
-
-def test_dict_builds_the_same_arguments():
-    args = TrainingArguments("out", eval_strategy="epoch", seed=3)
-    assert TrainingArguments(**args.to_dict()) == args

@@ -118,11 +118,6 @@ def test_wrong_value_raises(method, named):
         getattr(TrainingArguments("out"), method)(**named)
 
 
-def test_old_optimizer_name_warns():
-    with pytest.warns(FutureWarning, match="adamw_hf"):
-        assert TrainingArguments("out").set_optimizer("adamw_hf").optim == "adamw_torch"
-
-
 def test_chain_may_pass_through_states_that_do_not_fit():
     args = TrainingArguments("out", load_best_model_at_end=True, eval_strategy="steps")
     args.set_evaluate(strategy="epoch").set_save(strategy="epoch")

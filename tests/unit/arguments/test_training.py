@@ -17,8 +17,6 @@ import pytest
 from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.errors import ConfigError
 
-BOTH = pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])
-
 
 @dataclass
 class OwnArguments(TrainingArguments):
@@ -45,18 +43,6 @@ def run_python(code: str) -> None:
         [sys.executable, "-c", ROOM_ALONE + textwrap.dedent(code)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@BOTH
-def test_output_dir_is_the_first_positional(cls):
-    assert cls("out").output_dir == "out"
-
-
-@BOTH
-@pytest.mark.parametrize(("typo", "hint"), [("learning_rat", "learning_rate"), ("eval_strategi", "eval_strategy")])
-def test_unknown_name_raises_with_close_matches(cls, typo, hint):
-    with pytest.raises(ConfigError, match=rf"Cannot set {typo} in {cls.__name__}: there is no such setting.*'{hint}'"):
-        cls("out", **{typo: 1})
 
 
 def test_unknown_name_is_refused_for_a_subclass_too():

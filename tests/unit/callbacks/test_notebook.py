@@ -29,10 +29,6 @@ def test_render_html_draws_bars_and_escapes_the_table() -> None:
     assert "<tr><td>7</td><td></td><td>a &amp; b</td></tr>" in block
 
 
-def test_render_html_without_rows_has_no_table() -> None:
-    assert render_html([], []) == "<div></div>"
-
-
 class Page:
     def __init__(self):
         self.blocks: dict[str, str] = {}

@@ -102,16 +102,6 @@ def every_line(monkeypatch):
     monkeypatch.setattr("hftrain.callbacks.progress.PLAIN_INTERVAL_S", 0.0)
 
 
-def test_terminal_gets_a_bar_of_optimizer_steps() -> None:
-    file = Terminal()
-    Player(file).train(100)
-    assert "\r" in file.getvalue()
-    last = file.getvalue().rsplit("\r", 1)[1]
-    assert last.startswith("train 100%")
-    assert "100/100" in last
-    assert last.endswith("\n")
-
-
 def test_terminal_bar_starts_at_the_resumed_step() -> None:
     file = Terminal()
     Player(file, global_step=40).train(60)

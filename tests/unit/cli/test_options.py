@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 
-from hftrain.cli.options import HfArg, is_flag, option_names, option_settings
+from hftrain.cli.options import HfArg, is_flag, option_settings
 
 
 def make_field(**options: Any) -> dataclasses.Field[Any]:
     kind = dataclasses.make_dataclass("Kind", [("a_name", Any, HfArg(**options))])
     return dataclasses.fields(kind)[0]
-
-
-def test_option_names_has_both_spellings_and_aliases() -> None:
-    assert option_names(make_field(aliases=["-a"])) == ["--a_name", "--a-name", "-a"]
 
 
 @pytest.mark.parametrize(("hint", "expected"), [(bool, True), (bool | None, True), (bool | str, False), (int, False)])

@@ -325,12 +325,3 @@ def test_options_are_those_that_argparse_shows() -> None:
         assert part in shown
     (read,) = parser.parse_args_into_dataclasses(["--tone", "high", "--kind", "2", "--no_is_on"])
     assert (read.tone, read.kind, read.is_on) == ("high", 2, False)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [(["--number", "x"], "invalid int value: 'x'"), (["--tone", "hgh"], "high")]
-)
-def test_wrong_values_are_told_as_argparse_does(words: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        HfArgumentParser(Shown).parse_args_into_dataclasses(words)
-    assert message in capsys.readouterr().err

@@ -146,8 +146,3 @@ def test_samples_are_kept_apart_by_positions_and_bounds():
     assert rows[0]["labels"].tolist() == [7, 8]
     assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_k"]) == ([0, 2, 3], 2)
     assert batch["seq_idx"].tolist() == [[0, 0, 1]]
-
-
-def test_unknown_kind_of_tensors_is_refused():
-    with pytest.raises(ConfigError, match="'tf'"):
-        DataCollatorWithFlattening(return_tensors="tf")([{"input_ids": [1]}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hftrain import (
     DistributedLengthGroupedSampler,
     IterableDatasetShard,
     LengthGroupedSampler,
-    RemoveColumnsCollator,
     SequentialDistributedSampler,
 )
 
@@ -63,12 +61,3 @@ def test_distributed_lengths_fill_up_or_drop() -> None:
 def test_sampler_without_lengths_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="by length"):
         LengthGroupedSampler(2, **given)
-
-
-def test_columns_are_removed_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    collate = RemoveColumnsCollator(list, ["x"], logging.getLogger("test"), "Net", "training")
-    with caplog.at_level(logging.INFO):
-        assert collate([{"x": 1, "text": "a"}, (2,)]) == [{"x": 1}, (2,)]
-        collate([{"x": 1, "text": "a"}])
-    assert len(caplog.records) == 1
-    assert "left out: text" in caplog.records[0].getMessage()

@@ -98,12 +98,6 @@ def test_resume_gives_the_same_batches_down_to_random_numbers(make, config, skip
     assert list(resumed.open(0)) == epochs[0]
 
 
-@pytest.mark.parametrize("make", [Items, Stream])
-def test_resume_in_the_main_process_gives_the_same_samples(make):
-    whole = ids(feed(make()).open(1))
-    assert ids(feed(make()).open(1, skip=2)) == whole[4:]
-
-
 def test_skip_reads_no_sample_and_draws_no_number():
     dataset = Items()
     before = torch.get_rng_state()

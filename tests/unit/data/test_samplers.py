@@ -15,42 +15,12 @@ from torch.utils.data import (
 from hftrain.core.errors import ConfigError
 from hftrain.data.samplers import (
     ContiguousShard,
-    EpochShuffleSampler,
     GlobalShuffleSampler,
-    Later,
     RankBatches,
     give_generator,
     is_rank_aware,
     samplers_of,
 )
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_epoch_shuffle_follows_the_formula(epoch):
-    sampler = EpochShuffleSampler(range(11), seed=42)
-    sampler.set_epoch(epoch)
-    before = torch.get_rng_state()
-    order = list(sampler)
-    assert order == torch.randperm(11, generator=torch.Generator().manual_seed(42 + epoch)).tolist()
-    assert list(sampler) == order
-    assert len(sampler) == 11
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("n", range(1, 18))
-def test_contiguous_shards_restore_the_order(n, world_size):
-    shards = [ContiguousShard(range(n), rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert [i for shard in shards for i in shard] == list(range(n))
-    assert [len(shard) for shard in shards] == [len(list(shard)) for shard in shards]
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-@pytest.mark.parametrize("n", range(1, 18))
-def test_contiguous_shards_keep_units_whole(n):
-    shards = [list(ContiguousShard(range(n), rank=rank, world_size=3, unit=4)) for rank in range(3)]
-    assert [i for shard in shards for i in shard] == list(range(n - n % 4))
-    assert all(len(shard) % 4 == 0 for shard in shards)
 
 
 def test_contiguous_shard_without_length_raises():
@@ -92,13 +62,6 @@ def test_small_batches_in_the_middle_are_handed_out(world_size, even_batches):
     ]
     assert {sample for share in shares for batch in share for sample in batch} == set(range(11))
     assert [len(list(share)) for share in shares] == list(map(len, shares))
-
-
-@pytest.mark.parametrize("skip", [0, 2, 3, 9])
-def test_later_leaves_out_the_first(skip):
-    batches = Later([[0], [1], [2]], skip)
-    assert list(batches) == [[0], [1], [2]][skip:]
-    assert len(batches) == len(list(batches))
 
 
 def test_samplers_of_lists_each_part_once():

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hftrain.core.seed import preserved_rng
-from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, seed_process, start_worker
+from hftrain.data.seeding import SeededBatches, derive_seed, start_worker
 
 
 def draw():
@@ -23,14 +23,6 @@ def test_derive_seed_tells_all_parts_apart():
     assert 0 <= derive_seed(-1, 2**63) < 2**32
 
 
-def test_seed_process_sets_the_three_cpu_generators():
-    with preserved_rng():
-        seed_process(3)
-        first = draw()
-        seed_process(3)
-        assert draw() == first
-
-
 @pytest.mark.parametrize("change", [{"worker_id": 1}, {"rank": 1}, {"seed": 1}])
 def test_start_worker_depends_on_worker_rank_and_seed(change):
     options = {"worker_id": 0, "rank": 0, "seed": 0}
@@ -39,12 +31,6 @@ def test_start_worker_depends_on_worker_rank_and_seed(change):
         first = draw()
         start_worker(**{**options, **change})
         assert draw() != first
-
-
-def test_new_generator_leaves_the_global_one_alone():
-    before = torch.get_rng_state()
-    torch.rand(2, generator=new_generator(5))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_seeded_batches_seed_only_where_they_are_unpacked():

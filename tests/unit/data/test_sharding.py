@@ -150,11 +150,6 @@ def test_loaders_that_cannot_be_split_raise(loader, options, message):
         shard_loader(loader, rank=0, world_size=2, is_training=True, **options)
 
 
-def test_split_size_divides_only_on_request():
-    assert ShardPlan(world_size=2, split_batches=True).size_of(4) == 2
-    assert ShardPlan(world_size=2, split_batches=False).size_of(3) == 3
-
-
 def prepared(dataset: Any, rank: int, **options: Any) -> Any:
     """Return what `Accelerator.prepare` makes of a loader in one of two processes."""
     loader = DataLoader(dataset, batch_size=2)

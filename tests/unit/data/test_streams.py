@@ -44,18 +44,6 @@ def share(dataset, *, rank, world_size, **changes):
     return stream_share(dataset, rank=rank, world_size=world_size, **{"is_training": False, "seed": 0, **changes})
 
 
-def test_set_dataset_epoch_reseeds_the_generator_of_a_stream():
-    stream = ShuffledStream()
-    set_dataset_epoch(stream, epoch=2, seed=40)
-    assert list(stream) == torch.randperm(6, generator=torch.Generator().manual_seed(42)).tolist()
-
-
-def test_set_dataset_epoch_calls_set_epoch():
-    stream = EpochAware()
-    set_dataset_epoch(stream, epoch=2, seed=40)
-    assert stream.epoch == 2
-
-
 def test_set_dataset_epoch_leaves_map_style_generators_alone():
     class Items:
         generator = torch.Generator().manual_seed(5)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import Stream, make_rows, train
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hftrain.data.feed import TrainFeed
@@ -50,8 +48,3 @@ def test_streams_that_are_right_warn_of_nothing(kind: str, num_workers: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(read(kind, num_workers)) in (12, 12 * num_workers)
-
-
-def test_trainer_names_a_stream_that_is_read_twice(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"Each of the 2 loader workers reads the whole Stream.*2 times per epoch"):
-        train(tmp_path, train_dataset=Stream(make_rows(24)), max_steps=6, dataloader_num_workers=2)

@@ -50,21 +50,6 @@ def test_parameter_groups_keep_the_model_order() -> None:
     assert others == {"params": [model[0].bias, model[1].weight, model[1].bias, model[2].bias], "weight_decay": 0.0}
 
 
-def test_parameter_groups_leave_frozen_parameters_out() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    decaying, others = parameter_groups(model, weight_decay=0.1)
-    assert decaying["params"] == [model[1].weight]
-    assert others["params"] == [model[1].bias]
-
-
-def test_parameter_groups_follow_given_names() -> None:
-    model = nn.Linear(2, 2)
-    decaying, others = parameter_groups(model, weight_decay=0.1, decay_names=["bias"])
-    assert decaying["params"] == [model.bias]
-    assert others["params"] == [model.weight]
-
-
 def test_parameter_groups_accept_the_name_of_an_empty_slot() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     decaying, _ = parameter_groups(model, weight_decay=0.1, decay_names=["0.weight", "1.weight"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hftrain.core.errors import ConfigError
-from hftrain.optim.options import cast_options, parse_options, refuse_unknown
+from hftrain.optim.options import cast_options, parse_options
 
 
 @pytest.mark.parametrize("text", [None, "", "  ", {}])
@@ -52,10 +52,3 @@ def test_cast_options_follows_the_hint(value: Any, hint: Any, expected: Any) -> 
 def test_cast_options_refuses_unreadable_values(value: str, hint: Any) -> None:
     with pytest.raises(ConfigError, match=f"key must be {hint.__name__}"):
         cast_options({"key": value}, {"key": hint}, owner="optim='x'")
-
-
-def test_refuse_unknown_lists_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"'c'.*It takes: a, b"):
-        refuse_unknown(["a", "c"], ["b", "a"], owner="x", field="optim_args")
-    with pytest.raises(ConfigError, match="It takes none"):
-        refuse_unknown(["a"], [], owner="x", field="optim_args")

@@ -142,13 +142,6 @@ def test_batches_of_many_sizes_share_a_second_graph(counting: Counting) -> None:
     compiler.close()
 
 
-def test_older_name_compiles(tmp_path: Path, counting: Counting) -> None:
-    with pytest.warns(FutureWarning, match="torchdynamo is deprecated"):
-        arguments = make_arguments(tmp_path, torchdynamo="counting", num_train_epochs=1)
-    Trainer(Net(), arguments, train_dataset=make_rows(8)).train()
-    assert counting.num_graphs == 1
-
-
 def test_environment_tells_accelerate_while_a_verb_runs(
     tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,12 +159,6 @@ def test_environment_tells_accelerate_while_a_verb_runs(
     assert seen[0] == ("counting", "reduce-overhead")
     assert os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
     assert "ACCELERATE_DYNAMO_MODE" not in os.environ
-
-
-def test_arguments_touch_no_environment() -> None:
-    before = dict(os.environ)
-    TrainingArguments("out", torch_compile=True, torch_compile_mode="max-autotune")
-    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(

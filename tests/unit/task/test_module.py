@@ -20,13 +20,6 @@ batch = {
 }
 
 
-class Silent(TaskModule):
-    """Give the loss alone."""
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return self.model(**batch)[0]
-
-
 def test_model_may_be_given_or_assigned() -> None:
     class Late(TaskModule):
         def __init__(self) -> None:
@@ -55,15 +48,6 @@ def test_evaluation_step_is_the_training_step_by_default() -> None:
 
 def test_predictions_are_the_outputs_of_evaluation_by_default() -> None:
     assert Task().prediction_step(batch).shape == (4, 3)
-
-
-def test_predictions_need_outputs() -> None:
-    with pytest.raises(TaskError, match=r"Cannot predict with Silent.*defines no prediction_step"):
-        Silent(Net()).prediction_step(batch)
-
-
-def test_optimizers_come_from_the_arguments_by_default() -> None:
-    assert Task().configure_optimizers() is None
 
 
 @pytest.mark.parametrize(
@@ -108,17 +92,3 @@ def test_step_output_is_made_of_a_tensor_or_kept() -> None:
     loss, output = torch.tensor(1.0), StepOutput(outputs=3)
     assert as_step_output(loss).loss is loss
     assert as_step_output(output) is output
-
-
-@pytest.mark.parametrize(
-    ("result", "named"),
-    [
-        (None, "it is None"),
-        ({"los": 1, 2: 3}, "of type dict with the keys 2, los"),
-        (1.5, "of type float"),
-        ((torch.tensor(1.0),), "of type tuple"),
-    ],
-)
-def test_step_that_returns_something_else_is_named(result: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"Cannot use what the step returned: .*{named}, and a loss is a tensor"):
-        as_step_output(result)

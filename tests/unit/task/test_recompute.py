@@ -97,11 +97,6 @@ def test_unknown_class_is_refused_with_those_there_are(classes: list[str]) -> No
         recompute_activations(Deep(), {"layer_classes": classes})
 
 
-def test_model_without_the_method_is_told_of_layer_classes() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing_enable.*layer_classes"):
-        recompute_activations(Deep(), None)
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"layer_classes": ["Block"]}}],
