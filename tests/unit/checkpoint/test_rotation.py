@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.rotation import LocalCheckpoints, commit_order, finite_of, surplus
+from hftrain.checkpoint.rotation import LocalCheckpoints, commit_order, finite_of
 
 
 def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manifest_come_last():
@@ -48,14 +48,6 @@ def test_manifests_are_read_once_and_forgotten_with_their_checkpoints():
     checkpoints.note("checkpoint-4", None)
     assert not any(each.files for each in checkpoints.manifests().values() if each)
     assert checkpoints.reads[3:] == ["checkpoint-3", "checkpoint-4"]
-
-
-@pytest.mark.parametrize(
-    ("protected", "limit", "expected"),
-    [([5], 2, [1, 2, 3]), ([1, 5], 2, [2, 3, 4]), ([1, 5], 1, [2, 3, 4]), ([], 9, []), ([5], 4, [1])],
-)
-def test_surplus_is_the_oldest_that_nobody_protects(protected, limit, expected):
-    assert list(surplus([1, 2, 3, 4, 5], protected=protected, limit=limit)) == expected
 
 
 @pytest.mark.parametrize(

@@ -112,41 +112,6 @@ def test_no_model_is_refused(tmp_path: Path) -> None:
         Trainer(args=make_arguments(tmp_path))
 
 
-class NoLoss(nn.Module):
-    """Give back whatever it was made with."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.answer = answer
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return self.answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "named"),
-    [
-        ({"logits": torch.zeros(4, 3)}, "a mapping with the keys logits"),
-        ((torch.zeros(4, 3),), r"a tuple of \['a tensor of shape \(4, 3\)'\]"),
-        (None, "It returned None"),
-        (torch.zeros(4), r"a tensor of shape \(4,\)"),
-    ],
-)
-def test_model_without_a_loss_is_named_at_the_first_forward(tmp_path: Path, answer: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"Cannot find the loss of NoLoss.*{named}"):
-        train(tmp_path, NoLoss(answer))
-
-
-def test_task_step_without_a_loss_is_named_at_the_first_forward(tmp_path: Path) -> None:
-    class Forgetful(Task):
-        def training_step(self, batch: Any) -> Any:
-            return {"los": 1.0}
-
-    with pytest.raises(TaskError, match="of type dict with the keys los"):
-        train(tmp_path, Forgetful())
-
-
 def test_dict_of_samples_by_number_passes_at_the_first_forward(tmp_path: Path) -> None:
     train(tmp_path, train_dataset=dict(enumerate(ROWS)))
 

@@ -176,28 +176,6 @@ def test_a_child_that_a_method_hides_is_refused(tmp_path: Path) -> None:
         Trainer(Named(), make_arguments(tmp_path))
 
 
-def test_a_step_that_runs_backward_itself_is_told_so(tmp_path: Path) -> None:
-    class Backward(Task):
-        def training_step(self, batch: Any) -> StepOutput:
-            output = super().training_step(batch)
-            output.loss.backward()  # type: ignore[union-attr]
-            return output
-
-    with pytest.raises(RuntimeError, match="already been freed") as caught:
-        fit(Backward(), tmp_path)
-    assert "Return the loss without calling backward()" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize(("value", "found"), [("high", "str"), (torch.ones(2), r"a tensor of shape \(2,\)")])
-def test_logs_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: Any, found: str) -> None:
-    class Logs(Task):
-        def training_step(self, batch: Any) -> StepOutput:
-            return StepOutput(loss=super().training_step(batch).loss, logs={"word": value})
-
-    with pytest.raises(TaskError, match=rf"Cannot log 'word': it is {found}, but logs hold only numbers"):
-        fit(Logs(), tmp_path)
-
-
 def test_the_dataset_in_the_collators_place_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot use a list as data_collator.*train_dataset=") as caught:
         Trainer(Task(), make_arguments(tmp_path), make_rows())  # type: ignore[arg-type]

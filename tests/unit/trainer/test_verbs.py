@@ -308,18 +308,6 @@ def test_save_strategy_best_saves_on_a_new_best_only(tmp_path: Path) -> None:
     assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == [2, 4, 8]
 
 
-def test_metrics_are_formatted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path))
-    metrics = {"eval_loss": 0.123456, "eval_runtime": 75.5, "eval_mem_cpu_alloc_delta": 3 << 20, "epoch": 1.0}
-    trainer.log_metrics("eval", metrics)
-    shown = capsys.readouterr().out
-    assert "***** eval metrics *****" in shown
-    assert "0:01:15.50" in shown
-    assert "3MB" in shown
-    trainer.save_metrics("eval", metrics)
-    assert json.loads((tmp_path / "all_results.json").read_text())["eval_loss"] == 0.123456
-
-
 def test_arguments_default_to_a_folder_in_the_working_directory(tmp_cwd: Path) -> None:
     assert Trainer(Net()).args.output_dir == "tmp_trainer"
     assert not (tmp_cwd / "tmp_trainer").exists()
