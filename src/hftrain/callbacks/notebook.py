@@ -6,9 +6,9 @@ import html
 import importlib
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from hftrain.callbacks.base import Metrics
 from hftrain.callbacks.lines import shorten
@@ -66,13 +66,6 @@ def metric_columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Show(Protocol):
-    """Put HTML on the page."""
-
-    def __call__(self, block: str, *, display_id: str, is_update: bool) -> None:
-        """Show `block`; an update replaces the last one with the same id."""
-
-
 def show_in_ipython(block: str, *, display_id: str, is_update: bool) -> None:
     """Show HTML through IPython; an update replaces the earlier block."""
     ipython = importlib.import_module("IPython.display")
@@ -84,7 +77,7 @@ class NotebookProgressCallback(MeterCallback):
     """Show bars and a table with a row per evaluation (or per log entry, without evaluations) in a notebook.
 
     Args:
-        show: Puts HTML on the page; through IPython by default.
+        show: Puts HTML on the page, with the arguments of `show_in_ipython`, the default.
 
     Raises:
         MissingDependencyError: IPython is needed and not installed.
@@ -94,7 +87,7 @@ class NotebookProgressCallback(MeterCallback):
 
     _loss: Any
 
-    def __init__(self, *, show: Show | None = None) -> None:
+    def __init__(self, *, show: Callable[..., None] | None = None) -> None:
         if show is None:
             require("ipython", feature="NotebookProgressCallback")
         self._show = show or show_in_ipython

@@ -249,7 +249,7 @@ class CometCallback(TrackerCallback, tracker="comet_ml"):
 
 
 class DagsHubCallback(TrackerCallback, tracker="dagshub"):
-    """Report to MLflow on DagsHub; see `hftrain.loggers.dagshub`."""
+    """Report to MLflow on DagsHub; see `hftrain.loggers.mlflow`."""
 
 
 class DVCLiveCallback(TrackerCallback, tracker="dvclive"):

@@ -8,10 +8,10 @@ from hftrain.loggers.base import regroup as regroup
 from hftrain.loggers.clearml import ClearMLLogger as ClearMLLogger
 from hftrain.loggers.codecarbon import CodeCarbonLogger as CodeCarbonLogger
 from hftrain.loggers.comet import CometLogger as CometLogger
-from hftrain.loggers.dagshub import DagsHubLogger as DagsHubLogger
 from hftrain.loggers.dvclive import DVCLiveLogger as DVCLiveLogger
 from hftrain.loggers.flyte import FlyteLogger as FlyteLogger
 from hftrain.loggers.kubeflow import KubeflowLogger as KubeflowLogger
+from hftrain.loggers.mlflow import DagsHubLogger as DagsHubLogger
 from hftrain.loggers.mlflow import MLflowLogger as MLflowLogger
 from hftrain.loggers.registry import available_loggers as available_loggers
 from hftrain.loggers.registry import create_logger as create_logger

@@ -24,7 +24,7 @@ _TABLE = """
     clearml      clearml      ClearMLLogger      ClearML
     codecarbon   codecarbon   CodeCarbonLogger   CodeCarbon, emissions
     comet_ml     comet        CometLogger        Comet
-    dagshub      dagshub      DagsHubLogger      MLflow on DagsHub
+    dagshub      mlflow       DagsHubLogger      MLflow on DagsHub
     dvclive      dvclive      DVCLiveLogger      DVCLive
     flyte        flyte        FlyteLogger        Flyte, inside a task
     kubeflow     kubeflow     KubeflowLogger     a Kubeflow TrainJob's server

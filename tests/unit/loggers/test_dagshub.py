@@ -9,7 +9,7 @@ from support.trackers import needs, train
 
 from hftrain import ConfigError
 from hftrain.loggers.base import RunFacts
-from hftrain.loggers.dagshub import DagsHubLogger
+from hftrain.loggers.mlflow import DagsHubLogger
 
 pytestmark = needs("dagshub", "mlflow")
 

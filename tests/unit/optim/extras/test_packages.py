@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.optional import is_available
-from hftrain.optim.extras import vendors
+from hftrain.optim.extras import packaged
 from hftrain.optim.extras.anyprecision import AnyPrecisionAdamW
 from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_class, optimizers
 
@@ -70,7 +70,7 @@ def test_package_without_the_class_is_refused(monkeypatch: pytest.MonkeyPatch) -
     # As when "apex" is another package of that name.
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.setattr("hftrain.optim.optimizers.require", lambda requirement, **about: None)
-    monkeypatch.setattr(vendors, "check_cuda", lambda config, **about: None)
+    monkeypatch.setattr(packaged, "check_cuda", lambda config, **about: None)
     with pytest.raises(MissingDependencyError, match=r"'apex' is installed, but apex\.optimizers has no FusedAdam"):
         class_of("adamw_apex_fused")
 

@@ -1,4 +1,4 @@
-"""GaLore: the gradients of linear modules projected to a low rank."""
+"""GaLore and APOLLO: optimizers that project the gradients of linear modules to a low rank."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import nn
 from hftrain.optim.low_rank import low_rank_class
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, check_cuda, load
 
-_CHOICES = {"proj_type": ("std", "reverse_std", "right", "left", "full")}
-_LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_GALORE_CHOICES = {"proj_type": ("std", "reverse_std", "right", "left", "full")}
+_GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 
 
-def adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+def galore_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's AdamW. Source: Zhao et al., 2024, arXiv 2403.03507."""
     cls = _load("GaLoreAdamW", config)
     settings = {"betas": config.betas, "eps": config.eps, "no_deprecation_warning": True}
     return _paired(cls, config, model, is_layerwise=is_layerwise, **settings)
 
 
-def adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+def galore_adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's Adafactor, with an external learning rate."""
     cls = _load("GaLoreAdafactor", config)
     return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
 
 
-def adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+def galore_adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's 8-bit AdamW."""
     check_cuda(config, reason="the package synchronises with the device in each update")
     cls = _load("GaLoreAdamW8bit", config)
@@ -49,7 +49,36 @@ def _paired(
 ) -> OptimizerClass:
     projector = load("galore_torch.galore_projector:GaLoreProjector", "galore-torch", config, extra="galore")
     made, given = low_rank_class(
-        cls, config, model, low_rank=_LOW_RANK, choices=_CHOICES, is_layerwise=is_layerwise, **settings
+        cls, config, model, low_rank=_GALORE, choices=_GALORE_CHOICES, is_layerwise=is_layerwise, **settings
     )
     made.make_projector = lambda self, group, state: projector(group["rank"])  # type: ignore[attr-defined]
+    return made, given
+
+
+_APOLLO = {
+    "rank": 128,
+    "proj": "random",
+    "scale_type": "channel",
+    "update_proj_gap": 200,
+    "scale": 1.0,
+    "proj_type": "std",
+}
+_APOLLO_CHOICES = {
+    "proj": ("random", "svd"),
+    "scale_type": ("channel", "tensor"),
+    "proj_type": ("std", "reverse_std", "right", "left"),
+}
+
+
+def apollo_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+    """Return APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
+    cls = load("apollo_torch:APOLLOAdamW", "apollo-torch", config, extra="apollo")
+    settings: dict[str, Any] = {
+        "low_rank": _APOLLO,
+        "choices": _APOLLO_CHOICES,
+        "betas": config.betas,
+        "eps": config.eps,
+    }
+    made, given = low_rank_class(cls, config, model, is_layerwise=is_layerwise, **settings)
+    made.make_projector = cls._initialize_projector  # type: ignore[attr-defined]
     return made, given
