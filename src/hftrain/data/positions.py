@@ -111,7 +111,7 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     if not offset and (is_stream or not is_plain_loader(loader)):
         return loader, skip
     # This loader's workers must end with the epoch; the original loader's workers wait for the next one.
-    own = {"persistent_workers": False}
+    own: dict[str, Any] = {"persistent_workers": False}
     if is_stream:
         return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **own), skip
     order = _shifted(_batches_of(loader), offset) if offset else _batches_of(loader)

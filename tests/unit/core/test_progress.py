@@ -32,11 +32,6 @@ def test_control_sets_named_flags_only() -> None:
     assert control.should_save is True
 
 
-def test_control_names_its_flags_when_asked_for_another() -> None:
-    with pytest.raises(AttributeError, match=r"no flag 'should_stop'; its flags are .*'should_training_stop'"):
-        TrainerControl().update({"should_stop": True})
-
-
 def test_control_is_stored_in_the_documented_form() -> None:
     control = TrainerControl(should_save=True)
     state = control.state()

@@ -31,12 +31,6 @@ def test_device_that_cannot_be_used_is_refused(options: dict[str, object], reaso
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
-def test_absent_mps_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no MPS device"):
-        SingleDeviceStrategy(device="mps")
-
-
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
 def test_name_of_the_apple_gpu_is_refused_without_one() -> None:
     with pytest.raises(ConfigError, match="no MPS device"):
         MPSStrategy()
