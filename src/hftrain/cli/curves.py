@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hftrain.cli.answer import Answer
 from hftrain.cli.columns import Point
-from hftrain.cli.runs import RunRecord, chosen_metrics, read_runs, thinned
+from hftrain.cli.runs import FEW_RUNS, RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 
@@ -21,6 +21,8 @@ _MAX_POINTS = 2000
 # Markers that distinguish the curves without colours; "hd" draws quarters of a character.
 _MARKERS = ("hd", "●", "x", "+", "o")
 _PICTURES = (".png", ".svg", ".pdf")
+# After ten curves colours repeat.
+_LINES = ("-", "--", ":", "-.")
 # Size of a panel in an image, in inches.
 _SIZE = (7.0, 3.6)
 
@@ -69,6 +71,10 @@ def _panels(runs: Sequence[RunRecord], metrics: Sequence[str]) -> Panels:
             if points:
                 label = metric if len(runs) == 1 else f"{run.name}: {metric}"
                 panels.setdefault(run.subject(metric), {})[label] = points
+    if len(runs) > FEW_RUNS:  # the legend in the order of the curves' ends
+        panels = {
+            title: dict(sorted(curves.items(), key=lambda curve: -curve[1][-1][1])) for title, curves in panels.items()
+        }
     return panels
 
 
@@ -112,13 +118,15 @@ def _write_picture(panels: Panels, path: Path) -> None:
         for axes, (title, curves) in zip(
             figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
         ):
-            for label, points in curves.items():
+            for number, (label, points) in enumerate(curves.items()):
                 steps, values = zip(*_thinned(points), strict=True)
-                axes.plot(steps, values, label=label, marker="o" if len(points) < 30 else None, markersize=3)
+                style = {"marker": "o" if len(points) < 30 else None, "linestyle": _LINES[number // 10 % len(_LINES)]}
+                axes.plot(steps, values, label=label, markersize=3, **style)
             axes.set(xlabel="step", ylabel=title)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False)
+            beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(curves) > 2 * FEW_RUNS else {}
+            axes.legend(frameon=False, **beside)
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
         except OSError as error:

@@ -17,7 +17,7 @@ from typing import Any
 from hftrain.callbacks.lines import seconds_text
 from hftrain.cli.answer import Answer
 from hftrain.cli.columns import is_number
-from hftrain.cli.runs import MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
+from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 from hftrain.storage.space import readable_bytes
@@ -73,20 +73,38 @@ def render(runs: Sequence[RunRecord]) -> str:
     from jinja2 import Environment
     from plotly.offline import get_plotlyjs
 
+    runs = _best_first(runs)
     panels = _panels(runs)
     template = Environment(autoescape=True).from_string(files("hftrain.cli").joinpath("report.html").read_text("utf-8"))
     return template.render(
-        title=" and ".join(run.name for run in runs),
+        title=" and ".join(run.name for run in runs) if len(runs) <= FEW_RUNS else _common_name(runs),
         version=version("hftrain"),
         written=_when(time.time()),
         runs=[_about(run) for run in runs],
         panels=panels,
         data=[{**panel, "is_compared": len(runs) > 1} for panel in panels],
+        shares_legend=len(runs) > FEW_RUNS,
         notes=[f"{run.name}: {note}" for run in runs for note in _notes(run)],
         summary=_summary(runs),
         differing=_differing(runs),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
+
+
+def _best_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs by their best evaluation, if that is of one metric; those without one last."""
+    found = {run.folder: _best(run) for run in runs}
+    known = [run for run in runs if found[run.folder][2] is not None]
+    if len({found[run.folder][0] for run in known}) != 1:
+        return list(runs)
+    sign = -1 if (known[0].arguments or {}).get("greater_is_better") else 1
+    ordered = sorted(known, key=lambda run: sign * (found[run.folder][2] or 0.0))
+    return ordered + [run for run in runs if run not in known]
+
+
+def _common_name(runs: Sequence[RunRecord]) -> str:
+    parents = {Path(run.folder).parent.name for run in runs}
+    return f"{parents.pop()}: {len(runs)} runs" if len(parents) == 1 else f"{len(runs)} runs"
 
 
 # -- curves ----------------------------------------------------------------------------------------------------------
@@ -180,16 +198,20 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
 
 
 def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    rows = []
+    """Return a row for each run, with the best one marked if they were sorted by one metric."""
+    rows, metrics = [], set()
     for run in runs:
         metric, step, best = _best(run)
+        metrics.add(metric if best is not None else None)
         shown = "" if best is None else f"{metric} {_number(best)} at step {step}"
         rows.append((run.name, _status(run)[0], _steps(run), _duration(run), shown, _median_throughput(run)))
-    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": _rows(rows)}
+    made = _rows(rows)
+    made[0]["is_best"] = len(metrics - {None}) == 1
+    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": made}
 
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the arguments that differ between runs."""
+    """Return the arguments that differ between runs, by run if there are more runs than arguments."""
     known = [run.arguments for run in runs if run.arguments is not None]
     rows = []
     for name in sorted({name for arguments in known for name in arguments if name not in _NAMES}):
@@ -199,7 +221,11 @@ def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
             rows.append((name, *("not known" if run.arguments is None else next(shown) for run in runs)))
     unknown = [run.name for run in runs if run.arguments is None]
     note = f"Not known of {', '.join(unknown)}." if unknown else "" if rows else "None."
-    return {"head": ["Argument", *(run.name for run in runs)], "rows": _rows(rows), "note": note}
+    names = [run.name for run in runs]
+    if not rows or len(rows) >= len(runs):
+        return {"head": ["Argument", *names], "rows": _rows(rows), "note": note}
+    by_run = list(zip(("Run", *names), *rows, strict=True))
+    return {"head": by_run[0], "rows": _rows(by_run[1:]), "note": note}
 
 
 def _evaluations(run: RunRecord) -> dict[str, Any]:

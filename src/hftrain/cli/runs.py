@@ -24,6 +24,8 @@ from hftrain.storage.files import read_json, walk_files
 from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import RemoteFolder, is_url
 
+# More runs than these share one legend and one title, and show one loss.
+FEW_RUNS = 3
 # Values of a log entry that are not metrics: its position, its times and speeds.
 _PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen")
 _SPEEDS = ("_runtime", "_per_second")
@@ -147,13 +149,16 @@ def thinned(values: Sequence[float], limit: int) -> list[int]:
 
 
 def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]:
-    """Return the requested metrics; by default the losses of training and evaluation.
+    """Return the requested metrics; by default the losses of training and evaluation, of many runs one of the two.
 
     Raises:
         ConfigError: No run has logged a requested metric.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.metrics()))
-    asked = list(asked) or [name for name in known if any(run.subject(name) == "loss" for run in runs)] or known[:1]
+    losses = [name for name in known if any(run.subject(name) == "loss" for run in runs)]
+    if len(runs) > FEW_RUNS:
+        losses = [name for name in losses if name != "loss"][:1] or losses
+    asked = list(asked) or losses or known[:1]
     for name in asked:
         if name not in known:
             raise ConfigError(f"Cannot show the metric {name!r}.", "No run has logged it.", suggest(name, known))

@@ -102,11 +102,30 @@ def test_runs_are_compared(tmp_path: Path) -> None:
         train(tmp_path / name, learning_rate=rate)
     page = write(tmp_path, tmp_path / "slow", tmp_path / "fast")
     assert rows_of(page, "Arguments that differ between the runs") == [
-        ["Argument", "slow", "fast"],
-        ["learning_rate", "0.001", "0.1"],
+        ["Run", "learning_rate"],
+        ["fast", "0.1"],
+        ["slow", "0.001"],
     ]
-    assert {"slow", "fast", "slow: eval_loss", "fast: eval_loss"} <= curves(page).keys()
-    assert [row[:3] for row in rows_of(page, "Runs")[1:]] == [[name, "complete", "6 of 6"] for name in ("slow", "fast")]
+    found = curves(page)
+    assert {"slow", "fast"} <= found.keys()
+    assert min(found["fast: eval_loss"]["value"]) < min(found["slow: eval_loss"]["value"])
+    assert [row[:3] for row in rows_of(page, "Runs")[1:]] == [[name, "complete", "6 of 6"] for name in ("fast", "slow")]
+
+
+def test_many_runs_are_sorted_by_their_best_and_share_a_legend(tmp_path: Path) -> None:
+    ends = {"a": 0.3, "b": 0.1, "c": 0.2, "d": 0.4}
+    for name, end in ends.items():
+        entries = [
+            {"loss": 1.0, "step": 1},
+            {"loss": 1.0, "step": 2},
+            {"eval_loss": end, "eval_runtime": 1.0, "step": 2},
+        ]
+        write_foreign(tmp_path / "sweep" / name, 2, entries)
+    page = write(tmp_path, *(tmp_path / "sweep" / name for name in ends))
+    assert [row[0] for row in rows_of(page, "Runs")[1:]] == ["b", "c", "a", "d"]
+    assert page.count('<tr class="best">') == 1 + len(ends)  # and each run's best evaluation
+    assert "<title>sweep: 4 runs" in page
+    assert "sharesLegend = true" in page
 
 
 def test_run_of_transformers_is_shown_without_reading_its_pickle(tmp_path: Path) -> None:
