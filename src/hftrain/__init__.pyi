@@ -31,6 +31,8 @@ from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.averaging import EMA as EMA
 from hftrain.callbacks.averaging import SWA as SWA
+from hftrain.callbacks.batches import BatchCallback as BatchCallback
+from hftrain.callbacks.logging import RunLogger as RunLogger
 from hftrain.callbacks.profiling import SimpleProfiler as SimpleProfiler
 from hftrain.callbacks.profiling import TorchProfiler as TorchProfiler
 from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback

@@ -21,6 +21,7 @@ Handler = Callable[..., Any]
 
 CONTEXT = (
     *("model", "processing_class", "tokenizer", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"),
+    "logger",
 )
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 # The flags that an event resets, as code that fires it itself expects.

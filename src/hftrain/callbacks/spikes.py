@@ -128,5 +128,5 @@ class SpikeGuard(TrainerCallback):
                 *(state.global_step, ", and its update was left out" * is_skipped, loss, usual_loss, norm, usual_norm),
             )
             entry = {"spike_loss": loss, "spike_grad_norm": norm, "spike_is_skipped": is_skipped}
-            state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
+            kwargs["logger"].log(entry)
             self._spike = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hftrain.callbacks.base import ExportableState, Metrics, TrainerCallback
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
@@ -128,6 +128,16 @@ class TrackerCallback(TrainerCallback, ExportableState):
         """Report the logged values."""
         if state.is_world_process_zero and logs and self._open(args, state, kwargs.get("model")):
             self._try(self.logger.log, self.rename(numbers_of(logs)), state.global_step)
+
+    def report_logged(self, kind: str, args: Any, state: TrainerState, model: Any, *values: Any) -> None:
+        """Report what a callback logs; `kind` is the logger's method."""
+        method = getattr(self.logger, kind)
+        if kind == "log":
+            self.on_log(args, state, TrainerControl(), logs=values[0], model=model)
+        elif getattr(type(self.logger), kind) is getattr(Logger, kind):
+            warn_once(f"Tracker {self._name} has no {kind}: what callbacks log with it is not reported there.")
+        elif self._open(args, state, model):
+            self._try(method, *values, state.global_step)
 
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -122,6 +123,15 @@ class Logger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics, named like ``train/loss`` or ``eval/loss``; `step` counts optimizer updates."""
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        """Record an array of bytes (height, width, 3 or 4 channels); a tracker that does not override it takes none."""
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Record a text; see `log_image`."""
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """Record a table; see `log_image`."""
+
     def log_artifact(self, folder: Path, step: int) -> None:
         """Upload a checkpoint's folder before returning: it may be deleted afterwards."""
 
@@ -133,6 +143,19 @@ class Logger:
         if self._run is not None and self._is_own:
             getattr(self._run, self.end)()
             self._run = None
+
+
+class MediaByWrapping(Logger):
+    """A logger that logs images, texts and tables as W&B, and others after it, take them: wrapped in a class."""
+
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        self.log({name: importlib.import_module(self.packages[0]).Image(image)}, step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self.log_table(name, ["text"], [[text]], step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        self.log({name: importlib.import_module(self.packages[0]).Table(columns=columns, data=rows)}, step)
 
 
 def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:

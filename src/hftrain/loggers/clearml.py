@@ -52,6 +52,15 @@ class ClearMLLogger(Logger):
             stage, _, metric = name.partition("/")
             reporter.report_scalar(title=metric, series=stage, value=value, iteration=step)
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        self._run.get_logger().report_image(title=name, series=name, iteration=step, image=image)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._run.get_logger().report_text(f"{name} (step {step}): {text}")
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        self._run.get_logger().report_table(title=name, series=name, iteration=step, table_plot=[columns, *rows])
+
     def log_artifact(self, folder: Path, step: int) -> None:
         self._run.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
 

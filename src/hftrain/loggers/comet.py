@@ -49,6 +49,16 @@ class CometLogger(Logger):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log_metrics(dict(metrics), step=step, epoch=metrics.get("train/epoch"))
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        self._run.log_image(image, name=name, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log_text(text, step=step, metadata={"name": name})
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """Upload a CSV file."""
+        self._run.log_table(f"{name}-{step}.csv", tabular_data=rows, headers=columns)
+
     def log_artifact(self, folder: Path, step: int) -> None:
         self._run.log_asset_folder(str(folder), step=step, log_file_name=True, recursive=True)
         self._run.flush()

@@ -51,6 +51,10 @@ class DVCLiveLogger(Logger):
             self._run.log_metric(name, value)
         self._run.make_summary()
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        """Write a PNG of each step."""
+        self._run.log_image(f"{name}/{step}.png", image)
+
     def log_artifact(self, folder: Path, step: int) -> None:
         """Record a checkpoint in DVC, as a copy."""
         self._run.log_artifact(str(folder), name="model", type="model", copy=True)

@@ -54,6 +54,16 @@ class MLflowLogger(Logger):
 
         mlflow.log_metrics(dict(metrics), step=step, run_id=self.run_id)
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        self._client().log_image(str(self.run_id), image, key=name, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._client().log_text(str(self.run_id), text, f"{name}/{step}.txt")
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        data = {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+        self._client().log_table(str(self.run_id), data, f"{name}/{step}.json")
+
     def log_artifact(self, folder: Path, step: int) -> None:
         import mlflow
 
@@ -69,6 +79,11 @@ class MLflowLogger(Logger):
         self._is_own = False
 
     close = finish_training
+
+    def _client(self) -> Any:
+        import mlflow
+
+        return mlflow.MlflowClient()
 
     def _log_params(self, run: RunFacts, *, known: Mapping[str, Any]) -> None:
         """Record new parameters; MLflow does not allow changes, so a resumed run keeps its recorded values."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from hftrain.core.log import warn_once
-from hftrain.loggers.base import Logger, RunFacts
+from hftrain.loggers.base import MediaByWrapping, RunFacts
 
 
-class SwanLabLogger(Logger):
+class SwanLabLogger(MediaByWrapping):
     """Report to SwanLab, in the open run if there is one.
 
     Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to continue), SWANLAB_LOG_DIR;
@@ -51,6 +52,11 @@ class SwanLabLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        import swanlab
+
+        self.log({name: swanlab.echarts.Table().add(columns, rows)}, step)
 
     def close(self) -> None:
         """Finish the run, unless it is already finished."""

@@ -53,6 +53,20 @@ class TensorBoardLogger(Logger):
             self._run.add_scalar(name, value, step)
         self._run.flush()
 
+    def log_image(self, name: str, image: Any, step: int) -> None:
+        self._run.add_image(name, image, step, dataformats="HWC")
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._run.add_text(name, text, step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """Write a table in Markdown, as a text."""
+        lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows)]
+        self._run.add_text(name, "\n".join(lines), step)
+
+    def finish_training(self) -> None:
+        self._run.flush()
+
 
 def _new_folder(output_dir: str) -> str:
     name = f"{datetime.datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"

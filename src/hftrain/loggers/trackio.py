@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.loggers.base import Logger, RunFacts
+from hftrain.loggers.base import MediaByWrapping, RunFacts
 
 
-class TrackioLogger(Logger):
+class TrackioLogger(MediaByWrapping):
     """Report to Trackio's local database, and to the Space `trackio_space_id` unless that is None.
 
     The project is `project`. With `trackio_static_space_id`, the finished run is published to a static Space.

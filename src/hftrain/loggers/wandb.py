@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.loggers.base import Logger, RunFacts
+from hftrain.loggers.base import MediaByWrapping, RunFacts
 
 _WATCHED = ("false", "gradients", "parameters", "all")
 
 
-class WandbLogger(Logger):
+class WandbLogger(MediaByWrapping):
     """Report to Weights & Biases, in the open run if there is one.
 
     Environment variables: WANDB_PROJECT (``"huggingface"``), WANDB_LOG_MODEL (``"false"``, ``"end"``,

@@ -99,12 +99,14 @@ class Seq2SeqTrainer(Trainer):
             eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
-            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy).
+            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
+                `ckpt` of `Trainer.evaluate`.
 
         Source: the documented `Seq2SeqTrainer.evaluate`.
         """
+        own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **own)
 
     def predict(
         self,
@@ -119,15 +121,17 @@ class Seq2SeqTrainer(Trainer):
             test_dataset: The data to predict on.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
-            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy).
+            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
+                `ckpt` of `Trainer.evaluate`.
 
         Returns:
             (predictions, label_ids, metrics); token ids, padded with the padding token or else the end-of-text token.
 
         Source: the documented `Seq2SeqTrainer.predict`.
         """
+        own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **own)
 
     def prediction_step(
         self,

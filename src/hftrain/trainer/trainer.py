@@ -22,6 +22,7 @@ from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
+from hftrain.callbacks.logging import RunLogger
 from hftrain.callbacks.profiling import make_profiler
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
@@ -100,6 +101,7 @@ from hftrain.trainer.choices import (
 )
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
+from hftrain.trainer.evaluated_weights import other_weights
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.loss_finding import LossHooks
@@ -527,6 +529,7 @@ class Trainer:
         """Return the parts that exist before a run is built."""
         self._loss_window = loss_window(self)
         self._journal = Journal()
+        self.callback_handler = self.callback_handler  # whose `logger` writes into this journal
         return RunParts(
             trainer=self,
             args=self.args,
@@ -892,6 +895,7 @@ class Trainer:
         metric_key_prefix: str = "eval",
         *,
         weights: str = "average",
+        ckpt: str | Path | None = None,
     ) -> dict[str, float]:
         """Run an evaluation, log its metrics and return them, each name prefixed; collective.
 
@@ -901,17 +905,16 @@ class Trainer:
             metric_key_prefix: Prefix of the metric names.
             weights: ``"average"`` evaluates those of an `EMA` or `SWA` callback, if there is one; ``"live"`` those that
                 train.
+            ckpt: ``"best"``, ``"last"`` or a checkpoint's folder: evaluate its weights, and put the present ones back.
 
         Returns:
             Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
 
         Source: the documented `Trainer.evaluate`.
         """
-        if weights != "average":
-            if weights != "live":
-                raise ConfigError(f"Cannot use weights={weights!r}:", "It is 'average' or 'live'.", "Use one of them.")
-            with self.callback_handler.evaluation_weights(live=True):
-                return self.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if ckpt is not None or weights != "average":
+            with self._own_stages.running("eval"), other_weights(self, self._output, ckpt, weights=weights):
+                return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
             return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
@@ -932,7 +935,13 @@ class Trainer:
         return metrics
 
     def predict(
-        self, test_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        *,
+        weights: str = "average",
+        ckpt: str | Path | None = None,
     ) -> PredictionOutput:
         """Return predictions in dataset order, with labels and metrics if the data has labels; collective.
 
@@ -940,6 +949,8 @@ class Trainer:
             test_dataset: The data to predict on; required.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
+            weights: As in `evaluate`.
+            ckpt: As in `evaluate`.
 
         Returns:
             (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 if lengths differ. A
@@ -947,6 +958,9 @@ class Trainer:
 
         Source: the documented `Trainer.predict`.
         """
+        if ckpt is not None or weights != "average":
+            with self._own_stages.running("predict"), other_weights(self, self._output, ckpt, weights=weights):
+                return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._own_stages.evaluating("predict"):
             output, metrics = self._own_evaluation.over(
                 self._own_data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
@@ -1549,6 +1563,7 @@ class Trainer:
                 "Derive it from hftrain.CallbackHandler.",
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
+        handler.refresh(logger=RunLogger(handler, self._journal.log))
         self._callback_handler = handler
 
     def add_callback(self, callback: Any) -> None:

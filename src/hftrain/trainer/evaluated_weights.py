@@ -1,0 +1,71 @@
+"""`evaluate(ckpt=...)` and `predict(ckpt=...)`: run on a checkpoint's weights, then put the live ones back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
+from hftrain.core.types import Owns
+from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.run.output import Output
+from hftrain.run.parts import TrainerHooks
+from hftrain.run.plan import AUTO, find_resume
+
+
+@contextmanager
+def other_weights(trainer: TrainerHooks, output: Output, ckpt: str | Path | None, *, weights: str) -> Iterator[None]:
+    """Give the model a checkpoint's weights, or the live ones, in the context, and its own after it. Collective.
+
+    Args:
+        ckpt: ``"best"``, ``"last"`` or a folder; None for the weights that train.
+
+    Raises:
+        ConfigError: An engine holds the weights, or a callback evaluates averages.
+    """
+    events, is_engine = trainer.callback_handler, Owns.STEP in trainer.strategy.owns
+    has_average = weights == "average" and any(hasattr(each, "evaluation_weights") for each in events.callbacks)
+    if weights not in ("average", "live") or has_average or (ckpt is not None and is_engine):
+        raise ConfigError(
+            f"Cannot use ckpt={ckpt and str(ckpt)!r}, weights={weights!r} with strategy={trainer.strategy.name!r}"
+            f"{' and a callback that averages weights' * has_average}.",
+            "weights is 'average' or 'live'; only a resume restores the averages of a checkpoint; and an engine keeps "
+            "copies of the weights, which could not be put back exactly.",
+            "Pass weights='live', or load the checkpoint into a model and Trainer of its own.",
+        )
+    with evaluation_weights(trainer.optimizer), events.evaluation_weights(live=True):
+        if ckpt is None:
+            yield
+            return
+        folder = _found(trainer, output, ckpt)
+        tensors = [each.detach() for each in (*trainer.task.parameters(), *trainer.task.buffers())]
+        live = [each.clone() for each in tensors]
+        try:
+            trainer._load_from_checkpoint(str(folder))
+            yield
+        finally:
+            for tensor, value in zip(tensors, live, strict=True):
+                tensor.copy_(value)
+
+
+def _found(trainer: TrainerHooks, output: Output, ckpt: str | Path) -> Path:
+    """Return the checkpoint's folder on this machine; the main process finds and verifies it. Collective."""
+    best, found, problem = trainer.state.best_model_checkpoint, None, None
+    # By name, because the folder of the run may have been moved since.
+    asked = {"last": AUTO, "best": Path(best).name if best else False}.get(str(ckpt), str(ckpt))
+    try:
+        found = find_resume(trainer, output, asked)
+        if found is None and trainer.strategy.is_main:
+            raise CheckpointError(
+                f"Cannot evaluate ckpt={ckpt!r}.",
+                f"There is no {ckpt} checkpoint in {str(output.folder)!r}.",
+                "Save one (save_strategy; for the best one also metric_for_best_model), or pass its path.",
+            )
+    except HFTrainError as error:
+        problem = error
+    if reason := trainer.strategy.broadcast_object(problem and str(problem)):
+        raise problem or CheckpointError(reason)
+    folder = output.share(found, is_on_each_node=trainer.args.save_on_each_node)
+    assert folder is not None
+    return folder
