@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.tiny import Net, make_rows, make_trainer
 
-from hftrain import EMA, SWA, ConfigError, SavePolicy, TrainerCallback, set_seed
+from hftrain import EMA, SWA, CheckpointError, ConfigError, Freeze, SavePolicy, TrainerCallback, set_seed
 from hftrain.callbacks.averaging import WeightAverage
 
 
@@ -185,6 +185,25 @@ def test_parameters_that_are_unfrozen_are_averaged_from_then_on(tmp_path: Path) 
     expected = weights(whole)
     for step in (3, 6):
         assert same(weights(run(tmp_path, First(), EMA(0.9), resume=str(tmp_path / f"checkpoint-{step}"))), expected)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["average, freeze", "freeze, average"])
+def test_resumes_are_exact_while_parts_are_frozen_and_afterwards(tmp_path: Path, is_first: bool) -> None:
+    def callbacks() -> list[Any]:
+        both = [EMA(0.9), Freeze("layers.0", until=4)]
+        return both[::-1] if is_first else both
+
+    expected = weights(run(tmp_path, *callbacks()))
+    for step in (3, 6):
+        assert same(weights(run(tmp_path, *callbacks(), resume=str(tmp_path / f"checkpoint-{step}"))), expected)
+
+
+def test_averages_of_another_model_are_refused(tmp_path: Path) -> None:
+    average = EMA()
+    run(tmp_path, average)
+    average.on_train_begin(None, None, None, model=torch.nn.Linear(2, 1))
+    with pytest.raises(CheckpointError, match=r"no parameters named layers\.0"):
+        average.load_state_dict({"averages": {"layers.0.weight": torch.zeros(1)}, "num_averaged": 1})
 
 
 @pytest.mark.parametrize("wrong", [lambda: EMA(1.0), lambda: EMA(every=0), lambda: SWA(-1), lambda: SWA(every=0)])

@@ -88,23 +88,29 @@ class WeightAverage(TrainerCallback):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        if state["averages"].keys() != self.averages.keys():
+        parameters = dict(self._named)
+        if missing := sorted(state["averages"].keys() - parameters.keys()):
             raise CheckpointError(
                 f"Cannot restore the averages of {type(self).__name__}.",
-                "They are of other parameters than those that train now.",
-                "Freeze the same parameters as in the run that was saved.",
+                f"The model has no parameters named {', '.join(missing[:3])}.",
+                "Train the model that was saved.",
             )
-        for name, average in state["averages"].items():
-            self.averages[name].copy_(average)
+        # Those that began to train after the save are not among them, and begin again.
+        self.averages = {
+            name: self._start_of(parameters[name]).copy_(average) for name, average in state["averages"].items()
+        }
         self.num_averaged = state["num_averaged"]
+
+    def _start_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return parameter.detach().to(self.device or parameter.device, dtype, copy=True)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the averaged parameters with their averages, of those that train by now."""
         averages = self.averages
         for name, parameter in self._named:
             if name not in averages and parameter.requires_grad and parameter.is_floating_point():
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                averages[name] = parameter.detach().to(self.device or parameter.device, dtype, copy=True)
+                averages[name] = self._start_of(parameter)
         return [(parameter.detach(), averages[name]) for name, parameter in self._named if name in averages]
 
 
