@@ -76,16 +76,23 @@ class SpikeGuard(TrainerCallback):
             self._num_steps = state["num_steps"]
 
     def wrap_stepper(self, stepper: Any, *, optimizer: Any, strategy: Any, precision: Any, **_: Any) -> Any:
-        """Return the calls of a step with a decision before the update."""
+        """Return the calls of a step, with the losses added up."""
         check_gradients_at_hand(self, optimizer, strategy)
         # Losses and norms of the last steps; NaN where there was no finite one yet.
         self._values = torch.full((2, self.rolling_interval_length), torch.nan, device=strategy.device)
         self._num_steps, self._loss = 0, 0.0
-        norms: list[Any] = [None]
+        self._backends = strategy, precision, optimizer
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
             self._loss = self._loss + loss.detach().float()
             stepper.backward(loss, **options)
+
+        return replace(stepper, backward=backward)
+
+    def wrap_parts(self, parts: Any) -> Any:
+        """Decide before the update, after the clipping of all callbacks, whatever their order."""
+        (strategy, precision, optimizer), stepper = self._backends, parts.stepper
+        norms: list[Any] = [None]
 
         def clip() -> Any:
             norms[0] = stepper.clip()
@@ -103,7 +110,7 @@ class SpikeGuard(TrainerCallback):
                 precision.update_scale()
             return True
 
-        return replace(stepper, backward=backward, clip=clip, step=step)
+        return replace(parts, stepper=replace(stepper, clip=clip, step=step))
 
     def _is_spike(self, now: torch.Tensor, *, leaves_overflow: bool) -> bool:
         """Compare the values of a step with the window, then add them to it; synchronises."""

@@ -11,7 +11,7 @@ import torch
 from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, SpikeGuard, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain import ConfigError, GradientClipping, SpikeGuard, StrategyError, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import Owns
 from hftrain.strategies import SingleDeviceStrategy
 
@@ -91,6 +91,15 @@ def test_skipped_updates_leave_no_trace(tmp_path: Path, precision: str, max_grad
     assert not torch.equal(states.states[SPIKES[0]][-1], states.states[SPIKES[0] - 1][-1])
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert len(set(rates)) == NUM_STEPS  # the schedule moved on
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["clipping, guard", "guard, clipping"])
+def test_norms_of_group_clipping_count_in_any_order(tmp_path: Path, is_first: bool) -> None:
+    callbacks: list[Any] = [GradientClipping("group", 0.5), guard("warn")]
+    trainer = make(tmp_path, *(callbacks[::-1] if is_first else callbacks), max_grad_norm=0.0)
+    trainer.train()
+    norms = [entry["spike_grad_norm"] for entry in trainer.state.log_history if "spike_loss" in entry]
+    assert len(norms) == 2 and min(norms) > 100
 
 
 def test_warning_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
