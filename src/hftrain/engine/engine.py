@@ -230,11 +230,11 @@ class Engine:
         Raises:
             ConfigError: DeepSpeed was set up with another norm.
         """
-        if max_norm is not None and max_norm != self._clipping.max_grad_norm:
-            if Owns.CLIP in self.strategy.owns:
-                reason = f"{self.strategy.name} clips itself, at the norm that it was set up with."
-                raise refused(f"clip({max_norm})", reason, f"Pass Engine(max_grad_norm={max_norm}).")
-            self._clipping.max_grad_norm = max_norm
+        limit = self._max_grad_norm if max_norm is None else max_norm
+        if limit != self._max_grad_norm and Owns.CLIP in self.strategy.owns:
+            reason = f"{self.strategy.name} clips itself, at the norm that it was set up with."
+            raise refused(f"clip({max_norm})", reason, f"Pass Engine(max_grad_norm={max_norm}).")
+        self._clipping.max_grad_norm = limit
         return self._run.stepper.clip()
 
     def step(self) -> bool:

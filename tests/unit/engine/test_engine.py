@@ -317,6 +317,19 @@ def test_step_costs_a_handful_of_calls(tmp_path: Path, monkeypatch: pytest.Monke
     assert ours - plain <= MAX_EXTRA_CALLS, f"{ours} calls per step, a plain loop makes {plain}"
 
 
+@pytest.mark.parametrize("default", [None, 1.0])
+def test_a_limit_given_to_clip_is_for_that_call(default: float | None) -> None:
+    with Engine(strategy="single", max_grad_norm=default) as engine:
+        model, _ = engine.setup(nn.Linear(2, 1), make_optimizer)
+        for limit in (0.01, None):
+            engine.backward(100 * model(torch.ones(1, 2)).sum())
+            norm = engine.clip(limit)
+            assert (norm is None) == (limit is None and default is None)
+            clipped = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            assert float(clipped) == pytest.approx(limit or default or 100 * 3**0.5, rel=1e-4)
+            engine.step()
+
+
 def test_steps_are_counted_as_planned(tmp_path: Path) -> None:
     assert len(train(tmp_path, strategy="single")["losses"]) == 2 * NUM_STEPS
 
