@@ -119,7 +119,8 @@ class TaskOptimizer:
                 loss = closure()
                 self.backward(loss)
             self._prepare(run)
-            return loss.detach()
+            # Of all processes: a search that each steers by its own loss would part their weights.
+            return run.strategy.reduce(run.weigh(loss.detach()), "mean")
 
         with self._owner.stepping_now():
             self._counted.step(evaluate)
@@ -294,6 +295,8 @@ class OptimizersByHand(Optimizers):
         def run(model: Any, batch: Any, num_items: Any) -> torch.Tensor:
             assert self.run is not None
             self.run.weigh = weigh(batch, num_items)
+            if self.run.averages:
+                self.run.strategy.for_evaluation(model)  # rank 0's buffers, as DDP sends them before a forward pass
             return step(model, batch, num_items)
 
         return run
