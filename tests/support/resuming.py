@@ -25,6 +25,16 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+class Stop(TrainerCallback):
+    """Stop at one step, and leave saving to the arguments."""
+
+    def __init__(self, step: int = 4) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
 def without_times(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Leave out of a log history what the clock decides."""
     return [{name: value for name, value in line.items() if not name.endswith(_CLOCKS)} for line in history]

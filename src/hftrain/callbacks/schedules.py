@@ -54,9 +54,15 @@ class Schedules(TrainerCallback):
         if name in self.timed and self.timed[name].interval == "step":
             self._count(name)
 
+    def wrap_parts(self, parts: Any) -> Any:
+        """Keep the progress of the run."""
+        self._progress = parts.progress
+        return parts
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Step those of the epochs."""
-        self._advance("epoch")
+        """Step those of the epochs, unless the run stops within one, which a resumed run will end."""
+        if not self._progress.is_within_epoch:
+            self._advance("epoch")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Step those of the evaluations; the one before the first step does not count.
@@ -94,11 +100,10 @@ class Schedules(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all by name."""
-        return {name: {"count": self._counts[name], **each.scheduler.state_dict()} for name, each in self.timed.items()}
+        return {name: {"count": self._counts[name], "state": each.scheduler.state_dict()} for name, each in self.timed.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         for name, each in self.timed.items():
-            own = dict(state[name])
-            self._counts[name] = own.pop("count")
-            each.scheduler.load_state_dict(own)
+            self._counts[name] = state[name]["count"]
+            each.scheduler.load_state_dict(state[name]["state"])

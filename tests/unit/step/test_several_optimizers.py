@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.gan import Gan, losses, make, networks, rows, weights
+from support.resuming import Stop
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -134,6 +135,33 @@ def test_schedules_have_intervals_of_their_own(tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert weights(resumed) == weights(trainer)
         assert [g["lr"] for g in resumed.optimizer.param_groups] == [g["lr"] for g in trainer.optimizer.param_groups]
+
+
+class Counting(LambdaLR):
+    """Has an attribute of a common name."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.count = 100
+        super().__init__(optimizer, lambda step: 0.9**step)
+
+
+def test_a_stop_within_an_epoch_does_not_end_it(tmp_path: Path) -> None:
+    """`save_strategy="epoch"` saves then, too: a resumed run would step the schedule of the epoch once more."""
+
+    def made(model: Any) -> Any:
+        found = own(model)
+        return {**found, "critic": (found["critic"][0], Counting(found["critic"][0]))}
+
+    settings: Any = {"max_steps": 9, "per_device_train_batch_size": 16, "save_strategy": "epoch"}
+    whole = make(tmp_path / "whole", Fixed(made), **settings)
+    whole.train()
+    stopped = make(tmp_path / "parts", Fixed(made), **settings)
+    stopped.add_callback(Stop())
+    stopped.train()
+    resumed = make(tmp_path / "parts", Fixed(made), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert weights(resumed) == weights(whole)
+    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
 
 
 class Worsens(Fixed):
