@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny import Net, make_rows, make_trainer
+from support.resuming import Stop
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import EMA, SWA, CheckpointError, ConfigError, Freeze, SavePolicy, TrainerCallback, set_seed
 from hftrain.callbacks.averaging import WeightAverage
@@ -166,6 +167,20 @@ def test_best_model_is_the_average_of_the_best_step(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
+def test_best_model_from_checkpoints_without_averages_is_refused(tmp_path: Path) -> None:
+    settings: Any = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    with pytest.raises(ConfigError, match="not the averages that were evaluated"):
+        run(tmp_path, EMA(0.8), save_only_model=True, **settings)
+
+
+def test_stop_within_an_epoch_is_not_its_end(tmp_path: Path) -> None:
+    """A checkpoint that is saved as the run stops must not hold an average that an uninterrupted run never made."""
+    settings: Any = {"max_steps": 18, "save_strategy": "epoch"}  # epochs of 6 steps
+    expected = weights(run(tmp_path / "whole", SWA(start=2), **settings))
+    run(tmp_path / "parts", SWA(start=2), Stop(9), **settings)
+    assert same(weights(run(tmp_path / "parts", SWA(start=2), resume=True, **settings)), expected)
+
+
 def test_parameters_that_are_unfrozen_are_averaged_from_then_on(tmp_path: Path) -> None:
     class Unfreeze(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -201,7 +216,7 @@ def test_resumes_are_exact_while_parts_are_frozen_and_afterwards(tmp_path: Path,
 def test_averages_of_another_model_are_refused(tmp_path: Path) -> None:
     average = EMA()
     run(tmp_path, average)
-    average.on_train_begin(None, None, None, model=torch.nn.Linear(2, 1))
+    average.on_train_begin(make_arguments(tmp_path), None, None, model=torch.nn.Linear(2, 1))
     with pytest.raises(CheckpointError, match=r"no parameters named layers\.0"):
         average.load_state_dict({"averages": {"layers.0.weight": torch.zeros(1)}, "num_averaged": 1})
 

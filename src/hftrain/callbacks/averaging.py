@@ -45,7 +45,17 @@ class WeightAverage(TrainerCallback):
         return {"averages": self}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start from the weights of the model; a resume then restores the averages."""
+        """Start from the weights of the model; a resume then restores the averages.
+
+        Raises:
+            ConfigError: The best model is loaded at the end, from checkpoints without the averages.
+        """
+        if args.load_best_model_at_end and args.save_only_model:
+            raise ConfigError(
+                f"Cannot use {type(self).__name__} with load_best_model_at_end=True and save_only_model=True.",
+                "Checkpoints would hold the weights that train, and not the averages that were evaluated.",
+                "Leave save_only_model out.",
+            )
         self._named, self.averages, self.num_averaged = list(kwargs["model"].named_parameters()), {}, 0
         self._pairs()
 
@@ -202,9 +212,15 @@ class SWA(WeightAverage):
         if self.every is not None and self._has_begun(state) and state.global_step % self.every == 0:
             self.update()
 
+    def wrap_parts(self, parts: Any) -> Any:
+        """Keep the progress of the run."""
+        self._progress = parts.progress
+        return parts
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Average the weights in, if they are due after epochs."""
-        if self.every is None and self._has_begun(state):
+        """Average the weights in, if they are due after epochs; not when a run stops within one and can be resumed."""
+        is_over = not self._progress.is_within_epoch or state.global_step >= state.max_steps
+        if self.every is None and is_over and self._has_begun(state):
             self.update()
 
     def _has_begun(self, state: Any) -> bool:
