@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,8 +39,8 @@ class Freeze(TrainerCallback):
             ``"0.1dur"`` (shares of the run). None never does.
 
     Raises:
-        ConfigError: A pattern names nothing, `until` cannot be read, or a parameter to unfreeze is not in the
-            optimizer, because it was frozen before.
+        ConfigError: A pattern names nothing, `until` cannot be read or counts passes of a stream without a length, or
+            a parameter to unfreeze is not in the optimizer, because it was frozen before.
         StrategyError: The engine fixes what is trained (DeepSpeed).
 
     Example:
@@ -75,6 +76,12 @@ class Freeze(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for pattern, until in self.modules.items():
+            if state.num_train_epochs == sys.maxsize and until is not None and _split(until)[1] == "ep":
+                raise ConfigError(
+                    f"Cannot unfreeze {pattern!r} at {until!r}.",
+                    "The data has no length, so passes cannot be counted.",
+                    "Give the end in updates ('500ba') or shares of the run ('0.1dur').",
+                )
             for name, parameter in find_named(model, pattern).items():
                 if until is not None and id(parameter) not in held:
                     raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import make_arguments, make_rows
+from support.tiny import Stream, make_arguments, make_rows
 from torch import nn
 
 from hftrain import ConfigError, Freeze, Trainer, TrainerCallback, layerwise_groups, set_seed
@@ -170,3 +170,11 @@ def test_rates_follow_the_schedule(tmp_path: Path) -> None:
     trainer.train()
     assert seen[0] == pytest.approx([0.001, 0.001, 0.01, 0.01])
     assert seen[6] == pytest.approx([0.0005, 0.0005, 0.005, 0.005])
+
+
+def test_passes_of_a_stream_are_refused(tmp_path: Path) -> None:
+    """Their number would be known one step too late, and parts of them never."""
+    trainer = make(tmp_path, Freeze("backbone", "1ep"))
+    trainer.train_dataset = Stream(make_rows(32))
+    with pytest.raises(ConfigError, match="has no length"):
+        trainer.train()
