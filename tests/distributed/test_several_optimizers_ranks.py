@@ -83,7 +83,9 @@ class Counted(Fitted):
 def fit(folder: str, *, counts: bool = False, **options: Any) -> Any:
     set_seed(0)
     settings: Any = {"per_device_train_batch_size": 4, "max_steps": 4, "lr_scheduler_type": "constant", **options}
-    trainer = make_trainer(Path(folder), Counted() if counts else Fitted(), train_dataset=make_rows(16), max_grad_norm=0.0, **settings)
+    trainer = make_trainer(
+        Path(folder), Counted() if counts else Fitted(), train_dataset=make_rows(16), max_grad_norm=0.0, **settings
+    )
     trainer.train()
     return weights(trainer), getattr(trainer.task, "seen", None)
 

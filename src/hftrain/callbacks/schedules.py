@@ -100,7 +100,10 @@ class Schedules(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all by name."""
-        return {name: {"count": self._counts[name], "state": each.scheduler.state_dict()} for name, each in self.timed.items()}
+        return {
+            name: {"count": self._counts[name], "state": each.scheduler.state_dict()}
+            for name, each in self.timed.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""

@@ -96,6 +96,10 @@ class TaskOptimizer:
                 "Call self.optimizers[name].backward(loss) first, or minimize(loss) for both.",
             )
         before = self.num_updates
+        if run.precision.policy.loss_scaling:
+            # The scaler lets each object step once between two changes of the scale, for which others' gradients wait.
+            self._counted = Optimizers({self.name: self.optimizer})
+            self._owner.scaled.append(self._counted)
         self._prepare(run)
         with self._owner.stepping_now():
             run.precision.apply(self._counted)
@@ -214,6 +218,7 @@ class OptimizersByHand(Optimizers):
         super().__init__(members)
         self.run: _Running | None = None
         self.outcomes: list[bool] = []
+        self.scaled: list[Optimizers] = []
         self.task = task
         self._handles = {name: TaskOptimizer(self, name, member) for name, member in members.items()}
         self.parameters = [p for handle in self._handles.values() for p in handle.parameters]
@@ -306,6 +311,7 @@ class OptimizersByHand(Optimizers):
         assert self.run is not None
         if not any(handle.has_gradient for handle in self._handles.values()):
             self.run.precision.update_scale()
+            self.scaled.clear()
 
     def _total_norm(self) -> torch.Tensor | None:
         norms = list(self.norms.values()) if self.outcomes else []

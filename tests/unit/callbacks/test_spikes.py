@@ -99,7 +99,8 @@ def test_norms_of_group_clipping_count_in_any_order(tmp_path: Path, is_first: bo
     trainer = make(tmp_path, *(callbacks[::-1] if is_first else callbacks), max_grad_norm=0.0)
     trainer.train()
     norms = [entry["spike_grad_norm"] for entry in trainer.state.log_history if "spike_loss" in entry]
-    assert len(norms) == 2 and min(norms) > 100
+    assert len(norms) == 2
+    assert min(norms) > 100
 
 
 def test_warning_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -437,3 +437,29 @@ def test_the_schedule_of_the_arguments_waits_for_an_update(tmp_path: Path) -> No
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history[:-1]]
     assert rates == pytest.approx([0.02, 0.02, 0.015, 0.01])
+
+
+class CriticTwice(Gan):
+    """Steps the critic twice while the gradients of the generator wait."""
+
+    def configure_optimizers(self) -> Any:
+        return {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in self.model.items()}
+
+    def training_step(self, batch: Any) -> StepOutput:
+        of_critic, of_generator = losses(self.model, batch)
+        self.optimizers["generator"].backward(loss := of_generator())
+        for _ in range(2):
+            self.optimizers["critic"].minimize(of_critic())
+        self.optimizers["generator"].step()
+        return StepOutput(loss=loss)
+
+
+def test_an_optimizer_steps_twice_while_another_waits_also_in_fp16(tmp_path: Path) -> None:
+    trained = []
+    for fp16 in (False, True):
+        trainer = make(tmp_path, CriticTwice(), fp16=fp16, max_steps=4)
+        trainer.train()
+        trained.append(weights(trainer))
+        assert trainer.state.log_history[-2]["num_updates/critic"] == 8
+    for ours, theirs in zip(*trained, strict=True):
+        assert ours == pytest.approx(theirs, abs=5e-3)
