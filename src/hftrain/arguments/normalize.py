@@ -23,6 +23,8 @@ from hftrain.core.lengths import read_length
 
 # When to act, if the strategy of the same name is "steps".
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
+# What may be a text with a unit.
+LENGTHS = ("num_train_epochs", "max_steps", "warmup_steps", *INTERVALS)
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
 # Dict settings that may be the path of a file instead.
@@ -79,7 +81,7 @@ def _normalize_paths(args: ArgumentFields) -> None:
 
 def _normalize_lengths(args: ArgumentFields) -> None:
     """Convert texts such as "500ba" to numbers; the intervals that need the run to be known stay as they are."""
-    for name in ("num_train_epochs", "max_steps", "warmup_steps", *INTERVALS):
+    for name in LENGTHS:
         length = read_length(getattr(args, name))
         if length is None:
             continue

@@ -15,6 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Union
 
+from hftrain.arguments.normalize import LENGTHS
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.cli.answer import Answer
@@ -241,6 +242,7 @@ def _make_parser(makers: Mapping[str, Any]) -> Any:
     for field in dataclasses.fields(TrainingArguments):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         kind, text = _by_value(hints[field.name]), field.metadata["help"]
+        kind = kind | str if field.name in LENGTHS else kind
         group.add_argument(f"--args.{field.name}", type=kind, default=default, help=text)
     text = "Each a class_path and init_args."
     parser.add_argument("--callbacks", type=list[TrainerCallback], default=[], help=text)

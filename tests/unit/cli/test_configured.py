@@ -97,6 +97,15 @@ def test_python_gives_task_and_data(file: Path) -> None:
     assert weights("again") == weights("out")
 
 
+def test_lengths_have_units(file: Path) -> None:
+    file.write_text(file.read_text().replace("learning_rate: 1e-2", "learning_rate: 1e-2\n  warmup_steps: 0.5dur"))
+    trainer = fit(argv=["run.yaml", "--args.max_steps", "4ba", "--args.logging_steps=0.5ep"])
+    assert (trainer.args.max_steps, trainer.args.warmup_steps, trainer.state.global_step) == (4, 0.5, 4)
+    assert "max_steps: 4ba" in (Path(trainer.args.output_dir) / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"args\.max_steps|max_steps='soon'"):
+        fit(argv=["run.yaml", "--args.max_steps", "soon"])
+
+
 def test_plain_model_and_explicit_null_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--task.class_path", "support.tiny.Net", "--args.save_safetensors", "null", "--print-config"])
     text = capsys.readouterr().out
