@@ -26,8 +26,7 @@ from hftrain import ConfigError
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
-from hftrain.storage.mirrors import CACHE_VARIABLE
-from hftrain.storage.remote import RemoteFolder
+from hftrain.storage.remote import CACHE_VARIABLE, RemoteFolder
 
 pytestmark = pytest.mark.remote
 

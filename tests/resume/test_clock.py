@@ -12,8 +12,7 @@ from support.tiny import make_resumable
 
 from hftrain import SavePolicy, TrainerCallback
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.storage.mirrors import mirror_of
-from hftrain.storage.remote import RemoteFolder, is_url
+from hftrain.storage.remote import RemoteFolder, is_url, mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 

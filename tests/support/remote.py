@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from hftrain.storage import remote
-from hftrain.storage.mirrors import CACHE_VARIABLE
+from hftrain.storage.remote import CACHE_VARIABLE
 
 URL = "memory://bucket/run"
 

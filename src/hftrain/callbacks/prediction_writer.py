@@ -20,8 +20,7 @@ from hftrain.core.state import TrainerState
 from hftrain.data.grouping import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.storage.files import read_json, write_text
-from hftrain.storage.mirrors import local_folder
-from hftrain.storage.remote import RemoteFolder, check_url, is_url
+from hftrain.storage.remote import RemoteFolder, check_url, is_url, local_folder
 from hftrain.storage.tensors import load_tensors, save_tensors
 
 _OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")

@@ -13,8 +13,7 @@ from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
 from hftrain.loggers.registry import create_logger
-from hftrain.storage.mirrors import local_folder
-from hftrain.storage.remote import is_url
+from hftrain.storage.remote import is_url, local_folder
 
 logger = get_logger(__name__)
 

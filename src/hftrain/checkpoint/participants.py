@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.states import Keep
+from hftrain.checkpoint.state_files import Keep
 from hftrain.storage.tensors import save_containers
 
 

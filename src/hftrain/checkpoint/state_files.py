@@ -1,23 +1,47 @@
-"""The files of a checkpoint other than weights: a reader and a writer for each."""
+"""The files of a checkpoint other than weights: a reader and a writer for each.
+
+Each process writes its part of a state that is split, and any number of processes can read it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OPTIMIZER_SHARDS, TRAINER_STATE, rng_name
+import torch
+from torch import nn
+
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, keep_choices, misfit, restoring
+from hftrain.checkpoint.layout import (
+    MANIFEST,
+    OPTIMIZER,
+    OPTIMIZER_SHARDS,
+    SCALER,
+    TRAINER_STATE,
+    WEIGHT_SHARDS,
+    rng_name,
+)
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.history import HistoryText
+from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState, find_misfit
+from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
-from hftrain.storage.shards import load_shards
+from hftrain.storage.shards import load_shards, save_shards
 from hftrain.storage.tensors import load_containers, save_containers
+from hftrain.strategies.base import Strategy
+
+Keep = Callable[[Any], Any]
 
 # An entry of the log history has about ten values, so this allows ten million entries.
 _HISTORY_SCALE = 10
+# Values of a logging window that each process has for itself, and that are averaged over processes when read.
+_MEANS = ("sum", "pending", "num_finite")
+
+logger = get_logger(__name__)
 
 
 def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
@@ -100,3 +124,118 @@ def check_complete(folder: Path, name: str) -> None:
             "Name an older checkpoint that is complete, start a new run from its weights, or save without "
             "save_only_model.",
         )
+
+
+# -- states that are split among processes ----------------------------------------------------------------------------
+
+
+def as_it_is(tree: Any) -> Any:
+    """Return the structure itself, uncopied, because it is written at once."""
+    return tree
+
+
+def shard_writers(
+    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: Keep = as_it_is
+) -> list[Callable[[Path], None]]:
+    """Return functions that write this process's shards of model and optimizer; none if they are saved whole.
+
+    Args:
+        model: As the strategy wrapped it.
+        optimizer: None to leave its state out.
+        keep: Copies tensors to host memory, if they are written later.
+    """
+    place = {"rank": strategy.rank, "world_size": strategy.world_size}
+    weights = strategy.model_shards(model)
+    writers: list[Callable[[Path], None]] = []
+    if weights is not None:
+        kept = keep(weights)
+        writers.append(lambda folder: save_shards(kept, folder, stem=WEIGHT_SHARDS, **place))
+    split = None if optimizer is None else strategy.optimizer_shards(model, optimizer)
+    if split is not None:
+        pieces = keep(split[1])
+        writers.append(lambda folder: save_shards(pieces, folder, stem=OPTIMIZER_SHARDS, **place))
+    return writers
+
+
+def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dict[str, Any]:
+    """Read the per-process state, which `num_saved` processes have saved; may differ from `world_size`."""
+    if num_saved == world_size:
+        return load_rng(folder, rank=rank, world_size=world_size)
+    logger.warning(
+        "%s was saved by %d processes and resumes on %d: random numbers (dropout) will differ.",
+        *(folder, num_saved, world_size),
+    )
+    states = [load_rng(folder, rank=each, world_size=num_saved) for each in range(num_saved)]
+    return share_out(states, rank=rank)
+
+
+def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the part of an optimizer's state that the main process writes; see `shard_writers`. Collective."""
+    split = strategy.optimizer_shards(model, optimizer)
+    return split[0] if split else strategy.optimizer_state(model, optimizer)
+
+
+def restore_optimizer(
+    folder: Path,
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> None:
+    """Load an optimizer's state after calling `check` on it. Collective; mutates the optimizer.
+
+    Raises:
+        CheckpointError: The state is missing, damaged, or does not fit.
+    """
+    before, state = group_settings(optimizer), load_optimizer(folder)
+    check(state)
+    with restoring(folder / OPTIMIZER):
+        strategy.load_optimizer_state(model, optimizer, keep_choices(state, before))
+    check_optimizer(folder / OPTIMIZER, optimizer, before=before)
+
+
+def restore_scaler(folder: Path, precision: Precision) -> None:
+    """Load the loss scale, if the precision has one; mutates it."""
+    if precision.state_dict():
+        state = load_part(folder, SCALER)
+        check_state(folder / SCALER, state, precision, own=precision.state_dict())
+        with restoring(folder / SCALER):
+            precision.load_state_dict(state)
+
+
+def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
+    """Raise for an optimizer's state that DeepSpeed has split if this strategy cannot merge it."""
+    if "deepspeed" in state and not is_deepspeed:
+        raise misfit(path, "DeepSpeed partitioned it, and the run does not use DeepSpeed")
+
+
+def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
+    """Return the state of one new process, from the states that the old processes saved, by rank.
+
+    Random numbers are those of the process with the same rank, or of the last. The open logging window is merged, so
+    that the next log has the same means.
+    """
+    own = dict(states[min(rank, len(states) - 1)])
+    # The position in the process's own share of the data, which is a different share now.
+    own.pop("data", None)
+    losses = [state["loss_window"] for state in states if "loss_window" in state]
+    if losses:
+        own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _MEANS}}
+    logs = [state["log_window"] for state in states if "log_window" in state]
+    if logs:
+        total = {part: _sum([window.get(part, {}) for window in logs]) for part in ("sums", "counts")}
+        own["log_window"] = total if rank == 0 else {}
+    return own
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if values[0] is None:
+        return None
+    if isinstance(values[0], list):
+        return [_mean(each) for each in zip(*values, strict=True)]
+    return sum(torch.as_tensor(value) for value in values) / len(values)
+
+
+def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: sum(part.get(name, 0) for part in parts) for name in {key: None for part in parts for key in part}}

@@ -21,8 +21,7 @@ from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
 from hftrain.core.state import find_misfit
 from hftrain.storage.files import read_json, walk_files
-from hftrain.storage.mirrors import local_folder
-from hftrain.storage.remote import RemoteFolder, is_url
+from hftrain.storage.remote import RemoteFolder, is_url, local_folder
 
 # More runs than these share one legend and one title, and show one loss.
 FEW_RUNS = 3

@@ -16,14 +16,15 @@ from hftrain.checkpoint.manager import Writer
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
 from hftrain.checkpoint.shape import check_geometry
-from hftrain.checkpoint.state_files import load_part, save_rng
-from hftrain.checkpoint.states import (
+from hftrain.checkpoint.state_files import (
     Keep,
     as_it_is,
     check_engine,
     load_own,
+    load_part,
     restore_optimizer,
     restore_scaler,
+    save_rng,
     whole_state,
 )
 from hftrain.core.log import get_logger

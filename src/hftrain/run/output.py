@@ -14,8 +14,7 @@ from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.storage.files import appears, check_writable, write_text
-from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
-from hftrain.storage.remote import RemoteFolder, check_url, is_url
+from hftrain.storage.remote import Mirror, RemoteFolder, check_url, is_url, local_folder, mirror_of
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)

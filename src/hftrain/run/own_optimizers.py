@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS, OWN_SHARDS
-from hftrain.checkpoint.states import Keep
+from hftrain.checkpoint.state_files import Keep
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned

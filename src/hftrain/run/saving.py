@@ -15,8 +15,7 @@ from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name
 from hftrain.checkpoint.manager import Writer
 from hftrain.checkpoint.participants import writers
 from hftrain.checkpoint.rotation import Uncommitted
-from hftrain.checkpoint.state_files import save_trainer_state
-from hftrain.checkpoint.states import as_it_is, shard_writers
+from hftrain.checkpoint.state_files import as_it_is, save_trainer_state, shard_writers
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger

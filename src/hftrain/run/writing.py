@@ -23,7 +23,7 @@ from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
-from hftrain.checkpoint.states import Keep, shard_writers
+from hftrain.checkpoint.state_files import Keep, shard_writers
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
