@@ -33,7 +33,7 @@ FSDP = "torch.distributed.fsdp._fully_shard"
 MODULE, WORKERS = lambda: dir(nn.Linear(1, 1)), source("torch.utils.data.dataloader")
 # Where each name is: an object's attributes, or the source of what cannot be made here.
 WHERE: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys(("_buffers", "_parameters", "_call_impl", "_compiled_call_impl"), MODULE),
+    **dict.fromkeys(("_parameters", "_call_impl", "_compiled_call_impl"), MODULE),
     "_orig_mod": source("torch._dynamo.eval_frame"),
     **dict.fromkeys(("_rcvd_idx", "_send_idx", "_timeout"), WORKERS),
     "_iterator": lambda: dir(DataLoader([1])),

@@ -12,7 +12,7 @@ from hftrain.run.parts import TrainerHooks
 # What has no public way. Of the last two transformers' clients read and write too.
 FOREIGN = {
     "torch": {
-        *("_HYBRID_SHARD_ZERO2", "_buffers", "_call_impl", "_comm_hooks", "_compiled_call_impl"),
+        *("_HYBRID_SHARD_ZERO2", "_call_impl", "_comm_hooks", "_compiled_call_impl"),
         *("_fsdp_param_group", "_get_fsdp_state", "_get_lr_called_within_step", "_iterator", "_milestones"),
         *("_orig_mod", "_parameters", "_register_comm_hook", "_schedulers", "_training_state"),
         *("_rcvd_idx", "_send_idx", "_timeout"),

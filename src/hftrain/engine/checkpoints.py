@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hftrain.checkpoint import states
+from hftrain.checkpoint import state_files
 from hftrain.checkpoint.fitting import check_state, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
 from hftrain.checkpoint.manager import CheckpointManager, Writer
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.shape import check_geometry, check_shape
 from hftrain.checkpoint.shared_folder import check_shared_folder
-from hftrain.checkpoint.state_files import save_rng
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.seed import capture_rng, restore_rng
@@ -64,7 +63,7 @@ class EngineCheckpoints:
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> Path:
         """Save a checkpoint, and delete old ones. Collective."""
         manager, strategy, scaler = self._claimed("save()"), self._strategy, self._precision.state_dict()
-        bare, optimizer_state = strategy.unwrap(model), states.whole_state(strategy, model, optimizer)
+        bare, optimizer_state = strategy.unwrap(model), state_files.whole_state(strategy, model, optimizer)
         weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
         own = {
             **capture_rng(),
@@ -79,8 +78,8 @@ class EngineCheckpoints:
         if scaler:
             main.append(lambda folder: save_containers(scaler, folder / SCALER))
         each = [
-            *states.shard_writers(strategy, model, optimizer),
-            lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size),
+            *state_files.shard_writers(strategy, model, optimizer),
+            lambda folder: state_files.save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size),
         ]
         geometry = {**self._kind(optimizer), **self._shape()}
         facts = {"geometry": geometry, "batches": [batches.facts() for batches in self.batches]}
@@ -103,12 +102,14 @@ class EngineCheckpoints:
             check_geometry(saved, self._kind(optimizer), step=manifest.step)
             check_shape(saved, self._shape(), is_within_epoch=False, step=manifest.step)
             load_weights(bare, folder, load=strategy.load_model_state, own=strategy.own_state(bare))
-            check = partial(states.check_engine, path=folder / OPTIMIZER, is_deepspeed=strategy.name == "deepspeed")
-            states.restore_optimizer(folder, strategy, model, optimizer, check=check)
+            check = partial(
+                state_files.check_engine, path=folder / OPTIMIZER, is_deepspeed=strategy.name == "deepspeed"
+            )
+            state_files.restore_optimizer(folder, strategy, model, optimizer, check=check)
             if saved["precision"] == self._precision.policy.name:
-                states.restore_scaler(folder, self._precision)
+                state_files.restore_scaler(folder, self._precision)
             rank, world_size = strategy.rank, strategy.world_size
-            own = states.load_own(folder, rank=rank, world_size=world_size, num_saved=saved["world_size"])
+            own = state_files.load_own(folder, rank=rank, world_size=world_size, num_saved=saved["world_size"])
             for name, each in self.objects.items():
                 _restore(folder / rng_name(rank=rank, world_size=world_size), each, own["objects"][name])
             for batches, known, state in zip(self.batches, facts, own["batches"], strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
     copies: dict[int, torch.Tensor] = {}
     devices: list[tuple[torch.Tensor, torch.device]] = []
     for module in model.modules() if dtype is not None else ():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
+        # With every name: a module may hold one tensor under several.
+        own: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in chain(module.named_parameters(**own), module.named_buffers(**own)):
+            if tensor.is_floating_point() and tensor.dtype is not dtype:
                 places.append((module, name, tensor))
     try:
         for module, name, tensor in places:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+import torch
 
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.signatures import Shown
@@ -27,6 +29,29 @@ FEATURES = {
     "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
     "streams": "Pass a dataset that has a length and no override of its data loader.",
 }
+
+
+class Group(Protocol):
+    """The collectives that gathering needs; every rank must call them."""
+
+    world_size: int
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which tensors are exchanged."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's rows."""
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's plain data."""
+
+    def reduce(self, tensor: torch.Tensor, op: Literal["sum", "mean", "max"] = "sum") -> torch.Tensor:
+        """Return the sum, mean or maximum over ranks."""
 
 
 class Loop(Shown, Generic[Parts]):

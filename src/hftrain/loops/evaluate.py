@@ -18,9 +18,9 @@ from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.datasets import has_length
 from hftrain.data.shares import check_pass
 from hftrain.loops.batch_metrics import BatchMetrics, call_metrics
-from hftrain.loops.contract import Loop, Stage
+from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
-from hftrain.loops.gather import Group, Kept, KeptBatches, put_back
+from hftrain.loops.gather import Kept, KeptBatches
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.task.module import checked_count
 
@@ -284,17 +284,9 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        kept, group, order = self._kept.pop(name), self.parts.group, self._order
-        if isinstance(kept, Kept):
-            joined = kept.joined(group, is_interleaved=is_interleaved, order=order)
-        else:
-            joined = kept.joined(group, is_interleaved=is_interleaved)
-        if name == "outputs" and self.parts.hooks.finish_outputs is not None:
-            joined = self.parts.hooks.finish_outputs(joined)
-        # With several ranks, joining has already restored the order.
-        if order is None or group.world_size > 1 or not self.parts.config.joins_batches:
-            return joined
-        return put_back(joined, order, folder=self.parts.config.spill_dir)
+        joined = self._kept.pop(name).joined(self.parts.group, is_interleaved=is_interleaved, order=self._order)
+        finish = self.parts.hooks.finish_outputs
+        return joined if finish is None or name != "outputs" else finish(joined)
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         loss = loss.to(self._loss_sums)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -15,35 +15,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from hftrain.core.errors import TaskError
 from hftrain.core.tree import map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
+from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
 from hftrain.loops.shared_file import SharedFile
 
 # How much all ranks together send at once.
 _CHUNK_BYTES = 1 << 22
 _CHUNK_OBJECTS = 1 << 14
-
-
-class Group(Protocol):
-    """The collectives that gathering needs; every rank must call them."""
-
-    world_size: int
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which tensors are exchanged."""
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's rows."""
-
-    def gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's plain data."""
-
-    def reduce(self, tensor: torch.Tensor, op: Literal["sum", "mean", "max"] = "sum") -> torch.Tensor:
-        """Return the sum, mean or maximum over ranks."""
 
 
 class _Keeper:
@@ -94,11 +72,12 @@ class KeptBatches(_Keeper):
     def _store(self, tree: Any) -> None:
         self._batches.append(to_numpy(tree))
 
-    def joined(self, group: Group, *, is_interleaved: bool) -> list[Any] | None:
+    def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> list[Any] | None:
         """Return all ranks' batches as NumPy arrays, one entry each; None if nothing was kept. Collective.
 
         Args:
             is_interleaved: Rank r of W held batches r, r + W, ...; else each rank held a contiguous run.
+            order: Not used: batches stay as they were read.
         """
         self.to_host()
         if group.world_size == 1:
@@ -147,14 +126,15 @@ class Kept(_Keeper):
         a machine share a file. Collective.
 
         Args:
-            order: The positions of several ranks' rows, see `put_back`.
+            order: The dataset indices of the samples in reading order, if the rows are to be in dataset order.
 
         Raises:
             TaskError: The ranks' predictions cannot be joined.
         """
         self.to_host()
         if group.world_size == 1:
-            return self._form and tree_unflatten([rows.array() for rows in self._rows], self._form[0])
+            whole = self._form and tree_unflatten([rows.array() for rows in self._rows], self._form[0])
+            return whole if order is None else put_back(whole, order, folder=self._folder)
         found = group.gather_object(self._form and [treespec_dumps(self._form[0]), self._form[1]])
         forms = [(treespec_loads(text), kinds) for text, kinds in filter(None, found)]
         if any(form != forms[0] for form in forms):

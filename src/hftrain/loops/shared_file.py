@@ -7,24 +7,14 @@ import platform
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy
 
 from hftrain.loops.buffers import Array
+from hftrain.loops.contract import Group
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Group(Protocol):
-    """The group of processes; every process must call the collective methods."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    def gather_object(self, value: Any) -> list[Any]:
-        """Return every process's plain data; collective."""
 
 
 class SharedFile:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from hftrain.core.errors import CheckpointError
@@ -31,7 +30,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.05
 # A process that does not answer for this long is considered dead.
 _ANSWER_S = 20.0
 _JOIN_S = 5.0
-_LONGEST_WAIT_S = 3600.0
 
 
 def strongest(asked: Iterable[str | None]) -> str | None:
@@ -117,9 +115,8 @@ class Consensus:
         self._ends_s = math.inf
         self._saved_at_s = time.monotonic()
         self._asked: set[str] = set()
-        # It takes no lock, so it may be used in a signal handler.
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._is_closing = self._is_deaf = False
+        self._closing = threading.Event()
+        self._is_deaf = False
         self._turn = 0
         self._agreed: tuple[str | None, int] | None = None
         self._is_known, self._is_taken = threading.Event(), threading.Event()
@@ -132,8 +129,6 @@ class Consensus:
         self._asked.add(what)
         if self.world_size == 1:
             self._raise_flag()
-        else:
-            self._bell.put(None)
         return not self._is_deaf
 
     def withdraw(self, what: str) -> None:
@@ -177,15 +172,25 @@ class Consensus:
         """Restart the clock, because a checkpoint was saved."""
         self._saved_at_s = time.monotonic()
 
+    def _check_clock(self) -> None:
+        """Request a save if it is due; called at the end of each step."""
+        assert self._every_s is not None
+        if time.monotonic() - self._saved_at_s >= self._every_s:
+            self.note_save()
+            self.ask(SAVE)
+
     def start(self) -> None:
-        """Start the thread, if it is needed."""
-        if self.world_size > 1 or self._every_s is not None:
+        """Start the clock, and the thread, if they are needed."""
+        if self._every_s is not None:
+            self._pending.append(self._check_clock)
+        if self.world_size > 1:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
         """End the thread. `all_true` still works for a save that is not complete."""
-        self._is_closing = True
-        self._bell.put(None)
+        self._closing.set()
+        if self._check_clock in self._pending:
+            self._pending.remove(self._check_clock)
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
         # Posted after the last note of the thread, so a process that reads this one has read all.
@@ -234,33 +239,20 @@ class Consensus:
         except Exception as error:
             # The board is not available any more, because the process that hosted it has ended.
             self._is_deaf = True
-            if not self._is_closing:
+            if not self._closing.is_set():
                 self._end_if_asked(f"the processes cannot reach each other any more ({error!r})")
             self._release()
 
     def _wait_for(self, number: int) -> bool:
         """Open a round, or wait until another process does; False if the training here ends first."""
-        while not self._is_closing:
-            until_save_s = self._check_clock()
-            if self.world_size > 1:
-                if int(self._board.read("opened") or -1) >= number:
-                    return True
-                if self._asked:
-                    self._board.post("opened", str(number))
-                    return True
-                until_save_s = min(_POLL_S, until_save_s)
-            with suppress(Empty):
-                self._bell.get(timeout=max(until_save_s, 0.0))
+        while not self._closing.is_set():
+            if int(self._board.read("opened") or -1) >= number:
+                return True
+            if self._asked:
+                self._board.post("opened", str(number))
+                return True
+            self._closing.wait(_POLL_S)
         return False
-
-    def _check_clock(self) -> float:
-        """Request a save if it is due; return the seconds until the next one is."""
-        if self._every_s is None:
-            return _LONGEST_WAIT_S
-        if time.monotonic() - self._saved_at_s >= self._every_s:
-            self._saved_at_s = time.monotonic()
-            self.ask(SAVE)
-        return min(self._saved_at_s + self._every_s - time.monotonic(), _LONGEST_WAIT_S)
 
     def _hold(self, number: int) -> bool:
         """Take part in a round, and wait until the main thread has acted on it; False if it was the last one."""
@@ -278,7 +270,7 @@ class Consensus:
             self.on_stop()
         self._is_known.set()
         while not self._is_taken.wait(_POLL_S):
-            if self._is_closing:
+            if self._closing.is_set():
                 return False
         self._is_taken.clear()
         return True
@@ -293,7 +285,7 @@ class Consensus:
                 self._end_if_asked(f"process {of} does not answer")
             # Only the main process decides that a process is dead, so that all get the same answer.
             is_late = self.is_main and waited_s > _ANSWER_S
-            return self._is_closing or is_late or self._board.read(f"left/{of}") is not None
+            return self._closing.is_set() or is_late or self._board.read(f"left/{of}") is not None
 
         return gives_up
 
@@ -301,13 +293,13 @@ class Consensus:
         """Continue training after a round without a result; False if no further round can have one."""
         left = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
         self._is_deaf = "failed" in left
-        if not self._is_closing and (self._is_deaf or "ended" not in left):
+        if not self._closing.is_set() and (self._is_deaf or "ended" not in left):
             self._end_if_asked("another process has failed or does not answer")
             if SAVE in self._asked:
                 logger.warning("The requested save is skipped: another process does not respond.")
                 self._asked.discard(SAVE)
         self._release()
-        return not (self._is_closing or any(left))
+        return not (self._closing.is_set() or any(left))
 
     def _release(self) -> None:
         self._agreed = None
@@ -335,7 +327,7 @@ class Consensus:
         if self.is_main:
             found = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
             # A process that is leaving does not report that others are silent: it posts that it leaves.
-            if found is not None or not self._is_closing:
+            if found is not None or not self._closing.is_set():
                 self._board.post(topic, json.dumps([turn, found]))
         return self._hear(topic, turn, 0, gives_up)
 
