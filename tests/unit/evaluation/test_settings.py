@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import time
 from contextlib import nullcontext
@@ -21,7 +20,6 @@ from hftrain import (
     EvalLoopOutput,
     EvalPrediction,
     PredictionOutput,
-    ProgressCallback,
     TaskError,
     Trainer,
     TrainerCallback,
@@ -218,28 +216,6 @@ def test_outputs_that_cannot_be_joined_are_named(tmp_path: Path, outputs: str) -
     arguments = make_arguments(tmp_path, per_device_eval_batch_size=1)
     with pytest.raises(TaskError, match="were to be joined"):
         Trainer(Changes(), arguments).predict([{"x": torch.ones(4)}] * 2)
-
-
-def test_model_without_labels_may_give_a_loss(tmp_path: Path) -> None:
-    class Contrasts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
-            return {"loss": x.mean() * self.scale, "logits": x}
-
-    trainer = Trainer(Contrasts(), make_arguments(tmp_path))
-    assert trainer.evaluate([{"x": torch.ones(4)}] * 5)["eval_loss"] == 1.0
-
-
-def test_evaluation_shows_a_bar(tmp_path: Path) -> None:
-    shown = io.StringIO()
-    shown.isatty = lambda: True  # type: ignore[method-assign]
-    trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[ProgressCallback(file=shown)])
-    trainer.evaluate(make_rows(9))
-    assert "evaluate 100%" in shown.getvalue()
-    assert "3/3" in shown.getvalue()
 
 
 def test_metrics_of_an_evaluation_are_the_documented_ones(tmp_path: Path) -> None:
