@@ -445,7 +445,6 @@ def test_what_is_assigned_to_the_instance_acts_also_within_a_run(tmp_path: Path)
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             [watch(name) for name in late]
             trainer._get_learning_rate = lambda: 0.5  # type: ignore[method-assign]
-            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
             trainer.processing_class = SimpleNamespace(save_pretrained=lambda folder: Path(folder, "tool").touch())
 
     make(Trainer, tmp_path, **FULL).train()
@@ -458,6 +457,23 @@ def test_what_is_assigned_to_the_instance_acts_also_within_a_run(tmp_path: Path)
     assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry][-2:] == [0.5, 0.5]
     names = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
     assert names & {"tool", "own_optimizers.pt"} == {"tool"}
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+@pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
+def test_optimizer_or_schedule_replaced_during_a_run_is_refused(tmp_path: Path, name: str, event: str) -> None:
+    """The run would step the one that it began with, and a resumed run could not begin with the other."""
+
+    def replace(*args: Any, **kwargs: Any) -> None:
+        sgd = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        constant = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
+        setattr(trainer, name, sgd if name == "optimizer" else constant)
+
+    callback = type("Replaces", (TrainerCallback,), {event: replace})()
+    trainer = make(Trainer, tmp_path, max_steps=4, logging_steps=2)
+    trainer.add_callback(callback)
+    with pytest.raises(ConfigError, match=rf"another trainer\.{name}: it was replaced during the run"):
+        trainer.train()
 
 
 def test_step_of_a_save_is_read_from_its_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.tiny import Net, make_arguments, make_rows
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from hftrain import Engine, Trainer
+from hftrain import Engine, Trainer, TrainerCallback
 from hftrain.core.errors import TaskError
 
 NUM = 40
@@ -97,6 +97,20 @@ def test_stream_of_another_length_than_it_states_warns(tmp_path: Path, num: int,
     arguments = make_arguments(tmp_path, max_steps=8)
     with pytest.warns(UserWarning, match=f"Stream {gave}"):
         Trainer(Net(), arguments, train_dataset=Stream(num, 16)).train()
+
+
+@pytest.mark.parametrize(("start", "later"), [(16, 24), (24, 16)])
+def test_data_of_another_length_than_at_the_start_is_named(tmp_path: Path, start: int, later: int) -> None:
+    rows, data = make_rows(NUM), make_rows(start)
+
+    class Change(TrainerCallback):
+        def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+            data[:] = rows[:later]
+
+    trainer = Trainer(Net(), make_arguments(tmp_path, num_train_epochs=3), train_dataset=data, callbacks=[Change()])
+    said = f"list had {start // 4} batches when the run began, and has {later // 4} now"
+    with pytest.warns(UserWarning, match=said) if later > start else pytest.raises(TaskError, match=said):
+        trainer.train()
 
 
 @pytest.mark.parametrize("call", ["train", "evaluate"])

@@ -62,14 +62,22 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
     """
     reader = loader.loader if isinstance(loader, DispatchLoader) else loader
     kind = type(getattr(reader, "dataset", reader)).__name__
-    if num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
+    now = len(loader) if has_length(loader) else num_batches
+    if is_training and (now == num_read or now > num_batches):
+        changed = f"A pass over {kind} had {num_batches} batches when the run began, and has {now} now"
+        if now < num_batches:
+            raise TaskError(
+                f"{changed}.", "A run is planned with the length of its data.", "Change the data between two runs."
+            )
+        warn_once(f"{changed}: the logged epochs and the planned steps are those of the shorter data.")
+    elif num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
         raise TaskError(
             f"A pass over {kind} ended after {num_read} of {num_batches} batches.",
             "Its __getitem__, the collator or the sampler raised StopIteration, as next() does when it has nothing "
             "left; or a sampler gave less than its __len__.",
             "Open what next() reads again when it is used up, or correct the sampler's __len__.",
         )
-    if is_training and num_read != num_batches:
+    elif is_training and num_read != num_batches:
         gave = f"ended after {num_read}" if num_read < num_batches else f"goes on after {num_batches}"
         warn_once(
             f"A pass over {kind} {gave} batches, but its length is {num_batches}: the logged epochs and the planned "

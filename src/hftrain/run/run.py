@@ -34,7 +34,7 @@ from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
-from hftrain.run.training_checks import TrainingChecks
+from hftrain.run.training_checks import TrainingChecks, check_kept
 from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
@@ -91,7 +91,9 @@ class Run:
         self.counts.begin()
         start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
         parts.task.train()
+        self._kept = trainer.optimizer, trainer.lr_scheduler
         events.fire("on_train_begin")
+        check_kept(trainer, self._kept)
         self.contents.own.begin()
         parts.phase = None
         left = self.contents.left
@@ -249,6 +251,7 @@ class Run:
         parts, trainer = self._parts, self._parts.trainer
         self.counts.store()
         self._checks.check_unfrozen()
+        check_kept(trainer, self._kept)
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
@@ -301,6 +304,7 @@ class Run:
         parts.phase = "finish the training"
         self.contents.own.close(is_complete=True)
         self._checks.check_unfrozen()
+        check_kept(trainer, self._kept)
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden

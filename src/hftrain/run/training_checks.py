@@ -19,7 +19,7 @@ from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.cut_off import CutOff
 from hftrain.run.own_optimizers import OwnOptimizers, members
-from hftrain.run.parts import RunParts
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
@@ -163,6 +163,21 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
         )
+
+
+def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:
+    """Raise if a callback has replaced the optimizer or the schedule that the run steps and saves."""
+    for name, own, inner in zip(("optimizer", "lr_scheduler"), kept, ("optimizer", "scheduler"), strict=True):
+        found = getattr(trainer, name)
+        if found is not own and getattr(found, inner, None) is not own:  # accelerate's wrapper holds the same one
+            raise ConfigError(
+                f"Cannot go on with another trainer.{name}:",
+                "it was replaced during the run, which steps and saves the one that it began with.",
+                "Change that one (its param_groups, add_param_group), or make the new one before the run: "
+                f"override create_{name.replace('lr_', '')}, or pass optimizers=(...).",
+                now=type(found).__name__,
+                was=type(own).__name__,
+            )
 
 
 def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
