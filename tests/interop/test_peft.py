@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.hub_models import collate, make_model, make_rows, run_options, same
 from hftrain import Trainer, TrainingArguments
 from hftrain.checkpoint.weights import load_weights
 from hftrain.core.errors import CheckpointError
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
     pytest.mark.interop,
@@ -29,10 +31,11 @@ def make_adapted(name: str = "bert", *, seed: int = 0, mixed: bool = False, **op
     return peft.get_peft_model(make_model(name, seed=seed), config, mixed=mixed, **options)
 
 
-def make_trainer(folder: Path, model: Any, name: str = "bert", **options: Any) -> Trainer:
+def make_trainer(folder: Path, model: Any, name: str = "bert", *, strategy: Any = None, **options: Any) -> Trainer:
     arguments = TrainingArguments(str(folder), **run_options(**options))
     rows = make_rows(name, 24)
-    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=collate)
+    parts = {"train_dataset": rows, "eval_dataset": rows[:8], "data_collator": collate, "strategy": strategy}
+    return Trainer(model, arguments, **parts)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -87,6 +90,33 @@ def test_what_the_adapter_files_do_not_hold_is_resumed_and_comes_back_as_the_bes
     best.train()
     losses = [entry["eval_loss"] for entry in best.state.log_history if "eval_loss" in entry]
     assert best.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["beside", "adapters alone"])
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_sharded_layer_beside_adapters_is_resumed_or_refused(
+    tmp_path: Path, kind: str, form: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces the hook and keeps its own
+    request.addfinalizer(torch.distributed.destroy_process_group)
+
+    def run(**options: Any) -> Trainer:
+        model = make_other("beside")
+        if kind != "beside":
+            model.base_model.model.model.norm.requires_grad_(False)
+        options = {"learning_rate": 0.1, "num_train_epochs": 3, "max_steps": 3, "save_steps": 1, **options}
+        strategy = FSDPStrategy(state_dict_type=form)
+        return make_trainer(tmp_path, model, "llama", strategy=strategy, save_strategy="steps", **options)
+
+    whole = run()
+    if (kind, form) == ("beside", "FULL_STATE_DICT"):
+        with pytest.raises(ConfigError, match=r"Cannot save .*norm\.weight, which train beside adapters"):
+            whole.train()
+        return
+    whole.train()
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same_weights(resumed.model, whole.model)
 
 
 @pytest.mark.parametrize("safe", [True, False])

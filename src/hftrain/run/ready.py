@@ -16,6 +16,7 @@ from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.parts import RunParts
 from hftrain.run.trained_parameters import TrainedParameters
+from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward, check_several
 from hftrain.task.module import without_model
@@ -51,7 +52,8 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
     trainer._forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
     parts.trained = TrainedParameters(strategy, task, lambda: trainer.lr_scheduler)
-    unheld = _wrap(parts, max_steps)
+    with parts.trained.splitting(model, saves=saves_at_all(args, parts.save_policy)):
+        unheld = _wrap(parts, max_steps)
     optimizer = parts.optimizer
     trainer.compiler.compile(model)
     trainer._cast_model()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
-from hftrain.core.errors import CheckpointError
+from hftrain.core.errors import CheckpointError, ConfigError, listed
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group, dismiss_groups
@@ -66,8 +68,27 @@ class TrainedParameters:
                 value = parameter.detach() if self._strategy.is_main else torch.zeros_like(parameter)
                 parameter.copy_(self._strategy.reduce(value))
 
+    @contextmanager
+    def splitting(self, model: nn.Module, *, saves: bool) -> Iterator[None]:
+        """Raise if a strategy that splits a model in the context then saves its adapters alone, and more of it trains.
+
+        In pieces, it saves all of it.
+        """
+        is_whole = not any(hasattr(each, "placements") for each in model.parameters())
+        looks = self._strategy.shards_model and self._strategy.is_main and is_whole and saves_adapters(model)
+        lost = list(missing_from_adapters(model)) if looks and saves else []
+        yield
+        if lost and self._strategy.model_shards(model) is None:
+            raise ConfigError(
+                f"Cannot save {listed(lost)}, which train beside adapters:",
+                f"with full state dicts, strategy={self._strategy.name!r} saves the adapters alone, so a resumed run "
+                "would start the others again.",
+                'Choose state_dict_type="SHARDED_STATE_DICT", or list their modules in modules_to_save of the '
+                "adapter's configuration.",
+            )
+
     def _add_beside_adapters(self, model: Any) -> None:
-        """Add what a model that saves only its adapters leaves out; a strategy that splits it saves it in parts."""
+        """Add what a model that saves only its adapters leaves out; see `splitting` for one that is split."""
         if self._strategy.shards_model or not saves_adapters(model):
             return
         beside = missing_from_adapters(model)
