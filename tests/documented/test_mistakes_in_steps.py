@@ -107,6 +107,11 @@ class OwnPasses(Trainer):
         return loss.detach()
 
 
+def set_args(own: Any, *args: Any, **kwargs: Any) -> None:
+    """As the trainers do that have a loop of their own."""
+    own.args = args
+
+
 def in_place(own: Any, batch: Any) -> Any:
     hidden = torch.sigmoid(scores_of(own, batch))
     loss = (hidden * hidden).sum()
@@ -232,6 +237,7 @@ STEPS = [
     stepping("item", lambda s, b: loss_of(s, b).item(), "without item()"),
     stepping("numpy", lambda s, b: loss_of(s, b).detach().numpy(), "without numpy()"),
     stepping("tuple", lambda s, b: (loss_of(s, b), 3), "StepOutput(loss=..., outputs="),
+    stepping("num_items", lambda s, b: StepOutput(loss_of(s, b), num_items=3), "define count_items(batch)"),  # type: ignore[call-arg]
     stepping("dict", lambda s, b: {"loss": loss_of(s, b)}, "StepOutput(loss=..., logs="),
     stepping("None", lambda s, b: None, "return loss"),
     stepping("yield", generator, "return, not yield"),
@@ -508,6 +514,12 @@ OVERRIDES = [
     Mistake(
         "Trainer without super",
         lambda folder: train(folder, kind=type("Mine", (Trainer,), {"__init__": lambda s, *a, **k: None})),
+        "super().__init__(...)",
+        AttributeError,
+    ),
+    Mistake(
+        "Trainer without super that sets args",
+        lambda folder: train(folder, kind=type("Mine", (Trainer,), {"__init__": set_args})),
         "super().__init__(...)",
         AttributeError,
     ),

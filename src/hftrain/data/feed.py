@@ -18,6 +18,7 @@ from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_gene
 from hftrain.data.sharding import DispatchLoader, RankLoader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
+from hftrain.data.worker_numbers import DrawingOn
 from hftrain.data.workers import noticing_copies
 
 _logger = get_logger(__name__)
@@ -63,7 +64,7 @@ class TrainFeed:
         self._numbers: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
-            if loader.generator is None:
+            if loader.generator is None and not isinstance(loader.dataset, DrawingOn):
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
         self._generators = _generators_of(self.loader)
@@ -81,9 +82,10 @@ class TrainFeed:
         return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
 
     def draws_a_seed(self, epoch: int) -> bool:
-        """Return whether a torch loader draws a seed for its workers at a pass: persistent ones get theirs once."""
+        """Return whether a number is to be drawn as a torch loader does at a pass: persistent workers get one once."""
         reader = self._reader
-        return isinstance(reader, DataLoader) and not (epoch and reader.persistent_workers)
+        is_torchs = isinstance(reader, DataLoader) and not isinstance(reader.dataset, DrawingOn)  # which draws itself
+        return is_torchs and not (epoch and reader.persistent_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""

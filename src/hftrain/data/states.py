@@ -17,6 +17,7 @@ from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
+from hftrain.data.worker_numbers import DrawingOn
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -42,14 +43,15 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
     if not (keeps and loader.num_workers):
         return loader
     if loader.persistent_workers:
-        warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
+        owner = 'worker_seeds="epoch"' if isinstance(dataset, DrawingOn) else type(dataset).__name__
+        warn_once(f"{owner} has a state, so each epoch starts new workers: they do not persist.")
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False)
 
 
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
     """Make a map-style loader send its workers a seed with each batch; see `SeededBatches`."""
     batches = loader.batch_sampler
-    if not loader.num_workers or batches is None:
+    if not loader.num_workers or batches is None or isinstance(loader.dataset, DrawingOn):
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader
@@ -83,10 +85,13 @@ class StatefulLoader(RankLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the latest iteration, as of the batches that it has yielded."""
         if self._skipped is not None:
-            # The next batch comes from the first of the new workers.
-            turn = self._num_batches % self.num_workers
+            # The next batch comes from the first of the new workers. One without a state was never used: it starts
+            # from a seed that depends on its number, so the few batches of the others are read again.
             latest = [states[-1:] for states in self._states]
-            return {"num_batches": self._num_batches, "num_to_drop": 0, "workers": latest[turn:] + latest[:turn]}
+            is_first = self._num_batches < self.num_workers
+            turn, num_to_drop = self._num_batches % self.num_workers, self._num_batches if is_first else 0
+            workers = [[]] * self.num_workers if is_first else latest[turn:] + latest[:turn]
+            return {"num_batches": self._num_batches, "num_to_drop": num_to_drop, "workers": workers}
         counts = [states[-1][0] if states else 0 for states in self._states]
         num_rounds = max(counts) - (min(counts) != max(counts))
         workers = [[entry for entry in states if entry[0] <= num_rounds][-1:] for states in self._states]
@@ -111,7 +116,7 @@ class StatefulLoader(RankLoader):
             self._states = [[] for _ in range(self.num_workers)]
             self._num_batches = self._num_to_drop = 0
         if self._skipped is not None:
-            self._skipped.skip = self._num_batches
+            self._skipped.skip = self._num_batches - self._num_to_drop
         batches = self._unpacked(super().__iter__())
         # The workers have their copies by now; those of the next epoch begin with the unchanged dataset.
         self._start.entries, self._is_loaded = [], False

@@ -25,6 +25,9 @@ _HINTS = {
     r"leaf Variable that requires grad": (
         "Change a parameter under torch.no_grad(), or in a TrainerCallback, or leave it to the optimizer."
     ),
+    r"StepOutput\S* got an unexpected keyword argument 'num_items'": (
+        "Items are counted before the backward pass: define count_items(batch) in the task."
+    ),
     r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|on the same device|on the expected device": (
         "The Trainer places the model and the batch: remove .cuda() and .to('cuda'), create other tensors on the "
         "device of the batch, or register them as buffers of the model."

@@ -52,7 +52,10 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     model = trainer._make_model()
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
-    data = parts.data = RunData(trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits)
+    draws_on = trainer.worker_seeds == "epoch"
+    data = parts.data = RunData(
+        trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on
+    )
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
     counts = RunCounts(parts, model)

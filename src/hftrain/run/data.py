@@ -12,6 +12,7 @@ from hftrain.data.limits import LimitedFeed, Limits
 from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
+from hftrain.data.worker_numbers import drawing_on
 from hftrain.data.workers import WorkerDeaths
 from hftrain.strategies.base import Strategy
 
@@ -23,6 +24,7 @@ class RunData:
         open_loader: Returns this rank's batches, from another dataset if one is given.
         seed: The data seed.
         limits: How much of the data is read.
+        draws_on: Whether loader workers draw on through an epoch; see `drawing_on`.
 
     Attributes:
         feed: The batches that the loop reads; a loop may replace them.
@@ -37,9 +39,10 @@ class RunData:
         *,
         seed: int,
         limits: Limits,
+        draws_on: bool,
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
-        self._limits = limits
+        self._limits, self._draws_on = limits, draws_on
         self.deaths = WorkerDeaths()
         self.feed = self._open()
 
@@ -59,7 +62,9 @@ class RunData:
 
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed
-        loader = resumable_loader(self._open_loader(*dataset), seed=seed, rank=strategy.rank)
+        loader = self._open_loader(*dataset)
+        loader = drawing_on(loader, rank=strategy.rank) if self._draws_on else loader
+        loader = resumable_loader(loader, seed=seed, rank=strategy.rank)
         if dataset:
             end_workers(self.feed.loader)
         make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed

@@ -143,6 +143,7 @@ class TrainerHooks(Protocol):
     preprocess_logits_for_metrics: Any
     spill_dir: Path | None
     limits: Limits
+    worker_seeds: str
     loops: Mapping[str, Loop[Any]]
     neftune_noise_alpha: float | None
     is_deepspeed_enabled: Any

@@ -45,6 +45,7 @@ from hftrain.data.columns import signature_columns
 from hftrain.data.datasets import has_length, num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
+from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.recurrence import read_memory, with_memory
@@ -161,6 +162,9 @@ class Trainer:
         count_items: The items that a plain model's loss averages over: ``"labels"``, ``"shifted_labels"``,
             ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
             possible with single-sample batches of unequal length or with a custom loss.
+        worker_seeds: How the loader workers of map-style training data are seeded: for each ``"batch"`` by its
+            position, which is the same with any number of workers; or once per ``"epoch"``, as with transformers'
+            Trainer, whose random masks and augmentations they then give. A resume needs as many workers as before.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         profiler: ``"simple"`` prints where the time went, ``"torch"`` writes a trace of a few steps; or a callback,
             such as `TorchProfiler(active=10)`.
@@ -183,6 +187,7 @@ class Trainer:
     precision: Precision
     loops: Mapping[str, Loop[Any]]
     save_policy: SavePolicy
+    worker_seeds: str
     compiler: Compiler
     model_init: Callable[..., nn.Module] | None
     count_items: str | CountItems | None
@@ -265,6 +270,7 @@ class Trainer:
         sanity_eval_batches: int | None = None,
         max_time: str | None = None,
         count_items: str | CountItems | None = None,
+        worker_seeds: str = "batch",
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         profiler: str | TrainerCallback | None = None,
         tokenizer: Any = None,
@@ -292,7 +298,7 @@ class Trainer:
         is_rehearsal = bool(self.fast_dev_run)
         callbacks = [*as_list(callbacks), *as_list(callback), *make_profiler(profiler)]
         callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=is_rehearsal)
-        self.save_policy = save_policy or SavePolicy()
+        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
@@ -394,7 +400,7 @@ class Trainer:
             if hasattr(type(self), name):
                 # A property raised an AttributeError: raise that one again.
                 return object.__getattribute__(self, name)
-            raise AttributeError(missing_attribute(type(self), name, is_made="args" in vars(self)))
+            raise AttributeError(missing_attribute(type(self), name, is_made="fast_dev_run" in vars(self)))
 
     def _make_callbacks(self, callbacks: Sequence[Any], max_time: str | None) -> None:
         if self.args.push_to_hub and not self.fast_dev_run:
