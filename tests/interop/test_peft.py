@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.hub_models import collate, make_model, make_rows, run_options, same_weights
 
-from hftrain import Trainer, TrainingArguments
+from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.checkpoint.weights import load_weights
 from hftrain.core.errors import CheckpointError
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
