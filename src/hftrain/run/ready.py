@@ -63,8 +63,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
     accumulation = args.gradient_accumulation_steps
     check_in_backward(optimizer, strategy=strategy, precision=precision, accumulation=accumulation)
-    # An interrupted run or the user may have left gradients.
-    model.zero_grad()
+    model.zero_grad()  # an interrupted run or the user may have left gradients
     trainer.optimizer = optimizer
     task.model = trainer.model_wrapped = parts.wrapped
     stepper = assemble_stepper(
