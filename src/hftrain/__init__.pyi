@@ -33,6 +33,7 @@ from hftrain.callbacks.averaging import EMA as EMA
 from hftrain.callbacks.averaging import SWA as SWA
 from hftrain.callbacks.batches import BatchCallback as BatchCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
+from hftrain.callbacks.mixture import Mixture as Mixture
 from hftrain.callbacks.profiling import SimpleProfiler as SimpleProfiler
 from hftrain.callbacks.profiling import TorchProfiler as TorchProfiler
 from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback

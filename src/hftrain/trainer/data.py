@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
+from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.log import get_logger
 from hftrain.data.collators import makes_tensors
@@ -63,6 +64,9 @@ class TrainerData:
     def check_training(self) -> None:
         """Raise if the training data does not work with the settings."""
         trainer, args = self._trainer, self._trainer.args
+        dataset, events = trainer.train_dataset, trainer.callback_handler
+        if isinstance(dataset, TrainerCallback) and dataset not in events.callbacks:
+            events.add(dataset)
         check_tensor_parallel(trainer.get_tp_size(), trainer.strategy, is_handled=trainer.is_deepspeed_enabled)
         if not trainer._is_overridden("get_train_dataloader"):
             check_train_data(args, trainer.train_dataset, trainer.limits)
@@ -189,16 +193,24 @@ class TrainerData:
 
     def train_sampler(self, dataset: Any) -> Any:
         """Return the sampler of the training data, None for a stream."""
-        lengths = self.length_config(is_training=True)
+        lengths, args = self.length_config(is_training=True), self._trainer.args
+        plan, shuffle = self._shard_plan(is_training=True), args.train_sampling_strategy != "sequential"
+        if callable(own := getattr(dataset, "train_sampler", None)) and not isinstance(dataset, IterableDataset):
+            if lengths is not None:
+                raise ConfigError(
+                    f"Cannot group the samples of a {type(dataset).__name__} by length.",
+                    "Its train_sampler decides their order.",
+                    "Leave train_sampling_strategy='group_by_length' out.",
+                )
+            return own(seed=plan.seed, shuffle=shuffle)
         if lengths is not None:
             return length_sampler(dataset, lengths, is_training=True)
         if isinstance(dataset, IterableDataset):
             return None
-        args = self._trainer.args
         return default_train_sampler(
             dataset,
-            self._shard_plan(is_training=True),
-            shuffle=args.train_sampling_strategy != "sequential",
+            plan,
+            shuffle=shuffle,
             use_seedable_sampler=bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         )
 
