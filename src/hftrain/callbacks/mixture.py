@@ -13,12 +13,11 @@ from torch.utils.data import Dataset, IterableDataset
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import read_length
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.datasets import has_length, has_state, whole_dataset
 from hftrain.data.mixing import MixedStream, MixtureSampler, StatefulMixedStream
 from hftrain.data.positions import samples_per_round
-from hftrain.data.sizes import has_length, whole_dataset
+from hftrain.data.sharding import DispatchLoader
 from hftrain.data.streams import is_cut_stream
-from hftrain.data.wrappers import has_state
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
