@@ -25,8 +25,8 @@ def run(folder: str, *, make: str, stops: list[int | None], **options: Any) -> t
 
 
 CASES = [
-    ("rows", {"kind": "changed", "dataloader_num_workers": 2, "num_train_epochs": 3}),
-    ("rows", {"kind": "changed", "accelerator_config": {"dispatch_batches": True}}),
+    ("rows", {"kind": "changed", "dataloader_num_workers": 2}),
+    ("rows", {"kind": "scheduled", "accelerator_config": {"dispatch_batches": True}}),
     ("Position", {"kind": "scheduled", "mode": "max_size_cycle"}),
 ]
 
