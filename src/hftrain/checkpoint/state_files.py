@@ -25,9 +25,8 @@ from hftrain.checkpoint.layout import (
 )
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
-from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
-from hftrain.core.state import TrainerState, find_misfit
+from hftrain.core.state import HistoryText, TrainerState, find_misfit
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
 from hftrain.storage.shards import load_shards, save_shards

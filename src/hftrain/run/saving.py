@@ -17,9 +17,8 @@ from hftrain.checkpoint.participants import writers
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.state_files import as_it_is, save_trainer_state, shard_writers
 from hftrain.checkpoint.weights import load_task_state, load_weights
-from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
-from hftrain.core.state import TrainerState
+from hftrain.core.state import HistoryText, TrainerState
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts

@@ -17,6 +17,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.precision.base import Precision
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.space import readable_bytes
+from hftrain.trainer.memory import device_meter
 
 # The first step allocates the optimizer state and the second rebuilds DDP's buckets; the third is like all others.
 _NUM_STEPS = 3
@@ -54,9 +55,7 @@ class MemoryEstimate:
 def estimate_memory(trainer: TrainerHooks, train: Callable[[Any], object]) -> MemoryEstimate:
     """Rehearse a training and return the peak memory of a step; collective."""
     strategy, precision, kind = trainer.strategy, trainer.precision, trainer.strategy.device_type
-    if strategy.name.startswith("deepspeed") or not (
-        kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
-    ):
+    if strategy.name.startswith("deepspeed") or (kind != "cpu" and device_meter(kind) is None):
         raise ConfigError(
             f"Cannot estimate the memory with strategy={strategy.name!r} on {kind!r}.",
             "torch does not report its peak memory.",
@@ -149,12 +148,8 @@ def _meter(device_type: str) -> Iterator[int]:
         events = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
         yield max(accumulate((num_bytes for _, num_bytes in events), initial=0))
     else:
-        memory = _memory_of(device_type)
-        memory.reset_peak_memory_stats()
-        before = memory.memory_allocated()
+        meter = device_meter(device_type)
+        assert meter is not None
+        meter.start()
         yield 0
-        yield memory.max_memory_allocated() - before
-
-
-def _memory_of(device_type: str) -> Any:
-    return getattr(torch, device_type, None)
+        yield sum(meter.deltas().values())

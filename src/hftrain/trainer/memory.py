@@ -135,17 +135,19 @@ def _meters(device_type: str) -> dict[str, MemoryMeter]:
 
     process = psutil.Process()
     meters = {"cpu": MemoryMeter(lambda: int(process.memory_info().rss))}
-    module: Any = getattr(torch, device_type, None)
     if device_type == "mps":
         # MPS records no peak.
         meters["gpu"] = MemoryMeter(torch.mps.current_allocated_memory)
-    elif hasattr(module, "max_memory_allocated"):
-        meters["gpu"] = _device_meter(module)
+    elif (meter := device_meter(device_type)) is not None:
+        meters["gpu"] = meter
     return meters
 
 
-def _device_meter(module: Any) -> MemoryMeter:
-    """Return the meter of a torch module such as `torch.cuda`; it does not initialise an unused device."""
+def device_meter(device_type: str) -> MemoryMeter | None:
+    """Return the meter of devices whose torch module records a peak, else None; it initialises no unused device."""
+    module: Any = getattr(torch, device_type, None)
+    if not hasattr(module, "max_memory_allocated"):
+        return None
 
     def when_awake(function: Callable[[], Any]) -> Callable[[], Any]:
         is_awake = getattr(module, "is_initialized", lambda: True)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hftrain.core import history as history_module
-from hftrain.core.history import HistoryText
-from hftrain.core.state import TrainerState
+from hftrain.core import state as history_module
+from hftrain.core.state import HistoryText, TrainerState
 
 
 def dumped(state: TrainerState) -> str:

@@ -9,7 +9,7 @@ import pytest
 from support.tiny import train
 
 from hftrain import SavePolicy, TrainerCallback
-from hftrain.core import history as history_module
+from hftrain.core import state as history_module
 
 
 class Editing(TrainerCallback):
