@@ -72,7 +72,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(contents.close)
     saver = Saver(parts, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
-    checks = TrainingChecks(parts, contents.own)
+    checks = TrainingChecks(parts, contents.objects)
     stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(DebugUnderflowOverflow(parts.model).remove)

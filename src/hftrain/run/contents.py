@@ -33,8 +33,8 @@ from hftrain.core.tree import map_tensors
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
+from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness
-from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.storage.tensors import save_tensors
@@ -59,10 +59,10 @@ class Contents:
     def __init__(self, parts: RunParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
         self.loops = LoopStates(parts.loops)
-        self.own = OwnOptimizers(parts, self.loops)
+        self.objects = CheckpointObjects(parts, self.loops)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         parts.trained.follow(parts.model, parts.optimizer)
-        self.finiteness = Finiteness(parts, self.own)
+        self.finiteness = Finiteness(parts, self.objects)
         # The random numbers from which the order of the epoch was drawn.
         self._epoch_rng: dict[str, Any] = {}
         # A checkpoint, and its random numbers until they are restored.
@@ -74,7 +74,7 @@ class Contents:
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
-        self.own.close(is_complete=False)
+        self.objects.close(is_complete=False)
         self._parts.trained.close()
 
     # -- the lists: a new feature adds one entry to one of them ---------------------------------------------------
@@ -110,7 +110,7 @@ class Contents:
             InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
             InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
             InFile(OUTSIDE_WEIGHTS, trained.state_dict, trained.load, save_tensors),
-            InFile(OWN_OPTIMIZERS, self.own.state_dict, self.own.load),
+            InFile(OWN_OPTIMIZERS, self.objects.state_dict, self.objects.load),
         ]
 
     def _own_parts(self) -> list[Participant]:
@@ -143,7 +143,7 @@ class Contents:
             Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
             Participant("train_metrics", lambda: metric_states(task.metrics("train")), load_metrics, {}),
             Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
-            Participant("generators", self.own.generator_states, self.own.load_generators, {}),
+            Participant("generators", self.objects.generator_states, self.objects.load_generators, {}),
             Participant("past", lambda: computing.past, load_memory),
         ]
 
@@ -241,7 +241,7 @@ class Contents:
     def write_optimizer(self, folder: Path) -> None:
         """Write optimizer, schedule and scaler, in the main process, and own shards. Collective."""
         found = writers(self.files(), as_it_is)
-        for write in [*(found if self._parts.manager.is_committer else ()), *self.own.shard_writers(as_it_is)]:
+        for write in [*(found if self._parts.manager.is_committer else ()), *self.objects.shard_writers(as_it_is)]:
             write(folder)
 
     def read_optimizer(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
-from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.parts import RunParts
 from hftrain.run.writing import saves_at_all
 
@@ -39,8 +39,8 @@ class Finiteness:
     Losses count unless the precision is fp16, whose scaler skips the updates of losses that overflow.
     """
 
-    def __init__(self, parts: RunParts, own: OwnOptimizers) -> None:
-        self._parts, self._own = parts, own
+    def __init__(self, parts: RunParts, objects: CheckpointObjects) -> None:
+        self._parts, self._objects = parts, objects
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
@@ -125,7 +125,7 @@ class Finiteness:
         if folder is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
         frozen = parts.trained.go_back(read_manifest(folder).facts)
-        self._own.go_back(folder)
+        self._objects.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             self._parts.trainer._load_from_checkpoint(str(folder))
             self._parts.trainer._load_optimizer_and_scheduler(str(folder))
@@ -142,7 +142,7 @@ class Finiteness:
     @contextmanager
     def _schedules_go_on(self) -> Iterator[None]:
         """Restore the current state of schedules after optimizers and schedules were loaded."""
-        saved, schedule = self._own.saved(), self._parts.trainer.lr_scheduler
+        saved, schedule = self._objects.saved(), self._parts.trainer.lr_scheduler
         optimizers = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
         groups = [
             [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]

@@ -94,7 +94,7 @@ class Run:
         self._kept = trainer.optimizer, trainer.lr_scheduler
         events.fire("on_train_begin")
         check_kept(trainer, self._kept)
-        self.contents.own.begin()
+        self.contents.objects.begin()
         parts.phase = None
         left = self.contents.left
         with self._interrupts:
@@ -302,7 +302,7 @@ class Run:
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
-        self.contents.own.close(is_complete=True)
+        self.contents.objects.close(is_complete=True)
         self._checks.check_unfrozen()
         check_kept(trainer, self._kept)
         parts.losses.read()

@@ -104,7 +104,7 @@ class Saver:
         num_bytes = writes.make_room(step=state.global_step)
         if num_bytes is None:
             return
-        contents.own.tell_of_changes()
+        contents.objects.tell_of_changes()
         contents.metric.link()
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
@@ -127,7 +127,7 @@ class Saver:
         else:
             # Other processes only take part in gathering.
             main += writers(files, keep if self.manager.is_committer else as_it_is)
-            each += [] if only_model else contents.own.shard_writers(keep)
+            each += [] if only_model else contents.objects.shard_writers(keep)
         if not only_model:
             each.append(contents.rank_writer(keep))
         each += shard_writers(strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
@@ -205,7 +205,7 @@ class Saver:
         with restoring(best):
             self._parts.trainer._load_from_checkpoint(str(best))
             self._parts.trained.load(best)
-            self.contents.own.load_weights(best)
+            self.contents.objects.load_weights(best)
         state = self._parts.state
         logger.info("Loaded the best model from %s (%s).", best, state.best_metric)
         if checkpoint_step(best.name) not in (None, state.best_global_step):

@@ -17,8 +17,8 @@ from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
-from hftrain.run.own_optimizers import OwnOptimizers, members
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
@@ -34,9 +34,9 @@ class TrainingChecks:
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
     """
 
-    def __init__(self, parts: RunParts, own: OwnOptimizers) -> None:
+    def __init__(self, parts: RunParts, objects: CheckpointObjects) -> None:
         strategy, optimizer = parts.strategy, parts.optimizer
-        self._parts, self._own = parts, own
+        self._parts, self._objects = parts, objects
         # What is open until the end of the first step, and what is open until the end of the run.
         self._first, self._stack = ExitStack(), ExitStack()
         self._stack.callback(KeptGraphs(parts.computing, parts.pending, parts.progress).close)
@@ -65,7 +65,7 @@ class TrainingChecks:
     def check_unfrozen(self) -> None:
         """Warn of parameters that were unfrozen since the start of the run and are in no optimizer."""
         if any(parameter.requires_grad for _, parameter in self._frozen):
-            held = self._own.held()
+            held = self._objects.held()
             names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             if names:
@@ -104,7 +104,7 @@ class TrainingChecks:
                 "DDP searches for unused parameters in each step, and the first update used them all. If every step "
                 "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
             )
-        held, groups = self._own.held(), optimizer.param_groups
+        held, groups = self._objects.held(), optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(
                 "The first update changed nothing: no parameter had a gradient. Compute the loss from the model's "

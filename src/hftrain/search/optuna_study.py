@@ -38,7 +38,8 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
         return attempt(trial, space=config.space, report=report)
 
     def run(objective: Any) -> Result:
-        study = optuna.create_study(**creating, directions=list(config.directions))
+        directions: list[Any] = list(config.directions)
+        study = optuna.create_study(**creating, directions=directions)
         study.optimize(objective, n_trials=config.num_trials, **running)
         best = study.best_trials
         if not best:
@@ -48,7 +49,7 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
                 "Let the pruner wait for more steps, or narrow hp_space.",
             )
         if has_one:
-            return BestRun(str(best[0].number), best[0].value, best[0].params)
+            return BestRun(str(best[0].number), best[0].values[0], best[0].params)
         return [BestRun(str(trial.number), list(trial.values), trial.params) for trial in best]
 
     if group.world_size == 1:

@@ -41,7 +41,7 @@ _NUM_COMPARED = 256
 _LIBRARIES = ("hftrain", "transformers", "accelerate", "datasets", "torch", "builtins")
 
 
-class OwnOptimizers:
+class CheckpointObjects:
     """Save and restore what the user declares, for one run, and warn of other optimizers."""
 
     def __init__(self, parts: RunParts, loops: LoopStates) -> None:
