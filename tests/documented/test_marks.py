@@ -62,7 +62,7 @@ def test_loss_that_is_marked_as_divided_is_not_divided_again(
 
 def test_mark_without_an_own_loss_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), compute_loss_func=MARK)
-    with pytest.raises(ConfigError, match=r"compute_loss_func.*is not callable.*override compute_loss"):
+    with pytest.raises(ConfigError, match="override compute_loss"):
         trainer.train()
 
 

@@ -186,7 +186,7 @@ class LitOwn(LitCallback):  # type: ignore[misc, valid-type]
 
 
 def test_lightning_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"LitNet.*LightningModule.*[Dd]erive .* from hftrain\.TaskModule"):
+    with pytest.raises(TaskError, match=r"from hftrain\.TaskModule"):
         Trainer(LitNet(), make_arguments(tmp_path))
     with pytest.raises(TaskError, match="LightningModule"):
         Trainer(args=make_arguments(tmp_path), model_init=LitNet)

@@ -142,7 +142,7 @@ def test_sizes_of_a_split_sequence_are_one(tmp_path: Path) -> None:
 def test_model_that_was_sharded_when_it_was_loaded_is_refused(tmp_path: Path) -> None:
     model = Net()
     model.is_distributed_loading_by_transformers = True
-    with pytest.raises(ConfigError, match=r"DistributedConfig.*strategy='fsdp'"):
+    with pytest.raises(ConfigError, match="strategy='fsdp'"):
         make(tmp_path, model)
 
 

@@ -96,7 +96,7 @@ def test_evaluation_data_of_another_kind_is_refused(tmp_path: Path, given: Any, 
 
 
 def test_prediction_data_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"DataLoader.*override get_test_dataloader"):
+    with pytest.raises(ConfigError, match="override get_test_dataloader"):
         Trainer(Net(), make_arguments(tmp_path)).predict(DataLoader(SETS[0]))
 
 
@@ -156,7 +156,7 @@ def test_loader_that_an_override_reads_passes(tmp_path: Path) -> None:
 
 
 def test_text_as_evaluation_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"str as eval_dataset.*load it"):
+    with pytest.raises(ConfigError, match="load it"):
         Trainer(Net(), make_arguments(tmp_path), eval_dataset="imdb")
 
 

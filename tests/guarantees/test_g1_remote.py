@@ -168,7 +168,7 @@ def test_a_store_that_never_answers_well_is_given_up(
     server.fail(1.0, kinds=("error",))
     with pytest.raises(OSError, match="put_file a"):
         folder.write("a", "text")
-    with pytest.raises(UnreachableError, match=r"Cannot read .*s3://bucket/.*Check the network"):
+    with pytest.raises(UnreachableError, match="Check the network"):
         RemoteCheckpoints(s3, mirror=tmp_path).latest()
 
 

@@ -147,7 +147,7 @@ def add_up(task: Any, loss: torch.Tensor, logits: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_kept_graphs_are_noticed(tmp_path: Path, keep: Any, accumulation: int) -> None:
-    with pytest.warns(UserWarning, match=r"The graphs of steps 3 to 5 are still in memory after step 8.*loss.detach"):
+    with pytest.warns(UserWarning, match=r"loss.detach"):
         fit(tmp_path, Keep(keep), gradient_accumulation_steps=accumulation)
 
 

@@ -108,7 +108,7 @@ def test_user_says_what_the_loss_is_a_mean_over(tmp_path: Path, caplog: pytest.L
     assert found[0] == found[1]
     assert found[0][0] == pytest.approx(sum(parts) / 4)
     assert not caplog.records
-    with pytest.raises(ConfigError, match=r"count_items='label'.*'labels'"):
+    with pytest.raises(ConfigError, match="'labels'"):
         eval_losses(tmp_path, Words, count_items="label")
 
 

@@ -208,5 +208,5 @@ def test_clipping_scaled_gradients_before_all_are_there_is_refused(tmp_path: Pat
     trainer = Clips(Net(), arguments, train_dataset=make_rows(24))
     trainer.train()
     trainer.at_every_micro_batch = True
-    with pytest.raises(TaskError, match=r"before the last micro-batch.*sync_gradients is True"):
+    with pytest.raises(TaskError, match="sync_gradients is True"):
         trainer.train()

@@ -141,7 +141,7 @@ def test_group_of_parameters_outside_the_model_is_told_about(tmp_path: Path) -> 
                 optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
     make(tmp_path, Foreign(), StopAt(5)).train()
-    with pytest.raises(CheckpointError, match=r"added.*override create_optimizer"):
+    with pytest.raises(CheckpointError, match="override create_optimizer"):
         make(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -112,7 +112,7 @@ def test_no_limit_and_no_metric_deletes_the_last_finite_one(tmp_path: Path, limi
 
 def test_stop_saves_nothing_that_is_not_finite(tmp_path: Path) -> None:
     trainer = make_run(tmp_path, bad_steps=[7], policy=SavePolicy(on_nonfinite="stop", on_exception=True))
-    with pytest.raises(NonFiniteError, match=r"Cannot save step 8: NaN or infinity in .*, after step 6. ") as raised:
+    with pytest.raises(NonFiniteError, match=r", after step 6.") as raised:
         trainer.train()
     assert "Resume from checkpoint-6, the last finite one, with a lower learning_rate" in str(raised.value)
     assert found(tmp_path) == {f"checkpoint-{step}": True for step in (2, 4, 6)}
@@ -321,11 +321,11 @@ def test_large_numbers_are_finite() -> None:
 
 
 def test_policies_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"on_nonfinite='ignore'.*Use one of warn, stop, restore"):
+    with pytest.raises(ConfigError, match="Use one of warn, stop, restore"):
         SavePolicy(on_nonfinite="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"on_nonfinite='restore'.* with save_only_model=True"):
+    with pytest.raises(ConfigError, match="with save_only_model=True"):
         make_run(tmp_path, policy="restore", save_only_model=True).train()
-    with pytest.warns(UserWarning, match=r"on_nonfinite='stop'.* acts at saves, and save_strategy='no' plans none"):
+    with pytest.warns(UserWarning, match="acts at saves, and save_strategy='no' plans none"):
         make_run(tmp_path, policy="stop", save_strategy="no", max_steps=1).train()
 
 
