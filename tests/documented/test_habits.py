@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,18 +68,6 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -
     before = two.evaluate()["eval_loss"]
     one.train()
     assert two.evaluate()["eval_loss"] == before
-
-
-def test_two_trainers_alternate_on_one_model(tmp_path: Path) -> None:
-    model = Net()
-    first = Trainer(model, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
-    second = Trainer(model, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(9, seed=2))
-    seen = []
-    for trainer in (first, second, first, second):
-        trainer.train()
-        assert trainer.model is model
-        seen.append(weights(trainer))
-    assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
 
 
 def test_another_trainer_trains_inside_a_callback(tmp_path: Path) -> None:

@@ -84,29 +84,6 @@ def test_gen_kwargs_hold_what_the_arguments_say(tmp_path: Path) -> None:
     assert assert_same(tmp_path, run)[0] == [["max_length", "num_beams"], [4, 6]]
 
 
-def test_arguments_of_prediction_step_replace_those_of_the_call(tmp_path: Path) -> None:
-    def run(library: Any, folder: Path) -> list[int]:
-        lengths: list[int] = []
-
-        class Short(library.Seq2SeqTrainer):
-            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **options):
-                given = {"max_new_tokens": 2, "do_sample": False}
-                loss, tokens, labels = super().prediction_step(
-                    model, inputs, prediction_loss_only, ignore_keys, **given
-                )
-                lengths.append(tokens.shape[1])
-                return loss, tokens, labels
-
-        settings = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
-        trainer = build(library, folder, Short, "t5", arguments=library.Seq2SeqTrainingArguments, **settings)
-        trainer.predict(trainer.eval_dataset)
-        return lengths
-
-    ours, theirs = both(tmp_path, run)
-    assert ours == [3, 3]  # transformers pads them to 20, its own default, where no max_length is given
-    assert len(theirs) == 2
-
-
 @pytest.mark.parametrize("when", ["at once", "on_train_begin"])
 def test_assigned_clip_grad_norm_clips(tmp_path: Path, when: str) -> None:
     def run(library: Any, folder: Path) -> Any:

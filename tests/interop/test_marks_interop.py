@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 transformers = pytest.importorskip("transformers")
 
 from support.hub_models import make_model, make_rows, run_options  # noqa: E402
-from torch import nn  # noqa: E402
 
 import hftrain  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
 LIBRARIES = (hftrain, transformers)
-MARK = "non-None value to disable scaling"
-
-
-def losses_of(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_marked_loss_is_left_as_it_is(tmp_path: Path) -> None:
-    found = []
-    for library in LIBRARIES:
-
-        class Divides(library.Trainer):  # type: ignore[name-defined, misc]
-            def compute_loss(
-                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-            ) -> Any:
-                labels = inputs.pop("labels")
-                outputs = model(**inputs)
-                loss = nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-                return (loss, outputs) if return_outputs else loss
-
-        options = run_options(per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=4)
-        trainer = Divides(
-            make_model("bert"),
-            library.TrainingArguments(str(tmp_path), **options),
-            train_dataset=make_rows("bert"),
-            compute_loss_func=MARK,
-        )
-        trainer.train()
-        found.append((losses_of(trainer), [entry["grad_norm"] for entry in trainer.state.log_history[:-1]]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
 
 
 @pytest.mark.parametrize("logging_steps", [-1, 2])

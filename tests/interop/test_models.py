@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -15,7 +13,6 @@ datasets = pytest.importorskip("datasets")
 from support.hub_models import (  # noqa: E402
     NAMES,
     Rows,
-    collate,
     losses_of,
     make_model,
     make_rows,
@@ -61,69 +58,6 @@ def test_models_learn_from_every_form_of_data(tmp_path, name, form):
     assert output.global_step == 20
     assert trainer.evaluate()["eval_loss"] < before
     assert losses_of(trainer.state.log_history)[-1] < losses_of(trainer.state.log_history)[0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tables_and_lists_train_alike(tmp_path, name):
-    models = []
-    for form in ("table", "list"):
-        trainer = make_trainer(tmp_path, name, form, dropout=0.1, num_train_epochs=1)
-        trainer.train()
-        models.append(trainer.model)
-    assert same_weights(*models)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_evaluation_and_prediction_are_the_models_own(tmp_path, name):
-    rows = make_rows(name, 7, seed=2)
-    model = make_model(name).eval()
-    with torch.no_grad():
-        expected = model(**collate(rows))
-    seen = []
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction)
-        return {"rows": len(prediction.label_ids)}
-
-    trainer = make_trainer(tmp_path, name, compute_metrics=compute_metrics)
-    metrics = trainer.evaluate()
-    # The mean over all labels, however they are spread over batches.
-    assert metrics["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert metrics["eval_rows"] == 7
-    predictions, labels, metrics = trainer.predict(as_form(rows, "table"))
-    logits = predictions[0] if name == "t5" else predictions
-    numpy.testing.assert_allclose(logits, expected.logits.numpy(), rtol=1e-5, atol=1e-6)
-    if name == "t5":
-        numpy.testing.assert_allclose(predictions[1], expected.encoder_last_hidden_state.numpy(), rtol=1e-5, atol=1e-6)
-    assert numpy.array_equal(labels, collate(rows)["labels"].numpy())
-    assert metrics["test_loss"] == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_prediction_needs_no_labels(tmp_path, name):
-    rows = [{key: value for key, value in row.items() if not key.startswith("label")} for row in make_rows(name, 5)]
-    if name == "t5":
-        rows = [{**row, "decoder_input_ids": row["input_ids"]} for row in rows]
-    trainer = make_trainer(tmp_path, name)
-    predictions, labels, metrics = trainer.predict(as_form(rows, "list"))
-    assert labels is None
-    assert "test_loss" not in metrics
-    with torch.no_grad():
-        expected = trainer.model.eval()(**collate(rows)).logits.numpy()
-    numpy.testing.assert_allclose(predictions[0] if name == "t5" else predictions, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_models_reload_with_from_pretrained(tmp_path, name):
-    trainer = make_trainer(tmp_path, name, max_steps=3)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    reloaded = type(trainer.model).from_pretrained(tmp_path / "saved").eval()
-    assert same_weights(reloaded, trainer.model)
-    batch = collate(make_rows(name, 3))
-    with torch.no_grad():
-        assert torch.equal(reloaded(**batch).logits, trainer.model.eval()(**batch).logits)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -61,62 +61,6 @@ def check(folder: Path, **options: Any) -> None:
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.interop
-def test_weights_of_a_loss_are_trained_and_not_clipped_as_in_transformers(tmp_path: Path) -> None:
-    """As in sentence-transformers, whose optimizer trains the loss's own weights beside the model's."""
-    found = []
-    for library in (hftrain, transformers):
-
-        class Weighted(library.Trainer):  # type: ignore[name-defined, misc]
-            scale = torch.nn.Parameter(torch.ones(()))
-
-            def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-                # transformers clears the model's gradients only.
-                self.scale.grad = None
-                return model(**inputs).loss * self.scale.exp()
-
-            def create_optimizer(self, *args: Any) -> Any:
-                self.optimizer = torch.optim.SGD([*self.model.parameters(), self.scale], lr=0.1)
-                return self.optimizer
-
-        arguments = library.TrainingArguments(str(tmp_path), **run_options(max_steps=4, max_grad_norm=0.1))
-        trainer = Weighted(make_model("bert"), arguments, train_dataset=make_rows("bert", 16), data_collator=collate)
-        trainer.train()
-        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-        found.append([*norms, trainer.scale.item(), *(p.norm().item() for p in trainer.model.parameters())])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
-@pytest.mark.interop
-@pytest.mark.filterwarnings("ignore:The loss depends on")
-def test_gradients_of_what_the_optimizer_leaves_out_are_clipped_and_cleared_as_in_transformers(tmp_path: Path) -> None:
-    """An optimizer of the head alone, above a body that nobody froze, and a callback's own optimizer."""
-    found = []
-    for library in (hftrain, transformers):
-        model = make_model("bert")
-        pooler = torch.optim.SGD(model.bert.pooler.parameters(), lr=0.1)
-
-        class Second(library.TrainerCallback):  # type: ignore[name-defined, misc]
-            def on_optimizer_step(self, *args: Any, own: Any = pooler, **kwargs: Any) -> None:
-                own.step()
-
-        arguments = library.TrainingArguments(str(tmp_path), **run_options(max_steps=4, max_grad_norm=0.1))
-        optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
-        trainer = library.Trainer(
-            model,
-            arguments,
-            train_dataset=make_rows("bert", 16),
-            data_collator=collate,
-            optimizers=(optimizer, None),
-            callbacks=[Second],
-        )
-        trainer.train()
-        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-        assert all(parameter.grad is None for parameter in model.parameters())
-        found.append([*norms, *(p.norm().item() for p in model.parameters())])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
 @pytest.mark.optimizers
 @pytest.mark.parametrize("optim", SAME)
 def test_optimizer_takes_the_steps_of_transformers(tmp_path: Path, optim: str) -> None:

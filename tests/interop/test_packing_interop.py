@@ -70,16 +70,6 @@ def test_packed_documents_train_and_evaluate_as_each_alone(tmp_path, package, ki
     assert model.config.use_cache
 
 
-def test_packed_documents_are_separate_in_an_evaluation_during_training(tmp_path):
-    model = make_model()
-    total, num = losses_alone(model)
-    options = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
-    trainer = make_trainer(tmp_path, model, hftrain.DataCollatorWithFlattening(), **options)
-    trainer.train()
-    (loss,) = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    assert loss == pytest.approx(float(total.detach()) / num, rel=1e-5)
-
-
 class Derived(transformers.DataCollatorWithFlattening):
     """A user's collator that packs."""
 

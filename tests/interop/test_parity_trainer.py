@@ -17,7 +17,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from support.hub_models import Rows, collate, make_model, make_rows, run_options  # noqa: E402
+from support.hub_models import Rows, make_model, make_rows, run_options  # noqa: E402
 from support.resuming import without_times  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -63,26 +63,6 @@ def assert_parity(trainers: list[Any]) -> None:
     # Adam turns a last-bit difference of a small gradient into one of the update, hence the absolute tolerance.
     for name, value in ours.model.state_dict().items():
         torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-4, atol=1e-5)
-
-
-def in_one_batch(
-    name: str, rows: Rows, *, accumulation: int, num_epochs: int, max_norm: float, **options: Any
-) -> list[dict[str, float]]:
-    """Train with each step's samples in one batch, by hand."""
-    model = make_model(name)
-    optimizer = hftrain.Trainer(model, hftrain.TrainingArguments("unused", **run_options(**options))).create_optimizer()
-    history = []
-    for epoch in range(num_epochs):
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
-        for start in range(0, len(rows), 4 * accumulation):
-            batch = collate([rows[index] for index in order[start : start + 4 * accumulation]])
-            loss = model(**batch).loss
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": loss.item(), "grad_norm": norm.item()})
-    return history
 
 
 # -- the same to the last digits ---------------------------------------------------------------------------------------
@@ -144,23 +124,6 @@ def test_what_is_logged_and_when(tmp_path, unit):
 
 
 # -- different on purpose ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulation", [3, 4])
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_models_that_ignore_the_item_count_get_the_gradient_of_one_big_batch(tmp_path, name, accumulation):
-    rows = make_rows(name)
-    options = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.1, "max_grad_norm": 0.5}
-    expected = in_one_batch(name, rows, accumulation=accumulation, num_epochs=2, max_norm=0.5, **{
-        key: options[key] for key in ("learning_rate", "weight_decay")
-    })  # fmt: skip
-    ours, theirs = both(tmp_path, name, rows, gradient_accumulation_steps=accumulation, **options)
-    assert ours.model_accepts_loss_kwargs
-    assert_steps_equal(
-        [{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6
-    )
-    # transformers adds up the means of the micro-batches. The day this fails, compare with it instead.
-    assert steps_of(theirs)[0]["loss"] == pytest.approx(accumulation * expected[0]["loss"], rel=0.05)
 
 
 def weighted(trainer: Any) -> Any:
@@ -234,14 +197,6 @@ def test_metrics_and_predictions(tmp_path, name):
         assert ours[0][metric] == pytest.approx(theirs[0][metric], rel=1e-6)
     torch.testing.assert_close(ours[1].predictions, theirs[1].predictions)
     assert (ours[1].label_ids == theirs[1].label_ids).all()
-
-
-def test_evaluation_loss_where_batches_hold_equally_many_items(tmp_path):
-    rows = make_rows("bert", 12)
-    ours, theirs = (
-        make_trainer(library, tmp_path, make_model("bert"), rows, eval_dataset=rows).evaluate() for library in LIBRARIES
-    )
-    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

@@ -258,12 +258,6 @@ def test_it_is_torch_that_asks_for_the_iterator(monkeypatch: Any) -> None:
     assert [len(indices) for indices in asked] == [8, 8, 7]
 
 
-def test_a_users_class_is_called_for_every_sample() -> None:
-    CountsRows.num_read = 0
-    list(build(tensors(CountsRows), collate=default_data_collator, batch_size=4))
-    assert CountsRows.num_read == NUM
-
-
 def test_it_can_be_sent_to_a_worker() -> None:
     whole = pickle.loads(pickle.dumps(whole_batches(columns(), default_data_collator)))
     assert_same_batch(whole.__getitems__(INDICES), by_rows(columns(), INDICES))

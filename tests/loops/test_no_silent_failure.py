@@ -185,18 +185,6 @@ def test_relative_folder_stays_when_the_working_directory_changes(
     assert not list((tmp_cwd / "elsewhere").iterdir())
 
 
-def test_a_tasks_plateau_schedule_follows_the_evaluations(tmp_path: Path) -> None:
-    class Own(Task):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
-
-    arguments = make_arguments(tmp_path, num_train_epochs=3, eval_strategy="epoch")
-    trainer = Trainer(Own(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
-    trainer.train()
-    assert trainer.get_learning_rates()[0] < 0.5
-
-
 def test_train_within_train_is_refused(tmp_path: Path) -> None:
     class Again(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -227,17 +227,6 @@ def test_modules_and_generators_that_are_declared_resume_to_the_last_bit(tmp_pat
     assert torch.equal(resumed.average.weight, torch.full((2, 2), 6.0))
 
 
-def test_alias_of_the_runs_own_optimizer_is_not_saved_twice(tmp_path: Path) -> None:
-    class Alias(Trainer):
-        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-            self.mine = super().create_optimizer()
-            return self.mine
-
-    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    Alias(Net(), arguments, train_dataset=make_rows()).train()
-    assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
-
-
 def test_state_that_the_resumed_run_never_asks_for_is_told_of_and_kept(tmp_path: Path) -> None:
     make(Early, tmp_path).train()
     resumed = make(Plain, tmp_path, save_steps=2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, Task, make_rows, make_trainer, train
-from torch import nn
+from torchmetrics import MeanMetric
 
 from hftrain import TrainerCallback
 
@@ -127,30 +127,16 @@ def test_tensors_that_are_declared_resume_to_the_last_bit(tmp_path: Path) -> Non
 
 
 def test_metrics_of_a_task_are_not_named(tmp_path: Path) -> None:
-    class Count(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("total", torch.zeros(()))
-
-        def update(self) -> None:
-            self.total += 1
-
-        def compute(self) -> torch.Tensor:
-            return self.total
-
-        def reset(self) -> None:
-            self.total.zero_()
-
     class Counts(Task):
         def __init__(self) -> None:
             super().__init__()
-            self.counts = [Count()]
+            self.counts = [MeanMetric()]
 
         def metrics(self, stage: str) -> dict[str, Any]:
             return {"count": self.counts[0]} if stage == "eval" else {}
 
         def evaluation_step(self, batch: Any) -> Any:
-            self.counts[0].update()
+            self.counts[0].update(1.0)
             return super().evaluation_step(batch)
 
     train(tmp_path, Counts(), **SAVES, eval_strategy="steps", eval_steps=1, eval_dataset=make_rows(4))
