@@ -2,7 +2,7 @@
 
 What accelerate's launcher would put into the processes' environment is made by its own functions, and read by ours.
 The files for several GPUs (on one machine in place of two) and for FSDP are launched for real as well, with two
-processes on the CPU; those for DeepSpeed are where it is installed, in tests/deepspeed/test_launches.py.
+processes on the CPU; those for DeepSpeed are in tests/deepspeed/test_launches.py.
 """
 
 from __future__ import annotations
@@ -58,27 +58,6 @@ fsdp_config:
 mixed_precision: bf16
 num_machines: 1
 num_processes: 2
-""",
-    "deepspeed": """
-deepspeed_config:
-  deepspeed_config_file: configs/ds_zero3_config.json
-  zero3_init_flag: true
-distributed_type: DEEPSPEED
-num_machines: 1
-num_processes: 4
-""",
-    "deepspeed_plugin": """
-deepspeed_config:
-  gradient_accumulation_steps: 1
-  gradient_clipping: 0.7
-  offload_optimizer_device: cpu
-  offload_param_device: cpu
-  zero3_init_flag: true
-  zero_stage: 2
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_machines: 1
-num_processes: 4
 """,
 }
 FLAGS = """--num_processes=2 --use_fsdp --mixed_precision=bf16 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP
@@ -143,40 +122,6 @@ def test_fsdp_from_a_file_and_from_flags(tmp_path: Path, monkeypatch: pytest.Mon
     assert (options["offload"], options["auto_wrap"]) == (False, True)
     assert options["forward_prefetch"] is (line != FLAGS)
     assert precision_request(make_arguments(tmp_path), None)[0] == "bf16"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "deepspeed",
-            {
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_zero3_config.json",
-                "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-            },
-        ),
-        (
-            "deepspeed_plugin",
-            {
-                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-                "ACCELERATE_GRADIENT_CLIPPING": "0.7",
-                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-                "ACCELERATE_MIXED_PRECISION": "bf16",
-            },
-        ),
-    ],
-)
-def test_deepspeed_files_say_what_they_say(tmp_path: Path, name: str, expected: dict[str, str]) -> None:
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env
-
-    args = parsed(f"--config_file {write(tmp_path, name)} {SCRIPT_LINE}")
-    args.deepspeed_fields_from_accelerate_config = ""
-    args.main_process_port = args.main_process_port or 29500
-    _, environment = prepare_deepspeed_cmd_env(args)
-    assert args.num_processes == 4
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert {key: environment.get(key) for key in expected} == expected
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------

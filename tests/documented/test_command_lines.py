@@ -116,16 +116,16 @@ print(args.output_dir, torch.cuda.device_count(), args.n_gpu)
 """
 
 
-@pytest.mark.parametrize("line", ["CUDA_VISIBLE_DEVICES=", "CUDA_VISIBLE_DEVICES= CUDA_DEVICE_ORDER=PCI_BUS_ID"])
-def test_no_visible_gpu_runs_on_the_cpu(line: str, tmp_path: Path) -> None:
+def run_script(line: str, folder: Path) -> list[str]:
+    env = {**os.environ, **dict(word.partition("=")[::2] for word in line.split())}
+    command = [sys.executable, "-c", SCRIPT, "--output_dir", "out"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=folder).stdout.split()
+
+
+def test_no_visible_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     if torch.backends.mps.is_available() or torch.xpu.is_available():
         pytest.skip("another accelerator is visible")
-    settings = dict(word.partition("=")[::2] for word in line.split())
-    command = [sys.executable, "-c", SCRIPT, "--output_dir", "out"]
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout.split() == ["out", "0", "0"]
+    assert run_script("CUDA_VISIBLE_DEVICES= CUDA_DEVICE_ORDER=PCI_BUS_ID", tmp_path) == ["out", "0", "0"]
 
 
 @pytest.mark.cuda
@@ -138,9 +138,4 @@ def test_no_visible_gpu_runs_on_the_cpu(line: str, tmp_path: Path) -> None:
     ],
 )
 def test_visible_gpus_are_the_named_ones(line: str, tmp_path: Path) -> None:
-    settings = dict(word.partition("=")[::2] for word in line.split())
-    command = [sys.executable, "-c", SCRIPT, "--output_dir", "out"]
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout.split()[2] == "1"
+    assert run_script(line, tmp_path)[2] == "1"

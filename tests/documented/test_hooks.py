@@ -46,7 +46,11 @@ HOOKS = (
     "_determine_best_metric", "_rotate_checkpoints", "_load_from_checkpoint", "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler", "_get_output_dir", "_evaluate", "_get_num_items_in_batch", "_get_learning_rate",
     "autocast_smart_context_manager", "torchdynamo_smart_context_manager", "_get_dataloader",
-    "_load_rng_state", "_prepare_context_parallel_inputs",
+    "_load_rng_state", "_prepare_context_parallel_inputs", "get_train_dataloader", "get_eval_dataloader",
+    "get_test_dataloader", "log", "create_optimizer_and_scheduler", "create_optimizer", "create_scheduler",
+    "compute_loss", "training_step", "prediction_step", "evaluate", "predict", "evaluation_loop", "get_batch_samples",
+    "save_model", "compute_loss_context_manager", "get_decay_parameter_names", "set_initial_training_values",
+    "get_optimizer_cls_and_kwargs",
 )  # fmt: skip
 
 
@@ -64,11 +68,12 @@ def test_hook_is_called_and_passing_everything_on_changes_nothing(
 ) -> None:
     calls: list[str] = []
 
-    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def override(*args: Any, **kwargs: Any) -> Any:
         calls.append(hook)
-        return getattr(Trainer, hook)(self, *args, **kwargs)
+        return getattr(Trainer, hook)(*args, **kwargs)
 
-    kind = type("Overriding", (Trainer,), {hook: override})
+    is_static = hook == "get_optimizer_cls_and_kwargs"
+    kind = type("Overriding", (Trainer,), {hook: staticmethod(override) if is_static else override})
     torch.manual_seed(3)
     trainer = make(kind, tmp_path, **FULL)
     trainer.train()
@@ -76,6 +81,7 @@ def test_hook_is_called_and_passing_everything_on_changes_nothing(
     torch.manual_seed(4)
     resumed = make(kind, tmp_path, **{**FULL, "max_steps": 8})
     resumed.train(resume_from_checkpoint=True)
+    resumed.predict(make_rows(3))
     assert calls
     assert resumed.state.global_step == 8
 

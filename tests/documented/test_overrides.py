@@ -1,45 +1,15 @@
-"""Subclasses as the documentation shows them, in both generations of signatures."""
+"""Subclasses that write files of their own, and that read their data themselves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 from support.tiny import Net, make_arguments, make_rows
+from torch.utils.data import DataLoader
 
 from hftrain import Trainer
-
-
-def run(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
-    trainer = kind(Net(), make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
-    trainer.train()
-    trainer.evaluate()
-    trainer.predict(make_rows(3))
-    return trainer
-
-
-HOOKS = (
-    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "log", "create_optimizer_and_scheduler",
-    "create_optimizer", "create_scheduler", "compute_loss", "training_step", "prediction_step", "evaluate", "predict",
-    "evaluation_loop", "get_batch_samples", "save_model", "compute_loss_context_manager", "get_decay_parameter_names",
-    "_prepare_inputs", "_get_train_sampler", "_get_eval_sampler", "_save_checkpoint", "_save",
-    "set_initial_training_values", "get_optimizer_cls_and_kwargs",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_is_called_through_the_instance(tmp_path: Path, hook: str) -> None:
-    calls = []
-    is_static = hook == "get_optimizer_cls_and_kwargs"
-
-    def override(*args: Any, **kwargs: Any) -> Any:
-        calls.append(hook)
-        return getattr(Trainer, hook)(*args, **kwargs)
-
-    kind = type("Overriding", (Trainer,), {hook: staticmethod(override) if is_static else override})
-    run(kind, tmp_path, max_steps=2, eval_strategy="epoch", save_strategy="epoch")
-    assert calls
 
 
 def test_files_written_into_the_folder_of_a_checkpoint_before_it_is_saved_stay(tmp_path: Path) -> None:
@@ -60,3 +30,22 @@ def test_files_written_into_the_folder_of_a_checkpoint_before_it_is_saved_stay(t
         assert (folder / "more" / "note.txt").read_text() == "kept"
         assert (folder / "model.safetensors").exists()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_columns_are_not_looked_at_where_the_subclass_reads_the_data(tmp_path: Path) -> None:
+    class Reading(Trainer):
+        def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            texts = [row["text"] for row in rows]
+            return {"x": torch.ones(len(texts), 4), "labels": torch.tensor([len(text) for text in texts])}
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=2, collate_fn=self.collate)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(self.eval_dataset, batch_size=2, collate_fn=self.collate)
+
+    rows = [{"text": "ab"}, {"text": "a"}] * 2
+    args = make_arguments(tmp_path, eval_strategy="epoch", max_steps=2)
+    trainer = Reading(Net(), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert "eval_loss" in trainer.evaluate()

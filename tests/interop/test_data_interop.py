@@ -30,48 +30,10 @@ class Recorder(torch.nn.Module):
         return {"loss": self.weight * index.float().mean()}
 
 
-class Items:
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        return {"index": index}
-
-
 @pytest.fixture
 def table():
     rows = {"index": list(range(8)), "text": ["a"] * 8, "label": [0, 1] * 4}
     return datasets.Dataset.from_dict(rows)
-
-
-def reference_order(tmp_path, *, data_seed, drop_last):
-    model = Recorder()
-    args = transformers.TrainingArguments(
-        str(tmp_path),
-        num_train_epochs=2,
-        per_device_train_batch_size=2,
-        seed=7,
-        data_seed=data_seed,
-        dataloader_drop_last=drop_last,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    transformers.Trainer(model=model, args=args, train_dataset=Items()).train()
-    return model.seen
-
-
-@pytest.mark.parametrize(("data_seed", "drop_last"), [(None, False), (3, True)])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_training_order_is_the_transformers_trainers(tmp_path, monkeypatch, data_seed, drop_last, num_workers):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers would set it for good
-    seed = 7 if data_seed is None else data_seed
-    options = {"batch_size": 2, "seed": seed, "drop_last": drop_last, "num_workers": num_workers}
-    feed = TrainFeed(build(Items(), collate=default_data_collator, **options), seed=seed)
-    ours = [batch["index"].tolist() for epoch in (0, 1) for batch in feed.open(epoch)]
-    assert ours == reference_order(tmp_path, data_seed=data_seed, drop_last=drop_last)
 
 
 @pytest.mark.parametrize(

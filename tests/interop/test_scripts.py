@@ -106,22 +106,8 @@ def test_the_best_image_classifier_is_loaded_at_the_end(tmp_path, monkeypatch):
     assert final[1] != pytest.approx(theirs[0], rel=1e-5)
 
 
-def test_semantic_segmentation(tmp_path, monkeypatch):
-    # With the fused kernel, rounding decides about one pixel of 8,650.
-    plain = {"optim": "adamw_torch", "optim_args": "fused=False"}
-    compare(tmp_path, monkeypatch, "semantic_segmentation", learning_rate=1e-4, **plain)
-
-
 def test_object_detection(tmp_path, monkeypatch):
     compare(tmp_path, monkeypatch, "object_detection")
-
-
-# -- sounds, and pictures with texts -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("even", [True, False])
-def test_speech_recognition_ctc(tmp_path, monkeypatch, even):
-    compare(tmp_path, monkeypatch, "speech_recognition_ctc", even=even)
 
 
 def test_contrastive_image_text(tmp_path, monkeypatch):

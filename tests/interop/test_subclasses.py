@@ -19,19 +19,11 @@ transformers = pytest.importorskip("transformers")
 from support.hub_models import make_model, make_rows, make_tokenizer, run_options  # noqa: E402
 from support.resuming import without_times  # noqa: E402
 from support.script_runs import assert_close  # noqa: E402
-from torch.utils.data import DataLoader, WeightedRandomSampler  # noqa: E402
 
 import hftrain  # noqa: E402
 
 pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
-NAMES = [
-    "adversarial_training", "callback_that_acts", "callback_that_evaluates_more", "callback_with_the_objects",
-    "collected_predictions", "eval_dataloader", "extra_metrics", "given_optimizer",
-    "logged_parts", "moving_average", "own_inputs", "own_label_smoothing", "own_log",
-    "own_loss_in_bf16", "own_prediction_step", "own_prediction_step_in_bf16", "own_sampler", "own_save_model",
-    "probed_gradients", "sampled_text", "scheduled_freezing", "sharpness_aware", "split_weight_decay", "tampered_log",
-]  # fmt: skip
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
 
 
@@ -59,30 +51,6 @@ def run(library: Any, make: Callable[..., dict[str, Any]], folder: Path) -> tupl
     trainer.train()
     notes.append(without_times([trainer.evaluate()]))
     return trainer, notes
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_subclass(tmp_path: Path, name: str) -> None:
-    ours, noted = run(hftrain, CASES[name], tmp_path / "ours")
-    theirs, also_noted = run(transformers, CASES[name], tmp_path / "theirs")
-    histories = [without_times(trainer.state.log_history) for trainer in (ours, theirs)]
-    for history in histories:
-        for entry in history:
-            entry.pop("total_flos", None)  # transformers 5 estimates it for its own models
-    assert_close(*histories, "log_history", 1e-5)
-    assert_close(noted, also_noted, "notes", 1e-4)
-    for key, value in theirs.model.state_dict().items():
-        torch.testing.assert_close(ours.model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
-    own = ("manifest.json", "journal.jsonl")
-    written = [
-        {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in own}
-        for folder in (tmp_path / "ours", tmp_path / "theirs")
-    ]
-    assert written[0] == written[1]
-
-
-def test_every_case_is_tested() -> None:
-    assert sorted(CASES) == NAMES
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -183,58 +151,7 @@ def sharpness_aware(library: Any, notes: list[Any]) -> dict[str, Any]:
     return {"trainer": SAMTrainer}
 
 
-@case
-def own_inputs(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class ShiftingTrainer(library.Trainer):
-        def _prepare_inputs(self, inputs):
-            inputs = super()._prepare_inputs(inputs)
-            inputs["input_ids"] = inputs["input_ids"].roll(1, dims=1)
-            return inputs
-
-    return {"trainer": ShiftingTrainer}
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
-@case
-def own_sampler(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class BalancedTrainer(library.Trainer):
-        def get_train_dataloader(self):
-            weights = [1.0 + row["label"] for row in self.train_dataset]
-            # Not the data seed; hftrain seeds it so again plus the epoch, so that a resumed run finds the order.
-            sampler = WeightedRandomSampler(weights, len(weights), generator=torch.Generator().manual_seed(5))
-            return DataLoader(
-                self.train_dataset,
-                batch_size=self.args.train_batch_size,
-                sampler=sampler,
-                collate_fn=self.data_collator,
-                drop_last=self.args.dataloader_drop_last,
-            )
-
-    return {"trainer": BalancedTrainer, "args": {"num_train_epochs": 1}}
-
-
-@case
-def eval_dataloader(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class HalfTrainer(library.Trainer):
-        def get_eval_dataloader(self, eval_dataset=None):
-            rows = self.eval_dataset if eval_dataset is None else eval_dataset
-            return DataLoader(rows[:4], batch_size=2, collate_fn=self.data_collator)
-
-    return {"trainer": HalfTrainer, "compute_metrics": accuracy}
-
-
 # -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-@case
-def split_weight_decay(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class DecayTrainer(library.Trainer):
-        def get_decay_parameter_names(self, model):
-            return [name for name, _ in model.named_parameters() if "embeddings" not in name]
-
-    return {"trainer": DecayTrainer, "args": {"weight_decay": 0.5}}
 
 
 @case
@@ -361,25 +278,6 @@ def own_save_model(library: Any, notes: list[Any]) -> dict[str, Any]:
 
 
 @case
-def moving_average(library: Any, notes: list[Any]) -> dict[str, Any]:
-    class EMA(library.TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            with torch.no_grad():
-                for name, value in model.named_parameters():
-                    self.shadow[name].lerp_(value, 0.3)
-
-        def on_train_end(self, args, state, control, model=None, **kwargs):
-            with torch.no_grad():
-                for name, value in model.named_parameters():
-                    value.copy_(self.shadow[name])
-
-    return {"callbacks": [EMA()]}
-
-
-@case
 def sampled_text(library: Any, notes: list[Any]) -> dict[str, Any]:
     class Sampling(library.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -480,3 +378,23 @@ def probed_gradients(library: Any, notes: list[Any]) -> dict[str, Any]:
             notes.append(float(model.classifier.weight.detach().norm()))
 
     return {"callbacks": [Probing()], "args": {"max_grad_norm": 0.1}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_subclass(tmp_path: Path, name: str) -> None:
+    ours, noted = run(hftrain, CASES[name], tmp_path / "ours")
+    theirs, also_noted = run(transformers, CASES[name], tmp_path / "theirs")
+    histories = [without_times(trainer.state.log_history) for trainer in (ours, theirs)]
+    for history in histories:
+        for entry in history:
+            entry.pop("total_flos", None)  # transformers 5 estimates it for its own models
+    assert_close(*histories, "log_history", 1e-5)
+    assert_close(noted, also_noted, "notes", 1e-4)
+    for key, value in theirs.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+    own = ("manifest.json", "journal.jsonl")
+    written = [
+        {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in own}
+        for folder in (tmp_path / "ours", tmp_path / "theirs")
+    ]
+    assert written[0] == written[1]

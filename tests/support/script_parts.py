@@ -1,4 +1,4 @@
-"""What the example scripts of tests/interop/scripts share: tokenizers, pictures and sounds made in memory."""
+"""What the example scripts of tests/interop/scripts share: tokenizers and pictures made in memory."""
 
 from __future__ import annotations
 
@@ -71,18 +71,6 @@ def pictures(number: int, size: int = 16, seed: int = 0) -> list[Any]:
 def to_tensor(picture: Any) -> torch.Tensor:
     """Turn a picture into channels of numbers about zero."""
     return torch.from_numpy(numpy.array(picture.convert("RGB"))).permute(2, 0, 1).float() / 127.5 - 1
-
-
-def sounds(number: int, length: int, seed: int = 0) -> list[list[float]]:
-    """Hum tones of so many values, low ones and high ones by turns."""
-    generator = numpy.random.default_rng(seed)
-    time = numpy.arange(length) / length
-    return [
-        (numpy.sin(2 * numpy.pi * (3 + 9 * (index % 2)) * time) + 0.1 * generator.standard_normal(length))
-        .astype("float32")
-        .tolist()
-        for index in range(number)
-    ]
 
 
 def first(dataset: Any, number: int | None) -> Any:
