@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,3 +18,7 @@ def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     level = transformers.logging.get_verbosity()
     yield
     transformers.logging.set_verbosity(level)
+    transformers.logging.reset_format()
+    if "bitsandbytes" in sys.modules:
+        # It holds exceptions by the identity of a parameter, which a later one may get.
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()

@@ -27,9 +27,7 @@ class DropoutNet(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def train(
-    package: Any, folder: Path, *, resume: str | None = None, callbacks: Any = None, **options: Any
-) -> dict[str, torch.Tensor]:
+def train(package: Any, folder: Path, *, callbacks: Any = None, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = DropoutNet()
     options = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05, **options}
@@ -37,17 +35,8 @@ def train(
     args = package.TrainingArguments(str(folder), **settings)
     rows = make_rows(18)
     trainer = package.Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return model.state_dict()
-
-
-def test_evaluations_change_no_number_of_the_training(tmp_path: Path) -> None:
-    plain = train(transformers, tmp_path / "plain")
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
-    torch.testing.assert_close(train(hftrain, tmp_path / "ours", **evaluated), plain, rtol=0, atol=1e-6)
-    # There each evaluation draws a number, so that the dropout after it is another one.
-    theirs = train(transformers, tmp_path / "theirs", **evaluated)
-    assert not torch.allclose(theirs["layers.0.weight"], plain["layers.0.weight"], atol=1e-3)
 
 
 class KeepNumbers(transformers.TrainerCallback):

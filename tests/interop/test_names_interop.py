@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -108,25 +107,6 @@ def test_schedule_functions_give_the_same_rates(name: str, options: dict[str, An
 
     ours, theirs = (rates(make, module, name, options) for module in (hftrain, their_optimization))
     assert ours == pytest.approx(theirs, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", [kind.value for kind in trainer_utils.SchedulerType])
-def test_get_scheduler_gives_the_same_for_every_name(name: str) -> None:
-    options: dict[str, Any] = {
-        "cosine_with_min_lr": {"min_lr_rate": 0.1},
-        "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
-        "warmup_stable_decay": {"num_decay_steps": 4},
-    }
-    made = [
-        module.get_scheduler(name, SGD([nn.Parameter(torch.ones(1))], lr=0.5), 3, 12, options.get(name))
-        for module in (hftrain, their_optimization)
-    ]
-    found: list[list[float]] = [[], []]
-    for _, (rates_of, schedule) in itertools.product(range(10), zip(found, made, strict=True)):
-        rates_of.append(schedule.optimizer.param_groups[0]["lr"])
-        schedule.optimizer.step()
-        schedule.step(*([1.0] if name in ("reduce_lr_on_plateau", "greedy") else []))
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
 @pytest.mark.parametrize("options", [{"smooth": True, "window_size": 3}, {"cooldown": 2, "warmup": 1}, {"mode": "max"}])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from support.hub_models import collate, make_model, make_rows, run_options  # no
 import hftrain  # noqa: E402
 
 pytestmark = [
+    pytest.mark.optimizers,
+    pytest.mark.usefixtures("environment_stays"),
     pytest.mark.filterwarnings("ignore:.*invalid escape sequence"),  # in torchao's own files
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
     # In GaLore's and GrokAdamW's, which hftrain spares its users.
@@ -26,18 +26,6 @@ pytestmark = [
 ]
 
 SAME = ["adamw_8bit", "ademamix", "lion_32bit", "rmsprop_bnb", "paged_adamw_32bit", "stable_adamw", "grokadamw"]
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
-    if "bitsandbytes" in sys.modules:
-        # It holds exceptions by the identity of a parameter, which a later one may get.
-        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 
 
 def both(folder: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
@@ -55,36 +43,22 @@ def both(folder: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
     return results
 
 
-def check(folder: Path, **options: Any) -> None:
-    ours, theirs = both(folder, max_steps=4, learning_rate=1e-3, **options)
+# transformers leaves galore's own eps, which is written out here, and has no weight decay.
+GALORE = {
+    "optim_target_modules": ["attention", "dense"],
+    "optim_args": "rank=2, update_proj_gap=2, scale=0.5",
+    "adam_epsilon": 1e-6,
+}
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"weight_decay": 0.1} for name in SAME},
+    **{f"schedule_free_{kind}": {"lr_scheduler_type": "constant", "warmup_steps": 2} for kind in ("adamw", "sgd")},
+    "galore_adamw": GALORE,
+    "lomo": {"max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("optim", CASES)
+def test_optimizer_takes_the_steps_of_transformers(tmp_path: Path, optim: str) -> None:
+    ours, theirs = both(tmp_path, max_steps=4, learning_rate=1e-3, optim=optim, **CASES[optim])
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.optimizers
-@pytest.mark.parametrize("optim", SAME)
-def test_optimizer_takes_the_steps_of_transformers(tmp_path: Path, optim: str) -> None:
-    check(tmp_path, optim=optim, weight_decay=0.1)
-
-
-@pytest.mark.optimizers
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_schedule_free_takes_the_steps_of_transformers(tmp_path: Path, kind: str) -> None:
-    check(tmp_path, optim=f"schedule_free_{kind}", lr_scheduler_type="constant", warmup_steps=2)
-
-
-@pytest.mark.optimizers
-def test_galore_takes_the_steps_of_transformers(tmp_path: Path) -> None:
-    # transformers leaves the optimizer's own eps, which is written out here, and has no weight decay.
-    check(
-        tmp_path,
-        optim="galore_adamw",
-        optim_target_modules=["attention", "dense"],
-        optim_args="rank=2, update_proj_gap=2, scale=0.5",
-        adam_epsilon=1e-6,
-    )
-
-
-@pytest.mark.optimizers
-def test_lomo_takes_the_steps_of_transformers(tmp_path: Path) -> None:
-    check(tmp_path, optim="lomo", max_grad_norm=0.0)

@@ -18,7 +18,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from support.hub_models import Rows, make_model, make_rows, run_options  # noqa: E402
-from support.resuming import without_times  # noqa: E402
 from torch import nn  # noqa: E402
 
 import hftrain  # noqa: E402
@@ -107,22 +106,6 @@ def test_a_loss_function(tmp_path, accumulation):
     assert_parity(both(tmp_path, "llama", make_rows("llama"), **options))
 
 
-@pytest.mark.parametrize("unit", ["steps", "epoch"])
-def test_what_is_logged_and_when(tmp_path, unit):
-    # transformers 5 adds an evaluation at the end where none is due (4.x did not): 9 steps, so that one is.
-    options = {"logging_strategy": unit, "logging_steps": 4, "eval_strategy": unit, "eval_steps": 3, "max_steps": 9}
-    trainers = both(tmp_path, "llama", make_rows("llama"), eval_dataset=make_rows("llama", 8, seed=2), **options)
-    histories = [without_times(trainer.state.log_history) for trainer in trainers]
-    assert [entry.keys() for entry in histories[0]] == [entry.keys() for entry in histories[1]]
-    for entry in (histories[0][-1], histories[1][-1]):
-        # transformers 5 estimates for its models, which no longer have a method of their own to ask.
-        del entry["total_flos"]
-    # Losses of an evaluation: the next section.
-    for ours, theirs in zip(*histories, strict=True):
-        for name in ours.keys() - {"eval_loss"}:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
-
-
 # -- different on purpose ----------------------------------------------------------------------------------------------
 
 
@@ -197,28 +180,3 @@ def test_metrics_and_predictions(tmp_path, name):
         assert ours[0][metric] == pytest.approx(theirs[0][metric], rel=1e-6)
     torch.testing.assert_close(ours[1].predictions, theirs[1].predictions)
     assert (ours[1].label_ids == theirs[1].label_ids).all()
-
-
-# -- several processes -------------------------------------------------------------------------------------------------
-
-
-SHARED = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": True, "learning_rate": 1e-3}
-
-
-def train(names: list[str], folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Train each model, and answer with what was logged."""
-    logged = {}
-    for name in names:
-        trainer = make_trainer(hftrain, Path(folder), make_model(name), make_rows(name, 24), **SHARED, **options)
-        trainer.train()
-        logged[name] = steps_of(trainer)
-    return logged
-
-
-@pytest.mark.distributed
-def test_two_ranks_take_the_step_of_one(tmp_path, run_distributed):
-    names = ["bert", "llama"]
-    alone = train(names, str(tmp_path), {"per_device_train_batch_size": 4})
-    for logged in run_distributed(train, names=names, folder="out", options={"per_device_train_batch_size": 2}):
-        for name in names:
-            assert_steps_equal(logged[name], alone[name], rel=1e-5)

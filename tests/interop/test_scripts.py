@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 from support.script_runs import assert_same_outcome, files_of, history_of, run_both, run_script  # noqa: E402
 
-pytestmark = pytest.mark.interop
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    level = transformers.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-    transformers.logging.set_verbosity(level)
-    transformers.logging.reset_format()
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 
 # The rule where labels are ragged: hftrain's is the mean over all items, transformers' that of the batches' means.

@@ -145,17 +145,6 @@ def test_the_best_model_and_patience_go_on(tmp_path: Path, first: Any, then: Any
     assert state.best_metric == begun.state.best_metric
 
 
-def test_a_run_goes_there_and_back(tmp_path: Path) -> None:
-    make(THEIRS, tmp_path / "parts", stop=3).train()
-    make(OURS, tmp_path / "parts", stop=8).train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
-    make(THEIRS, tmp_path / "parts", stop=11).train(resume_from_checkpoint=True)
-    resumed = make(OURS, tmp_path / "parts")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-11"))
-    whole = make(OURS, tmp_path / "whole")
-    whole.train()
-    assert_same_run(resumed, whole)
-
-
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
