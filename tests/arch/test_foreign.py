@@ -39,6 +39,7 @@ WHERE: dict[str, Callable[[], Any]] = {
     "_iterator": lambda: dir(DataLoader([1])),
     **dict.fromkeys(("_milestones", "_schedulers"), lambda: dir(sequential())),
     "_get_lr_called_within_step": lambda: dir(lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(1, 1).parameters()))),
+    "_lazy_clone": lambda: dir(torch),
     "_comm_hooks": source("torch.nn.parallel.distributed"),
     "_register_comm_hook": lambda: dir(torch.distributed),
     "_HYBRID_SHARD_ZERO2": lambda: dir(ShardingStrategy),

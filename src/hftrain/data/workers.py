@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from pickle import dumps
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -138,12 +136,9 @@ def _died(iterator: Any, number: int, worker: Any) -> StrategyError:
     reason, remedy = "", "Set dataloader_num_workers=0 to see the error where it happens."
     fewer = "Use fewer workers (dataloader_num_workers), a smaller dataloader_prefetch_factor, or smaller samples."
     if name == "SIGKILL":
-        reason, remedy = (
-            f" Memory is the likely cause: the kernel kills with SIGKILL what does not fit{_memory()}.",
-            fewer,
-        )
+        reason, remedy = " Memory is the likely cause: the kernel kills with SIGKILL what does not fit.", fewer
     elif name == "SIGBUS":
-        reason = f" Shared memory is the likely cause: batches travel through /dev/shm{_shared_memory()}."
+        reason = " Shared memory is the likely cause: batches travel through /dev/shm."
         remedy = f"Give it more room (docker run --shm-size). {fewer}"
     elif name == "SIGSEGV":
         reason = " Native code that the dataset or the collator calls has crashed."
@@ -204,27 +199,6 @@ def _sent(iterator: Any, number: int) -> list[Any]:
     seeded = [part for part in (sampler, *samplers_of(sampler)) if isinstance(part, SeededBatches)]
     back = iterator._send_idx - number
     return list(seeded[0].sent[-back]) if seeded and 0 < back <= len(seeded[0].sent) else []
-
-
-def _memory() -> str:
-    """Return this machine's memory use in parentheses, or an empty string."""
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        events = dict(line.split() for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines())
-        found.append(f"this cgroup has seen {events['oom_kill']} such kills")
-    with suppress(OSError, ValueError, KeyError):
-        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free, total = (int(sizes[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-        found.append(f"{free:.1f} of {total:.1f} GiB are free now")
-    return f" ({', '.join(found)})" if found else ""
-
-
-def _shared_memory() -> str:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return ""
-    return f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB are free now)"
 
 
 def _pids(error: BaseException) -> set[int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import _is_cow_tensor
 from torch.utils._pytree import tree_map
 
 # Operations that reveal nothing of the value.
@@ -23,9 +24,18 @@ _PASSING = (
 
 @dataclass(slots=True)
 class ReadFlag:
-    """Whether code computed with a count, compared it, printed it, or read its value in any other way."""
+    """Whether code computed with a count, compared it, printed it, or read its value in any other way.
+
+    Args:
+        copies: The counts that were given away. Each shares its memory until something takes it, as `to_dlpack` does.
+    """
 
     is_read: bool = False
+    copies: list[torch.Tensor] = field(default_factory=list)
+
+    def found(self) -> bool:
+        """Return whether the count was read until now."""
+        return self.is_read or not all(map(_is_cow_tensor, self.copies))
 
 
 class TrackedCount(torch.Tensor):
@@ -38,8 +48,10 @@ class TrackedCount(torch.Tensor):
     def make(cls, count: int | torch.Tensor, note: ReadFlag) -> TrackedCount:
         """Return a noted count of the same value."""
         plain = torch.as_tensor(count).detach()
-        noted = plain.as_subclass(cls)
+        is_lazy = plain.device.type in ("cpu", "cuda")
+        noted = (torch._lazy_clone(plain) if is_lazy else plain).as_subclass(cls)
         noted.note, noted.plain = note, plain
+        note.copies += [noted] * is_lazy
         return noted
 
     @classmethod

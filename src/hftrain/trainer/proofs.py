@@ -123,7 +123,7 @@ class Watch:
                 logits=logits.detach() if isinstance(logits, torch.Tensor) else None,
                 labels=self._labels if labels is None else labels,
                 takes_count=named.get("num_items_in_batch") is not None,
-                is_read=None if self._note is None else self._note.is_read,
+                is_read=None if self._note is None else self._note.found(),
             )
         )
 

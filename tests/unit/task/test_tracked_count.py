@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from hftrain.task.tracked_count import ReadFlag, TrackedCount
 
@@ -33,7 +34,7 @@ def compiled(function: Any) -> Any:
 def test_only_reads_are_noted(make: Any, function: Any) -> None:
     note, x = ReadFlag(), torch.ones(3)
     assert float(make(function)(x, TrackedCount.make(4, note))) == 0.75
-    assert note.is_read == (function is not ignore)
+    assert note.found() == (function is not ignore)
 
 
 def test_count_in_another_form_is_still_noted() -> None:
@@ -43,3 +44,13 @@ def test_count_in_another_form_is_still_noted() -> None:
     assert not note.is_read
     assert moved.item() == 4
     assert note.is_read
+
+
+def test_count_whose_memory_is_taken_is_noted() -> None:
+    note = ReadFlag()
+    count = TrackedCount.make(torch.tensor(4), note)
+    assert count.size() == ()
+    assert count.clone().dim() == 0
+    assert not note.found()
+    assert from_dlpack(to_dlpack(count)).item() == 4
+    assert note.found()
