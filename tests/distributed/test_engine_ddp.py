@@ -130,3 +130,25 @@ def test_every_process_can_read_whole_weights(run_distributed: Callable[..., lis
 def test_weights_of_flat_units_are_refused(run_distributed: Callable[..., list[Any]], tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="FSDP1 gathers units"):
         run_distributed(read_weights, strategy="fsdp1")
+
+
+def step_on_gradients_of_its_own() -> list[str]:
+    """Step after a window that was cut short, and then after a whole one."""
+    told = []
+    with Engine(strategy=create_strategy("ddp", use_cpu=True)) as engine:
+        engine.setup(torch.nn.Linear(2, 1), lambda bare: torch.optim.SGD(bare.parameters(), lr=0.1))
+        for last in (False, True):
+            engine.forward_backward(torch.ones(1, 2) * (engine.rank + 1), lambda m, x: m(x).sum(), is_last=last)
+            try:
+                engine.optim_step()
+            except ConfigError as error:
+                told.append(str(error))
+        told += [str(value) for _, value in engine.weights()]
+    return told
+
+
+def test_a_step_without_a_last_micro_batch_is_refused(run_distributed: Callable[..., list[Any]]) -> None:
+    """Each process would update with its own gradients, and their weights would part."""
+    first, second = run_distributed(step_on_gradients_of_its_own)
+    assert "is_last was False for the last micro-batch" in first[0]
+    assert first == second

@@ -107,6 +107,8 @@ class Engine:
         self._clipping = SimpleNamespace(max_grad_norm=max_grad_norm)
         self._run: _Run = cast(_Run, _NoModel())
         self._is_accumulating = False
+        # Whether a backward pass exchanges its gradients now, and whether the last one did.
+        self._exchanges = self._has_exchanged = True
         set_seed(seed)
         self.strategy.launch()
         self.precision.open(self.strategy.device, self.strategy.scaler_factory)
@@ -209,13 +211,19 @@ class Engine:
         """Return the autocast context for a forward pass."""
         return self._run.stepper.autocast()
 
-    def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
         """Return the context of one micro-batch's forward and backward pass; only the last exchanges gradients."""
-        return nullcontext() if is_last else self.strategy.no_sync(self._run.model)
+        self._exchanges = is_last
+        try:
+            with nullcontext() if is_last else self.strategy.no_sync(self._run.model):
+                yield
+        finally:
+            self._exchanges = True
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a loss; divide it by the number of micro-batches yourself."""
-        self._is_accumulating = True
+        self._is_accumulating, self._has_exchanged = True, self._exchanges
         self._run.stepper.backward(loss)
 
     def clip(self, max_norm: float | None = None) -> Any:
@@ -238,7 +246,14 @@ class Engine:
         return self._run.stepper.clip()
 
     def step(self) -> bool:
-        """Update the parameters and zero the gradients; return False if skipped by an fp16 overflow. Collective."""
+        """Update the parameters and zero the gradients; return False if skipped by an fp16 overflow. Collective.
+
+        Raises:
+            ConfigError: No micro-batch was the last one, so each process has gradients of its own.
+        """
+        if self.world_size > 1 and self._is_accumulating and not self._has_exchanged:
+            reason = "The processes have not exchanged the gradients: is_last was False for the last micro-batch."
+            raise refused("step()", reason, "Pass is_last=True for the last one before a step, also at an epoch's end.")
         is_done = self._run.stepper.step()
         self._run.stepper.zero_grad()
         self._is_accumulating = False
