@@ -10,7 +10,7 @@ import torch
 from support.distributed import launch
 from support.tiny import Net, make_rows, make_trainer
 
-from hftrain import EMA, TrainerCallback, set_seed
+from hftrain import EMA, Freeze, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.distributed
 FSDP = {"fsdp": "full_shard"}
@@ -31,9 +31,11 @@ class Second(TrainerCallback):
         self.optimizer.step()
 
 
-def train(folder: str, *, resume: int | None = None, second: bool = False, **options: Any) -> Any:
+def train(
+    folder: str, *, resume: int | None = None, second: bool = False, freezes: bool = False, **options: Any
+) -> Any:
     set_seed(0)
-    callbacks = [EMA(0.8, every=2), *([Second()] if second else [])]
+    callbacks = [EMA(0.8, every=2), *([Second()] if second else []), *([Freeze("layers.0", 4)] if freezes else [])]
     settings: Any = {
         "max_steps": 6,
         "save_strategy": "steps",
@@ -65,6 +67,14 @@ def test_two_processes_average_as_one_and_resume_twice(
             theirs, rel=1e-2 if "bf16" in options else 1e-4, abs=1e-2 if "bf16" in options else 1e-5
         )
     assert both[0]["losses"] == pytest.approx(one["losses"], rel=1e-2)
+
+
+def test_shards_resume_while_a_part_is_frozen_and_afterwards(tmp_path: Path, run_distributed: Any) -> None:
+    """What a checkpoint averages is not what trains when the resumed run begins."""
+    settings: Any = {"folder": str(tmp_path), "freezes": True, **FSDP}
+    whole = run_distributed(train, **settings)
+    for step in (3, 5):
+        assert run_distributed(train, resume=step, **settings) == whole
 
 
 def test_averages_of_two_processes_resume_on_one(tmp_path: Path, run_distributed: Any) -> None:

@@ -218,7 +218,7 @@ def test_averages_of_another_model_are_refused(tmp_path: Path) -> None:
     run(tmp_path, average)
     average.on_train_begin(make_arguments(tmp_path), None, None, model=torch.nn.Linear(2, 1))
     with pytest.raises(CheckpointError, match=r"no parameters named layers\.0"):
-        average.load_state_dict({"averages": {"layers.0.weight": torch.zeros(1)}, "num_averaged": 1})
+        average.make_room({"averages": {"layers.0.weight": torch.zeros(1)}})
 
 
 @pytest.mark.parametrize("wrong", [lambda: EMA(1.0), lambda: EMA(every=0), lambda: SWA(-1), lambda: SWA(every=0)])

@@ -95,9 +95,12 @@ class WeightAverage(TrainerCallback):
         """Return the averages by the names of their parameters."""
         return {"averages": dict(self.averages), "num_averaged": self.num_averaged}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+    def make_room(self, state: Mapping[str, Any]) -> None:
+        """Average the parameters of a saved state, which may be other ones than those that train at the start.
+
+        Raises:
+            CheckpointError: The model does not have them.
+        """
         parameters = dict(self._named)
         if missing := sorted(state["averages"].keys() - parameters.keys()):
             raise CheckpointError(
@@ -105,10 +108,13 @@ class WeightAverage(TrainerCallback):
                 f"The model has no parameters named {', '.join(missing[:3])}.",
                 "Train the model that was saved.",
             )
-        # Those that began to train after the save are not among them, and begin again.
-        self.averages = {
-            name: self._start_of(parameters[name]).copy_(average) for name, average in state["averages"].items()
-        }
+        self.averages = {name: self._start_of(parameters[name]) for name in state["averages"]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`, after `make_room`."""
+        for name, average in state["averages"].items():
+            self.averages[name].copy_(average)
         self.num_averaged = state["num_averaged"]
 
     def _start_of(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -214,6 +214,9 @@ class CheckpointObjects:
             state, owner = self._awaited.pop(name), found[name]
             before, strategy = group_settings(owner) if isinstance(owner, Optimizer) else [], self._parts.strategy
             if not isinstance(owner, (torch.Generator, torch.Tensor, Optimizer)):
+                if callable(make_room := getattr(owner, "make_room", None)):
+                    with restoring(self._path):
+                        make_room(state)  # what it holds now decides how the state is checked and split
                 check_state(self._path, state, owner, own=owner.state_dict())
                 state = strategy.split_object_like(state, owner.state_dict())
             with restoring(self._path):
