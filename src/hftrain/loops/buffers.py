@@ -62,8 +62,6 @@ class Rows:
             self._array = allocate((length, *rows.shape[1:]), rows.dtype, folder=self._folder)
             return torch.from_numpy(self._array)
         space = torch.from_numpy(self._array)
-        if needed <= len(space) and space.shape[1:] == rows.shape[1:] and space.dtype is rows.dtype:
-            return space
         shape, dtype = common_kind([space, rows])
         if needed <= len(space) and list(space.shape[1:]) == shape and space.dtype is dtype:
             return space

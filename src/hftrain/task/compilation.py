@@ -74,9 +74,9 @@ class Compiler:
         """Compile the model's call, once; mutates the model until `close`."""
         if self.config is None or any(model is other for other in self._compiled):
             return
-        as_written = model._call_impl
-        compiled = torch.compile(as_written, backend=self.config.backend, mode=self.config.mode)
-        ModelCall.of(model).set(compiled=_Call(model, compiled))
+        call = ModelCall.of(model)
+        compiled = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
+        call.set(compiled=_Call(model, compiled, call.as_written))
         self._compiled.append(model)
 
     def close(self) -> None:
@@ -99,10 +99,10 @@ class _Call:
     second graph then serves every size.
     """
 
-    def __init__(self, model: nn.Module, compiled: Any) -> None:
+    def __init__(self, model: nn.Module, compiled: Any, as_written: Any) -> None:
         self.model = model
         self.compiled = compiled
-        self.as_written: Any = model._call_impl
+        self.as_written = as_written
         self.full: dict[bool, int] = {}
         self.num_calls: dict[bool, int] = {True: 0, False: 0}
         self.num_short: dict[bool, int] = {True: 0, False: 0}

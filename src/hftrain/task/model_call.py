@@ -58,8 +58,13 @@ class ModelCall:
         """Whether compiled code runs, ours or the user's."""
         return self.compiled is not None or self._before is not None or hasattr(self._model, "_orig_mod")
 
+    @property
+    def as_written(self) -> Callable[..., Any]:
+        """The model's own code, with its hooks."""
+        return self._model._call_impl
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.compiled or self._before or self._model._call_impl
+        call = self.compiled or self._before or self.as_written
         if self.prepare is not None:
             kwargs = self.prepare(kwargs)
         if self.autocast is None:

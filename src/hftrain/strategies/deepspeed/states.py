@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from hftrain.core.errors import CheckpointError, StrategyError
-from hftrain.core.parameters import is_split_by_zero
 from hftrain.core.types import Shard
 
 # The attributes with the float32 tensors that DeepSpeed's optimizers update: ZeRO-3, ZeRO-1/2 and 16-bit models.
@@ -169,12 +167,3 @@ def _unfit(reason: str) -> CheckpointError:
         reason,
         "Resume as the run was started, or start a new run from the checkpoint's weights.",
     )
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's state by name, whole, one at a time. Collective."""
-    import deepspeed
-
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
-            yield name, tensor.detach().clone()

@@ -21,6 +21,7 @@ from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
+from hftrain.strategies.deepspeed import zero3
 from hftrain.strategies.deepspeed.checks import check_for_training, check_keys, check_offload
 from hftrain.strategies.deepspeed.config import (
     HALVES,
@@ -36,8 +37,7 @@ from hftrain.strategies.deepspeed.config import (
     with_preset,
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
-from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state, tensors_of
-from hftrain.strategies.deepspeed.zero3 import load_whole, released_parameters, rows_of, split_for_nvme, whole_of
+from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.trainable_parameters import FixedParameters
 
@@ -302,7 +302,8 @@ class DeepSpeedStrategy(SplittingStrategy):
     # -- states --------------------------------------------------------------------------------------------------
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return tensors_of(self.unwrap(model))
+        for name, tensor in zero3.gathered_tensors(self.unwrap(model)):
+            yield name, tensor.detach().clone()
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the full model state in the engine's compute dtype. Collective.
@@ -319,21 +320,21 @@ class DeepSpeedStrategy(SplittingStrategy):
                 "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
             )
             return {}
-        with released_parameters(self._engine):
-            return whole_of(bare, is_main=self.is_main)
+        with zero3.released_parameters(self._engine):
+            return zero3.whole_of(bare, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
         if not is_partitioned(bare) or find(self.config, _GATHERS):
             return None
-        with released_parameters(self._engine):
-            return rows_of(bare, rank=self.rank, world_size=self.world_size)
+        with zero3.released_parameters(self._engine):
+            return zero3.rows_of(bare, rank=self.rank, world_size=self.world_size)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         bare = self.unwrap(model)
         if is_partitioned(bare):
-            with released_parameters(self._engine):
-                return load_whole(bare, state, is_main=self.is_main)
+            with zero3.released_parameters(self._engine):
+                return zero3.load_whole(bare, state, is_main=self.is_main)
         return bare.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -365,7 +366,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         trained = None
         if optimizer is None and "optimizer" in config:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        split_for_nvme(model, config)
+        zero3.split_for_nvme(model, config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
         half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:

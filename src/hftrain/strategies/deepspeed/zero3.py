@@ -40,46 +40,48 @@ def released_parameters(engine: Any) -> Iterator[None]:
         yield
 
 
-def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:
-    """Return this process's rows of every tensor in a model's state; gathers one parameter at a time. Collective.
-
-    Rows, unlike ZeRO's flat shards, can be joined by any number of processes.
-    """
-    import deepspeed
-
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
-            whole = tensor.detach()
-            if not whole.dim():
-                if rank == 0:
-                    found[name] = Shard(whole.cpu().clone())
-                continue
-            per_process = -(-len(whole) // world_size)
-            rows = whole[rank * per_process : (rank + 1) * per_process]
-            if len(rows):
-                found[name] = Shard(rows.cpu().clone(), rank * per_process, len(whole))
-    return found
-
-
-def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
-    """Return a model's full state in host memory on the main process, an empty dict on the others. Collective.
+def gathered_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a model's state by name, with sharded parameters gathered one at a time, each until the next. Collective.
 
     DeepSpeed's own function treats all parameters on NVMe as tied and returns the first one for all.
     """
     import deepspeed
 
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
+            yield name, tensor
+
+
+def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:
+    """Return this process's rows of every tensor in a model's state. Collective.
+
+    Rows, unlike ZeRO's flat shards, can be joined by any number of processes.
+    """
+    found = {}
+    for name, tensor in gathered_tensors(model):
+        whole = tensor.detach()
+        if not whole.dim():
+            if rank == 0:
+                found[name] = Shard(whole.cpu().clone())
+            continue
+        per_process = -(-len(whole) // world_size)
+        rows = whole[rank * per_process : (rank + 1) * per_process]
+        if len(rows):
+            found[name] = Shard(rows.cpu().clone(), rank * per_process, len(whole))
+    return found
+
+
+def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
+    """Return a model's full state in host memory on the main process, an empty dict on the others. Collective."""
     found: dict[str, Any] = {}
     kept: dict[int, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):  # a module's extra state
-            found.update({name: tensor} if is_main else {})
-            continue
-        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
-            if is_main:
-                if id(tensor) not in kept:
-                    kept[id(tensor)] = tensor.detach().cpu().clone()
-                found[name] = kept[id(tensor)]
+    for name, tensor in gathered_tensors(model):
+        if is_main and isinstance(tensor, torch.Tensor):
+            if id(tensor) not in kept:
+                kept[id(tensor)] = tensor.detach().cpu().clone()
+            found[name] = kept[id(tensor)]
+        elif is_main:  # a module's extra state
+            found[name] = tensor
     return found
 
 
