@@ -653,6 +653,7 @@ def test_message_of_torch_is_explained(text: str, told: str) -> None:
     assert told in str(hint_for(AssertionError(text), nn.Linear(2, 2), {"x": torch.zeros(2, 2)}))
 
 
+@pytest.mark.slow
 def test_unguarded_script_whose_workers_are_spawned_is_told_the_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
