@@ -96,7 +96,7 @@ def train(
     weights: dict[str, Any] = {"web": 0.7, "code": 0.2, "math": SCHEDULE if kind == "scheduled" else 0.1}
     mode = options.pop("mode", "min_size")
     sets = {name: make(name) if mode == "sequential" else (make(name), weight) for name, weight in weights.items()}
-    mixture = Mixture(sets, window=6, mode=mode)
+    mixture = Mixture(sets, window=6, mode=mode, epoch_size=options.pop("epoch_size", None))
     callbacks = [StopAt(stop), *([ChangeAt(mixture, CHANGES)] if kind == "changed" else [])]
     if isinstance(mixture, IterableDataset):
         options = {"max_steps": 14, **options}

@@ -11,10 +11,10 @@ import torch
 from support.resuming import StopAt, assert_same, outcome
 from support.stateful import Drawing, StatefulRows, StatefulStream
 from support.tiny import Net, make_arguments, make_rows
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hftrain import Trainer, set_seed
+from hftrain import ConfigError, Trainer, set_seed
 
 # Of torchdata 0.11, at torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -120,3 +120,50 @@ def test_loader_of_any_kind_goes_on_from_its_state(tmp_path: Path) -> None:
 
 def test_plain_loader_with_workers_that_draw_numbers_goes_on_exactly(tmp_path: Path) -> None:
     check(tmp_path, lambda: DataLoader(Drawing(NUM_ROWS), batch_size=4, shuffle=True, num_workers=2))
+
+
+class Counted(IterableDataset[Any]):
+    """A stream whose position its own loader counts, with the signature of litdata's."""
+
+    def __init__(self) -> None:
+        self.rows, self.start = make_rows(NUM_ROWS), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        return iter(self.rows[start:])
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        return {"start": num_samples_yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+class CountingLoader(DataLoader[Any]):
+    """Its loader, which counts."""
+
+    num_read = start = 0
+
+    def __iter__(self) -> Any:
+        self.num_read, self.start = self.start, 0
+        for batch in super().__iter__():
+            self.num_read += len(batch["labels"])
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        dataset: Any = self.dataset
+        return {"dataset": dataset.state_dict(self.num_read, 0, 4), "num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        dataset: Any = self.dataset
+        dataset.load_state_dict(state["dataset"])
+        self.start = state["num_read"]
+
+
+def test_loader_that_counts_for_its_stream_goes_on_exactly(tmp_path: Path) -> None:
+    check(tmp_path, lambda: CountingLoader(Counted(), batch_size=4))
+
+
+def test_stream_whose_loader_counts_is_refused_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Override get_train_dataloader"):
+        Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=Counted())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -58,8 +59,17 @@ def has_state(data: Any) -> bool:
         return has_state(data.base_dataloader)
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
+    if needs_own_loader(data):
+        return False
     source = getattr(data, "_ex_iterable", None)
     return source is None or not (_is_before_datasets_5() or _has_more_than_its_state(source))
+
+
+def needs_own_loader(dataset: Any) -> bool:
+    """Return whether a stream's `state_dict` must be told what was read, as litdata's and mosaicml-streaming's."""
+    method = getattr(dataset, "state_dict", None)
+    is_stream = isinstance(dataset, IterableDataset) and callable(method)
+    return is_stream and any(each.default is each.empty for each in signature(method).parameters.values())
 
 
 def _is_before_datasets_5() -> bool:

@@ -15,7 +15,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
-from hftrain.data.datasets import has_length
+from hftrain.data.datasets import has_length, needs_own_loader
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.limits import Limits
 from hftrain.task.introspect import forward_parameters
@@ -141,6 +141,10 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
             "a LightningDataModule builds loaders, which the Trainer does itself.",
             f"Pass one of its datasets, or override {loader} to return its loader.",
         )
+    if role == "train_dataset" and needs_own_loader(dataset):
+        package = type(dataset).__module__.partition(".")[0]
+        remedy = f"Override {loader} to return it, such as a StreamingDataLoader of {package}."
+        return "its state_dict() must be told how much was read, which only its own loader counts.", remedy
     if isinstance(dataset, (str, bytes)):
         return "it is text, not a dataset.", "If it names a dataset, load it first."
     if hasattr(dataset, "iloc"):
