@@ -335,7 +335,7 @@ def _step(when: Any, config: Any) -> int:
     if not updates:
         raise ConfigError(
             f"Cannot change a weight at {when!r}.",
-            "It is no number of updates, or a pass has an unknown length.",
+            "It is not a number of updates, or a pass has an unknown length.",
             "Write it like 500, '500ba', '2ep' or '0.8dur'.",
         )
     return round(updates)
