@@ -157,6 +157,8 @@ def test_evaluations_and_exports_show_the_average(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(spy.average)
     with pytest.raises(ConfigError, match="weights="):
         trainer.evaluate(weights="best")
+    with pytest.raises(ConfigError, match="after the training"):
+        trainer.evaluate(weights="live")
 
 
 def test_best_model_is_the_average_of_the_best_step(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class WeightAverage(TrainerCallback):
     """
 
     holds_weights = True
+    has_left_average = False  # in the model, by a training that has ended
 
     def __init__(self, *, device: str | torch.device | None = None) -> None:
         self.device = device
@@ -56,11 +57,13 @@ class WeightAverage(TrainerCallback):
                 "Checkpoints would hold the weights that train, and not the averages that were evaluated.",
                 "Leave save_only_model out.",
             )
+        self.has_left_average = False
         self._named, self.averages, self.num_averaged = list(kwargs["model"].named_parameters()), {}, 0
         self._pairs()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the averages in the model, if there are any."""
+        self.has_left_average = self.num_averaged > 0
         with torch.no_grad():
             for parameter, average in self._pairs() if self.num_averaged else ():
                 parameter.copy_(average)

@@ -22,7 +22,7 @@ def other_weights(trainer: TrainerHooks, output: Output, ckpt: str | Path | None
         ckpt: ``"best"``, ``"last"`` or a folder; None for the weights that train.
 
     Raises:
-        ConfigError: An engine holds the weights, or a callback evaluates averages.
+        ConfigError: An engine holds the weights, a callback evaluates averages, or has left them in the model.
     """
     events, is_engine = trainer.callback_handler, Owns.STEP in trainer.strategy.owns
     has_average = weights == "average" and any(hasattr(each, "evaluation_weights") for each in events.callbacks)
@@ -33,6 +33,13 @@ def other_weights(trainer: TrainerHooks, output: Output, ckpt: str | Path | None
             "weights is 'average' or 'live'; only a resume restores the averages of a checkpoint; and an engine keeps "
             "copies of the weights, which could not be put back exactly.",
             "Pass weights='live', or load the checkpoint into a model and Trainer of its own.",
+        )
+    has_left = any(getattr(each, "has_left_average", False) for each in events.callbacks)
+    if weights == "live" and ckpt is None and has_left:
+        raise ConfigError(
+            "Cannot evaluate with weights='live' after the training.",
+            "The model has the averages now, and only checkpoints the weights that trained.",
+            "Pass ckpt='last', too, or leave both out.",
         )
     with evaluation_weights(trainer.optimizer), events.evaluation_weights(live=True):
         if ckpt is None:
