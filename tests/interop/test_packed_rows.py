@@ -35,6 +35,7 @@ DOCUMENTS = [
     for num in (9, 5, 12, 7, 3, 11, 8, 6, 15, 2, 4, 10)
 ]
 LENGTH = 16
+ATTENTIONS = ["eager", "sdpa", "flex_attention"]
 
 
 class Stream(IterableDataset[Any]):
@@ -77,9 +78,14 @@ def make_trainer(folder: Path, model: Any, *callbacks: Any, data: Any = None, **
     return hftrain.Trainer(model, args, train_dataset=data, callbacks=list(callbacks))
 
 
+def test_every_attention_that_runs_on_a_cpu_is_tried() -> None:
+    names = {name for name in transformers.AttentionInterface().valid_keys() if not name.startswith(("flash", "paged"))}
+    assert names | {"eager"} == set(ATTENTIONS)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, where flex attention is compiled
 @pytest.mark.parametrize("packing", ["bfd", "wrapped"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_document_does_not_see_its_neighbours(kind: str, attention: str, packing: str) -> None:
     model = make_model(kind, attention).eval()
