@@ -59,6 +59,7 @@ def test_fire_calls_in_list_order_with_the_documented_arguments() -> None:
         "lr_scheduler",
         "train_dataloader",
         "eval_dataloader",
+        "logger",  # ours: what callbacks log with
     }
     assert set(kwargs) == names | {"metrics"}
     assert kwargs["model"] == "net"
