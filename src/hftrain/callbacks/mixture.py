@@ -331,7 +331,7 @@ def _step(when: Any, config: Any) -> int:
         return when
     length, per_pass = read_length(when), -(-(config.num_batches or 0) // config.accumulation)
     value, unit = (0.0, "ba") if length is None else length[:2]
-    updates = value * {"ba": 1, "dur": config.max_steps, "ep": per_pass}.get(unit, 0)
+    updates: float = value * {"ba": 1, "dur": config.max_steps, "ep": per_pass}.get(unit, 0)
     if not updates:
         raise ConfigError(
             f"Cannot change a weight at {when!r}.",

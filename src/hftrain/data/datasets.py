@@ -67,7 +67,7 @@ def has_state(data: Any) -> bool:
 
 def needs_own_loader(dataset: Any) -> bool:
     """Return whether a stream's `state_dict` must be told what was read, as litdata's and mosaicml-streaming's."""
-    method = getattr(dataset, "state_dict", None)
+    method: Any = getattr(dataset, "state_dict", None)
     is_stream = isinstance(dataset, IterableDataset) and callable(method)
     return is_stream and any(each.default is each.empty for each in signature(method).parameters.values())
 
