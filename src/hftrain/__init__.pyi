@@ -36,6 +36,8 @@ from hftrain.callbacks.logging import RunLogger as RunLogger
 from hftrain.callbacks.mixture import Mixture as Mixture
 from hftrain.callbacks.profiling import SimpleProfiler as SimpleProfiler
 from hftrain.callbacks.profiling import TorchProfiler as TorchProfiler
+from hftrain.callbacks.throughput import Throughput as Throughput
+from hftrain.callbacks.throughput import parameter_table as parameter_table
 from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback
 from hftrain.callbacks.trackers import ClearMLCallback as ClearMLCallback
 from hftrain.callbacks.trackers import CodeCarbonCallback as CodeCarbonCallback
