@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
+from hftrain.callbacks.checks import EXTRA, check_callback, check_signature, fitting, made_callback, note_callback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_user
@@ -19,10 +19,8 @@ from hftrain.core.tree import is_alike
 
 Handler = Callable[..., Any]
 
-CONTEXT = (
-    *("model", "processing_class", "tokenizer", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"),
-    "logger",
-)
+DOCUMENTED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+CONTEXT = (*DOCUMENTED, *EXTRA)
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 # The flags that an event resets, as code that fires it itself expects.
 _ANSWERED: dict[str, tuple[str, ...]] = {
@@ -283,7 +281,7 @@ class CallbackHandler:
         if any(type(present) is type(callback) for present in self.callbacks):
             warn_user(f"There are two callbacks of the type {name}; both will be called.")
         for event in EVENTS:
-            check_signature(callback, event, _overridden(callback, event), CONTEXT)
+            check_signature(callback, event, _overridden(callback, event), DOCUMENTED)
         self.callbacks.append(callback)
 
     def _resolve(self) -> None:
@@ -361,7 +359,7 @@ def _overridden(callback: Any, event: str) -> Handler | None:
     """Return the callback's method for an event, or None if it does not override that of the base class."""
     method: Handler | None = getattr(callback, event, None)
     is_inherited = getattr(method, "__func__", None) is getattr(TrainerCallback, event)
-    return method if callable(method) and not is_inherited else None
+    return fitting(method) if callable(method) and not is_inherited else None
 
 
 def _is_exportable(callback: Any) -> bool:

@@ -267,3 +267,32 @@ def test_runner_can_be_pickled() -> None:
     runner = pickle.loads(pickle.dumps(make_runner(ProgressCallback, EarlyStoppingCallback)))
     assert [type(callback) for callback in runner.callbacks] == [ProgressCallback, EarlyStoppingCallback]
     assert "on_step_end" in runner.heard
+
+
+def test_callback_that_names_what_transformers_passes_needs_no_more() -> None:
+    seen = []
+
+    class Exact(TrainerCallback):
+        def on_step_end(
+            self,
+            args,
+            state,
+            control,
+            model=None,
+            processing_class=None,
+            optimizer=None,
+            lr_scheduler=None,
+            train_dataloader=None,
+            eval_dataloader=None,
+        ):
+            seen.append((model, optimizer))
+            if len(seen) > 1:
+                raise ValueError("mine")
+
+    runner = CallbackHandler([Exact], "net", optimizer="adam")
+    runner.fire("on_step_end")
+    assert seen == [("net", "adam")]
+    with pytest.raises(ValueError, match="mine") as found:
+        runner.fire("on_step_end")
+    if sys.version_info >= (3, 11):
+        assert "of the callback Exact" in "".join(found.value.__notes__)
