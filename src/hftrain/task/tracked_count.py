@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import _is_cow_tensor
+from torch._C import _is_cow_tensor  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map
 
 # Operations that reveal nothing of the value.
