@@ -29,6 +29,7 @@ from hftrain.callbacks import RichProgressCallback as RichProgressCallback
 from hftrain.callbacks import SpikeGuard as SpikeGuard
 from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
+from hftrain.callbacks.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
 from hftrain.callbacks.averaging import EMA as EMA
 from hftrain.callbacks.averaging import SWA as SWA
 from hftrain.callbacks.batches import BatchCallback as BatchCallback
