@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
 from typing import Any
 
 from hftrain.core.elsewhere import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.errors import HFTrainError, TaskError, a_kind
 from hftrain.core.events import EVENTS
 from hftrain.core.notes import add_note
-from hftrain.core.signatures import accepts
 from hftrain.core.uncalled import warn_of_uncalled
-
-# Keywords that transformers does not pass, or no longer.
-EXTRA = ("tokenizer", "logger")
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -86,21 +81,6 @@ def note_callback(error: Exception, handler: Any, event: str, context: Mapping[s
     elif isinstance(error, (KeyError, TypeError)):
         text += f" It is called with args, state, control and the keywords {', '.join(context)}."
     add_note(error, text)
-
-
-def fitting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callback's method; one that names transformers' keywords and no others is called without the `EXTRA`."""
-    try:
-        left_out = [name for name in EXTRA if not accepts(method, name)]
-    except (TypeError, ValueError):  # some functions written in C
-        return method
-
-    @wraps(method)
-    def call(*parts: Any, **context: Any) -> Any:
-        return method(*parts, **{name: value for name, value in context.items() if name not in left_out})
-
-    call.__self__ = getattr(method, "__self__", method)  # type: ignore[attr-defined]
-    return call if left_out else method
 
 
 def check_signature(callback: Any, event: str, method: Callable[..., Any] | None, context: Iterable[str]) -> None:

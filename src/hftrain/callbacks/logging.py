@@ -19,6 +19,7 @@ class RunLogger:
     named once in a warning. Outside of callbacks it is `trainer.callback_handler.logger`.
 
     Example:
+        >>> from hftrain import TrainerCallback
         >>> class Weights(TrainerCallback):
         ...     def on_evaluate(self, args, state, control, model, logger, **kwargs):
         ...         logger.log_image("weights", model.weight)

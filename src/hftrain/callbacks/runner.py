@@ -9,18 +9,21 @@ from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.checks import EXTRA, check_callback, check_signature, fitting, made_callback, note_callback
+from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_user
 from hftrain.core.progress import TrainerControl
+from hftrain.core.signatures import without
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import is_alike
 
 Handler = Callable[..., Any]
 
 DOCUMENTED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-CONTEXT = (*DOCUMENTED, *EXTRA)
+# What transformers does not pass, or no longer; a callback need not take them.
+_EXTRA = ("tokenizer", "logger")
+CONTEXT = (*DOCUMENTED, *_EXTRA)
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 # The flags that an event resets, as code that fires it itself expects.
 _ANSWERED: dict[str, tuple[str, ...]] = {
@@ -359,7 +362,7 @@ def _overridden(callback: Any, event: str) -> Handler | None:
     """Return the callback's method for an event, or None if it does not override that of the base class."""
     method: Handler | None = getattr(callback, event, None)
     is_inherited = getattr(method, "__func__", None) is getattr(TrainerCallback, event)
-    return fitting(method) if callable(method) and not is_inherited else None
+    return without(method, _EXTRA) if callable(method) and not is_inherited else None
 
 
 def _is_exportable(callback: Any) -> bool:

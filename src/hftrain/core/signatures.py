@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrain.core.errors import TaskError, shorten
@@ -79,6 +79,21 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function takes an argument of that name (or any keyword)."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def without(method: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """Return a method that may be called with all keywords of `names`; those that it does not take are left out."""
+    try:
+        left_out = [name for name in names if not accepts(method, name)]
+    except (TypeError, ValueError):  # some functions written in C
+        return method
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{name: value for name, value in kwargs.items() if name not in left_out})
+
+    call.__self__ = getattr(method, "__self__", method)  # type: ignore[attr-defined]
+    return call if left_out else method
 
 
 def takes_trial(model_init: Callable[..., Any]) -> bool:
