@@ -6,12 +6,14 @@ info string says ``no-run`` (```` ```python no-run ````) is not run.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,10 +122,10 @@ def main(names: list[str]) -> int:
     """Check the named files, or all of them; return the exit status."""
     paths = [Path(name).resolve() for name in names] or [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
     problems = []
-    for path in paths:
-        found = check_links(path) + check_code(path)
-        print(f"{path.relative_to(ROOT)}: {'FAILED' if found else 'ok'}", flush=True)
-        problems += found
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path, found in zip(paths, pool.map(lambda path: check_links(path) + check_code(path), paths), strict=True):
+            print(f"{path.relative_to(ROOT)}: {'FAILED' if found else 'ok'}", flush=True)
+            problems += found
     print("\n".join(problems))
     return 1 if problems else 0
 
