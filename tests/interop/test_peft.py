@@ -110,7 +110,7 @@ def test_sharded_layer_beside_adapters_is_resumed_or_refused(
 
     whole = run()
     if (kind, form) == ("beside", "FULL_STATE_DICT"):
-        with pytest.raises(ConfigError, match=r"Cannot save .*norm\.weight, which train beside adapters"):
+        with pytest.raises(ConfigError, match=r"Cannot save .*norm\.weight, which train next to adapters"):
             whole.train()
         return
     whole.train()

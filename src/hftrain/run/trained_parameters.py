@@ -80,7 +80,7 @@ class TrainedParameters:
         yield
         if lost and self._strategy.model_shards(model) is None:
             raise ConfigError(
-                f"Cannot save {listed(lost)}, which train beside adapters:",
+                f"Cannot save {listed(lost)}, which train next to adapters:",
                 f"with full state dicts, strategy={self._strategy.name!r} saves the adapters alone, so a resumed run "
                 "would start the others again.",
                 'Choose state_dict_type="SHARDED_STATE_DICT", or list their modules in modules_to_save of the '
