@@ -383,7 +383,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run the documentation's code blocks, check its links and build the HTML in docs/_build."""
-    install(session, "docs", "examples")
+    install(session, "docs", "examples", "search")
     session.run("python", "docs/check.py", env=ENV)
     session.run(*BUILD_SITE)
 
