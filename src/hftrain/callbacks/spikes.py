@@ -1,4 +1,4 @@
-"""Notice updates whose loss or gradient norm jumps, and leave them out."""
+"""Notice updates whose loss or gradient norm jumps, and leave them out or go back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.clipping import check_gradients_at_hand
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
 # A normal distribution's standard deviation, in median absolute deviations.
 _DEVIATION = 1.4826
+_MAX_REWINDS = 3
 
 
 class SpikeGuard(TrainerCallback):
@@ -31,12 +32,15 @@ class SpikeGuard(TrainerCallback):
 
     Args:
         on_spike: ``"warn"``; or ``"skip"``: leave the update out, with no trace in the optimizer. The step counts, its
-            samples are used up, and the schedule moves on.
+            samples are used up, and the schedule moves on. ``"rewind"``: also load weights, optimizers and averages of
+            the newest checkpoint, so all samples since then are left out; like a skipped step, those steps count.
         rolling_interval_length: How many steps are compared; nothing is decided before half of them.
         sigma_factor: How many deviations a value may lie above the median.
 
     Raises:
-        ConfigError: A value cannot be used, or the optimizer updates before its gradients are complete.
+        ConfigError: A value cannot be used, the optimizer updates before its gradients are complete, or there is no
+            checkpoint to which ``"rewind"`` could go back.
+        TaskError: A fourth spike goes back to the same checkpoint.
         StrategyError: The strategy's engine updates itself (DeepSpeed).
 
     Source: OLMo et al., 2024, arXiv 2501.00656, and the names of its `SkipStepOptimizer`.
@@ -48,11 +52,11 @@ class SpikeGuard(TrainerCallback):
     def __init__(
         self, on_spike: str = "warn", *, rolling_interval_length: int = 128, sigma_factor: float = 6.0
     ) -> None:
-        if on_spike not in ("warn", "skip") or rolling_interval_length < 2 or not sigma_factor > 0:
+        if on_spike not in ("warn", "skip", "rewind") or rolling_interval_length < 2 or not sigma_factor > 0:
             raise ConfigError(
                 f"Cannot use SpikeGuard({on_spike!r}, rolling_interval_length={rolling_interval_length}, "
                 f"sigma_factor={sigma_factor}).",
-                "on_spike must be 'warn' or 'skip', the length at least 2 and the factor above 0.",
+                "on_spike must be 'warn', 'skip' or 'rewind', the length at least 2 and the factor above 0.",
                 "Correct the value.",
             )
         self.on_spike, self.rolling_interval_length = on_spike, rolling_interval_length
@@ -60,6 +64,9 @@ class SpikeGuard(TrainerCallback):
         self._values, self._num_steps = torch.zeros(0), 0
         self._loss: Any = 0.0
         self._spike: torch.Tensor | None = None
+        self._parts: Any = None
+        # The checkpoint to which the last spikes went back, and how many.
+        self._rewound = ("", 0)
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this callback."""
@@ -91,6 +98,14 @@ class SpikeGuard(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Decide before the update, after the clipping of all callbacks, whatever their order."""
+        self._parts, self._rewound = parts, ("", 0)
+        if self.on_spike == "rewind" and parts.hooks.rewind is None:
+            raise ConfigError(
+                "Cannot use SpikeGuard('rewind').",
+                "No checkpoint of this run can be loaded while it trains: save_strategy='no' plans none, "
+                "save_only_model=True leaves the optimizer out, and XLA loads weights only at the start.",
+                "Save whole checkpoints (save_strategy='steps'), or use SpikeGuard('skip').",
+            )
         (strategy, precision, optimizer), stepper = self._backends, parts.stepper
         norms: list[Any] = [None]
 
@@ -129,7 +144,7 @@ class SpikeGuard(TrainerCallback):
         """List a spike."""
         if self._spike is not None:
             (loss, norm), (usual_loss, usual_norm) = self._spike.tolist()
-            is_skipped = self.on_spike == "skip"
+            is_skipped = self.on_spike != "warn"
             logger.warning(
                 "Step %d is a spike%s: loss %.4g (median %.4g), gradient norm %.4g (median %.4g).",
                 *(state.global_step, ", and its update was left out" * is_skipped, loss, usual_loss, norm, usual_norm),
@@ -137,3 +152,20 @@ class SpikeGuard(TrainerCallback):
             entry = {"spike_loss": loss, "spike_grad_norm": norm, "spike_is_skipped": is_skipped}
             kwargs["logger"].log(entry)
             self._spike = None
+            if self.on_spike == "rewind":
+                self._parts.pending.append(self._go_back)  # once all callbacks are done with the step
+
+    def _go_back(self) -> None:
+        self._parts.pending.remove(self._go_back)
+        folder, step = self._parts.hooks.rewind(), self._parts.progress.step
+        if folder is None:
+            logger.warning("Step %d cannot go back: there is no checkpoint yet. Its update was left out.", step)
+            return
+        name, number = self._rewound
+        self._rewound = (folder.name, number + 1 if folder.name == name else 1)
+        if self._rewound[1] > _MAX_REWINDS:
+            raise TaskError(
+                f"Cannot continue at step {step}, which is a spike.",
+                f"Going back to {folder.name} {_MAX_REWINDS} times, each time with other samples, has not helped.",
+                "Resume from it with a lower learning_rate, or use SpikeGuard('skip').",
+            )

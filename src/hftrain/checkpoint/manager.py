@@ -222,9 +222,11 @@ class CheckpointManager:
         self.local.rotate(self.run_id, limit, lambda known: self._protected(known, best))
 
     def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
-        """Return the newest, the last finite one, the best, the one committed last, and those `keep_best` keeps."""
+        """Return the newest, the last finite ones, the best, the one committed last, and those `keep_best` keeps."""
+        # A run goes back to it, as it would if it had never been interrupted.
+        last_planned = last_finite_name({name: each for name, each in known.items() if each.is_planned})
         good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
-        return self._here(best, self._committed) | {*[*known][-1:]} | good | last_finite_name(known)
+        return self._here(best, self._committed) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
 
     def _here(self, *paths: Path | None) -> set[str]:
         """Return the names of the paths that are in the output folder."""

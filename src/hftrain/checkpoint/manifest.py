@@ -48,6 +48,11 @@ class Manifest:
         """Whether its weights, and the losses since the previous save, were finite; True if not recorded."""
         return bool(self.facts.get("is_finite", True))
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan of the run had a save at this step, and not only a signal, the clock or the end of it."""
+        return bool(self.facts.get("is_planned", True))
+
 
 def write_manifest(
     folder: Path, facts: Mapping[str, Any], *, step: int, hashes: Mapping[Mark, str] | None = None

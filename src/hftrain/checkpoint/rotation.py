@@ -146,6 +146,12 @@ def finite_of(run_id: str) -> Callable[[Manifest], bool]:
     return lambda manifest: manifest.is_finite and not manifest.only_model and manifest.facts.get("run_id") == run_id
 
 
+def planned_of(run_id: str) -> Callable[[Manifest], bool]:
+    """Return a filter for those of them that a run has which is never interrupted."""
+    is_finite = finite_of(run_id)
+    return lambda manifest: manifest.is_planned and is_finite(manifest)
+
+
 def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
     """Return the name of the last finite checkpoint, in the mapping's order, as a set; empty if there is none."""
     return {*[name for name, manifest in manifests.items() if manifest.is_finite][-1:]}

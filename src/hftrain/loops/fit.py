@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,9 @@ class FitHooks:
         make_feed: A dataset -> the feed of this rank's batches of it, loaded as by the Trainer; the run reads it from
             then on. Collective.
         evaluate_on: (dataset, prefix) -> the metrics of an evaluation on it, which are also logged. Collective.
+        rewind: Loads weights, optimizers and loss scale from the run's newest finite checkpoint, at the end of a step,
+            and returns its folder (None: there is none yet); steps, schedules and data go on. Collective. None where
+            a running training cannot load its checkpoints: it saves none, they lack optimizers, or an engine owns them.
         act: (the loop's own `act`, last gradient norm, last learning rate); called instead of `FitLoop.act` at the end
             of every step and epoch, and must call its first argument. None costs nothing.
         mark_sync: Called before the first and the last micro-step of a step; its argument is whether the micro-step is
@@ -75,6 +79,7 @@ class FitHooks:
     make_feed: Callable[[Any], Feed]
     evaluate_on: Callable[[Any, str], Mapping[str, float]]
     evaluate_first: Callable[[], Any] | None = None
+    rewind: Callable[[], Path | None] | None = None
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
     check_pass: Callable[[int, int], None] | None = None

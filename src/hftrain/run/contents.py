@@ -34,7 +34,7 @@ from hftrain.loops.registry import LoopStates
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.checkpoint_objects import CheckpointObjects
-from hftrain.run.finiteness import Finiteness
+from hftrain.run.finiteness import Finiteness, Rewind
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.storage.tensors import save_tensors
@@ -62,7 +62,8 @@ class Contents:
         self.objects = CheckpointObjects(parts, self.loops)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         parts.trained.follow(parts.model, parts.optimizer)
-        self.finiteness = Finiteness(parts, self.objects)
+        self.rewind = Rewind(parts, self.objects)
+        self.finiteness = Finiteness(parts, self.rewind)
         # The random numbers from which the order of the epoch was drawn.
         self._epoch_rng: dict[str, Any] = {}
         # A checkpoint, and its random numbers until they are restored.
@@ -71,6 +72,7 @@ class Contents:
         self.left: frozenset[str] = frozenset()
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
+        self.is_planned = True
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
@@ -169,7 +171,10 @@ class Contents:
             END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
             END_RUN: self._parts.loop.is_within_epoch and progress.step >= self._parts.state.max_steps,
         }
-        return {"left": [name for name in _KNOWN if is_due[name]]}
+        # At the end of an incomplete epoch, a callback has stopped the run or the epoch.
+        is_planned = self.is_planned and (self._parts.loop.is_within_epoch or not progress.micro_steps_in_epoch)
+        extra = {} if is_planned else {"is_planned": False}
+        return {"left": [name for name in _KNOWN if is_due[name]], **extra}
 
     def _take_left(self, facts: Mapping[str, Any]) -> None:
         left = facts.get("left")

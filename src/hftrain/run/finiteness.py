@@ -1,13 +1,14 @@
-"""Check at a save that its state is finite, and apply `SavePolicy(on_nonfinite=...)` if it is not."""
+"""Go back to a checkpoint in a running training, such as if its state is not finite at a save."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.rotation import finite_of, last_finite_name
+from hftrain.checkpoint.rotation import last_finite_name, planned_of
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
@@ -33,14 +34,78 @@ _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr",
 logger = get_logger(__name__)
 
 
+class Rewind:
+    """Go back to what the run had learned at a checkpoint; its position in the plan and the data goes on."""
+
+    def __init__(self, parts: RunParts, objects: CheckpointObjects) -> None:
+        self._parts, self._objects = parts, objects
+
+    def between_steps(self, finish_writes: Callable[[], None]) -> Callable[[], Path | None] | None:
+        """Return the function for a loop; None if no checkpoint of this run can be loaded while it trains."""
+        parts = self._parts
+        if parts.args.save_only_model or not parts.strategy.restores_in_a_run:
+            return None
+        if not saves_at_all(parts.args, parts.save_policy):
+            return None
+
+        def rewind() -> Path | None:
+            finish_writes()
+            return self()
+
+        return rewind
+
+    def __call__(self) -> Path | None:
+        """Load weights, optimizers and loss scale from the run's newest planned, finite checkpoint; collective.
+
+        Returns:
+            The checkpoint; None if there is none yet, and nothing was changed.
+        """
+        parts, strategy = self._parts, self._parts.strategy
+        newest = parts.manager.latest(planned_of(parts.manager.run_id)) if strategy.is_main else None
+        folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
+        if folder is None:
+            return None
+        frozen = parts.trained.go_back(read_manifest(folder).facts)
+        self._objects.go_back(folder)
+        with preserved_rng(), self._schedules_go_on(), restoring(folder):
+            parts.trainer._load_from_checkpoint(str(folder))
+            parts.trainer._load_optimizer_and_scheduler(str(folder))
+        if strategy.is_main:
+            logger.warning(
+                "Restored weights and optimizer from %s at step %d. The run continues with the next batches.%s",
+                *(folder.name, parts.state.global_step),
+                f" Frozen again, as in that checkpoint: {', '.join(frozen)}." if frozen else "",
+            )
+        return folder
+
+    @contextmanager
+    def _schedules_go_on(self) -> Iterator[None]:
+        """Restore the current state of schedules after optimizers and schedules were loaded."""
+        saved, schedule = self._objects.saved(), self._parts.trainer.lr_scheduler
+        optimizers = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
+        groups = [
+            [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]
+            for each in optimizers
+        ]
+        schedules: list[Any] = [each for each in saved if isinstance(each, LRScheduler)]
+        schedules += [] if schedule is None else [schedule]
+        states = [copy.deepcopy(each.state_dict()) for each in schedules]
+        yield
+        for optimizer, kept in zip(optimizers, groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, kept, strict=True):
+                group.update(settings)
+        for schedule, state in zip(schedules, states, strict=True):
+            schedule.load_state_dict(state)
+
+
 class Finiteness:
     """Check weights and losses once per save, and act as the policy says. Steps cost nothing.
 
     Losses count unless the precision is fp16, whose scaler skips the updates of losses that overflow.
     """
 
-    def __init__(self, parts: RunParts, objects: CheckpointObjects) -> None:
-        self._parts, self._objects = parts, objects
+    def __init__(self, parts: RunParts, rewind: Rewind) -> None:
+        self._parts, self._rewind = parts, rewind
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
@@ -113,50 +178,16 @@ class Finiteness:
         manifests = {path.name: read_manifest(path) for path in self._parts.manager.own_checkpoints()}
         return next(iter(last_finite_name(manifests)), None)
 
-    # -- restoring -----------------------------------------------------------------------------------------------
-
     def _restore(self, step: int, found: str) -> None:
-        """Load weights, optimizers and loss scale from the last finite checkpoint; the rest continues. Collective."""
-        parts, strategy = self._parts, self._parts.strategy
+        """Go back to the last finite checkpoint; the run continues with the next batches. Collective."""
         if self._num_restores == _MAX_RESTORES:
             raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
-        newest = self._parts.manager.latest(finite_of(self._parts.manager.run_id)) if strategy.is_main else None
-        folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
-        if folder is None:
+        if self._parts.strategy.is_main:
+            logger.warning("%s is not finite, and will hold a restored state: %s.", checkpoint_name(step), found)
+        if self._rewind() is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
-        frozen = parts.trained.go_back(read_manifest(folder).facts)
-        self._objects.go_back(folder)
-        with preserved_rng(), self._schedules_go_on(), restoring(folder):
-            self._parts.trainer._load_from_checkpoint(str(folder))
-            self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         self._is_finite = True
         self._num_restores += 1
-        if strategy.is_main:
-            logger.warning(
-                "Restored weights and optimizer from %s at step %d: %s. The run continues with the next batches, and "
-                "%s saves the restored state.%s",
-                *(folder.name, step, found, checkpoint_name(step)),
-                f" Frozen again, as in that checkpoint: {', '.join(frozen)}." if frozen else "",
-            )
-
-    @contextmanager
-    def _schedules_go_on(self) -> Iterator[None]:
-        """Restore the current state of schedules after optimizers and schedules were loaded."""
-        saved, schedule = self._objects.saved(), self._parts.trainer.lr_scheduler
-        optimizers = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
-        groups = [
-            [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]
-            for each in optimizers
-        ]
-        schedules = [each for each in saved if isinstance(each, LRScheduler)]
-        schedules += [] if schedule is None else [schedule]
-        states = [copy.deepcopy(each.state_dict()) for each in schedules]
-        yield
-        for optimizer, kept in zip(optimizers, groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, kept, strict=True):
-                group.update(settings)
-        for schedule, state in zip(schedules, states, strict=True):
-            schedule.load_state_dict(state)
 
     # -- checking ------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class Interrupts:
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.
             control.should_save = False
-        self._saver.save()
+        self._saver.save(is_planned=is_due[1])
 
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True

@@ -167,6 +167,7 @@ class Run:
                 save=self.saver.save,
                 evaluate_first=self._evaluate_first if evaluates_first else None,
                 empty_cache=empty_cache,
+                rewind=self.contents.rewind.between_steps(self.saver.writes.finish),
                 make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,

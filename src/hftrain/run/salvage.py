@@ -101,6 +101,6 @@ class Salvage:
                 return
             self._go_back()
         self._parts.control.should_evaluate |= self.is_evaluating
-        saver.save()
+        saver.save(is_planned=False)
         saver.writes.finish()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

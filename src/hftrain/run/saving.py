@@ -53,8 +53,13 @@ class Saver:
         self.tried_step: int | None = None
         self.on_begin: Callable[[], None] = lambda: None
 
-    def save(self) -> None:
-        """Save through the hook, which an override may replace; collective."""
+    def save(self, *, is_planned: bool = True) -> None:
+        """Save through the hook, which an override may replace; collective.
+
+        Args:
+            is_planned: Whether a run that is never interrupted saves at this step, too.
+        """
+        self.contents.is_planned = is_planned
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():

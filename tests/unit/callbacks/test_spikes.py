@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import Stop, StopAt, assert_same, outcome
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, GradientClipping, SpikeGuard, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain import (
+    EMA,
+    ConfigError,
+    GradientClipping,
+    SavePolicy,
+    SpikeGuard,
+    StrategyError,
+    TaskError,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.types import Owns
+from hftrain.storage.tensors import load_containers
 from hftrain.strategies import SingleDeviceStrategy
 
 NUM_STEPS, SPIKES = 16, (9, 13)
@@ -143,6 +160,108 @@ def test_overflow_is_left_to_the_loss_scale(tmp_path: Path) -> None:
     last = [entry for entry in trainer.state.log_history if "loss_scale" in entry][-1]
     assert listed(trainer) == []
     assert (last["skipped_steps"], last["loss_scale"]) == (2, 4.0)
+
+
+class Loud(Net):
+    """Its loss grows with the largest input, so a spike comes from its batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        loss, *rest = super().forward(x, labels)
+        return (loss * x.abs().max().clamp(min=10.0), *rest)
+
+
+LOUD = {"train_sampling_strategy": "sequential", "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
+
+
+def make_loud(folder: Path, *callbacks: Any, at: tuple[int, ...] = SPIKES, **options: Any) -> Trainer:
+    set_seed(3)
+    rows = make_rows(8 * NUM_STEPS)
+    for step in at:
+        rows[8 * step - 3] = {**rows[0], "x": torch.full((4,), 1e4)}
+    strategy, is_async = LowScale(use_cpu=True), options.pop("save_async", False)
+    arguments = {"max_steps": NUM_STEPS, "learning_rate": 0.01, "logging_steps": 1, "per_device_train_batch_size": 8}
+    args = make_arguments(folder, **{**arguments, **LOUD, **options})
+    policy = SavePolicy(save_async=is_async)
+    return Trainer(
+        Loud(), args, train_dataset=rows, callbacks=list(callbacks), strategy=strategy, save_policy=policy
+    )  # fmt: skip
+
+
+def test_rewinding_leaves_out_all_samples_since_the_checkpoint(tmp_path: Path) -> None:
+    """By a hand-written loop: 6 steps, none with the batches 7 to 9, then the rates and batches of the steps 10 on."""
+    trainer = make_loud(tmp_path, guard("rewind"), at=(9,), lr_scheduler_type="linear")
+    trainer.train()
+    assert listed(trainer) == [9]
+    model, rows = (make_loud(tmp_path / "hand", at=(9,)).model, trainer.train_dataset)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    for step in (*range(6), *range(9, NUM_STEPS)):
+        optimizer.param_groups[0]["lr"] = 0.01 * (NUM_STEPS - step) / NUM_STEPS
+        batch = rows[8 * step : 8 * step + 8]
+        x, labels = torch.stack([row["x"] for row in batch]), torch.tensor([row["labels"] for row in batch])
+        model(x, labels)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_rewinding_takes_averages_back_and_is_told_in_the_journal(tmp_path: Path) -> None:
+    average = EMA(decay=0.5)
+    make_loud(tmp_path, guard("rewind"), average, at=(9,), max_steps=9, save_steps=6).train()
+    kept, last = (load_containers(tmp_path / f"checkpoint-{step}" / OWN_OPTIMIZERS) for step in (6, 9))
+    (name,) = (name for name in kept if name.endswith("EMA.averages"))
+    assert_same(last[name], kept[name])
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["entry"]["step"] for line in lines if "spike_loss" in line.get("entry", {})] == [9]
+
+
+class Signal(TrainerCallback):
+    """Be asked to stop, as by a scheduler, at the end of a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stop", [Stop, Signal])
+@pytest.mark.parametrize("cuts", [(8, 9), (9, 12), (7, 13), (10, 11)])
+@pytest.mark.parametrize("options", [{}, {"fp16": True}, {"save_async": True}], ids=str)
+def test_a_rewound_run_continues_exactly_twice(
+    tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any
+) -> None:
+    """Each stop saves a checkpoint that the whole run does not have, and none goes back to."""
+    make = partial(make_loud, save_total_limit=1, **options)
+    whole = make(tmp_path / "whole", guard("rewind"))
+    whole.train()
+    assert listed(whole) == [*SPIKES]
+    for at in (*cuts, None):
+        run = make(tmp_path / "parts", guard("rewind"), stop(at))
+        with pytest.raises(SystemExit) if stop is Signal and at else nullcontext():
+            run.train(resume_from_checkpoint=at != cuts[0])
+    assert_same(outcome(run), outcome(whole))
+
+
+def test_a_spike_before_the_first_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewound = make_loud(tmp_path / "a", guard("rewind"), save_steps=10, at=(9,))
+    rewound.train()
+    assert "there is no checkpoint yet" in caplog.text
+    skipped = make_loud(tmp_path / "b", guard("skip"), save_steps=10, at=(9,))
+    skipped.train()
+    assert_same(outcome(rewound), outcome(skipped))
+
+
+def test_a_fourth_spike_after_one_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"step 12, .* checkpoint-8 3 times"):
+        make_loud(tmp_path, guard("rewind"), save_steps=8, at=(9, 10, 11, 12)).train()
+
+
+@pytest.mark.parametrize("options", [{"save_strategy": "no"}, {"save_only_model": True}])
+def test_runs_without_whole_checkpoints_cannot_rewind(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Cannot use SpikeGuard"):
+        make_loud(tmp_path, guard("rewind"), **options).train()
 
 
 @pytest.mark.parametrize("settings", [{"on_spike": "stop"}, {"rolling_interval_length": 1}, {"sigma_factor": 0.0}])
