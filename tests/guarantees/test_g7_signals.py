@@ -53,7 +53,7 @@ class Strike(TrainerCallback):
             self.sender.start()
         self.is_done = self.is_done or is_due
         if is_due or phase == "train":
-            time.sleep(0.03)
+            time.sleep(0.15 if self.is_done else 0.03)  # processes take up to half a second to agree
 
     def _send(self) -> None:
         for pause_s, rank, name in self.sends:
