@@ -6,20 +6,25 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.lengths import read_length
 from hftrain.data.datasets import has_length, has_state, whole_dataset
-from hftrain.data.mixing import MixedStream, MixtureSampler, StatefulMixedStream
+from hftrain.data.mixing import MixtureSampler, dealt, shares_at
 from hftrain.data.positions import samples_per_round
+from hftrain.data.seeding import derive_seed
 from hftrain.data.sharding import DispatchLoader
-from hftrain.data.streams import is_cut_stream
+from hftrain.data.streams import is_cut_stream, set_dataset_epoch
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+_END = object()
 
 
 class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
@@ -54,53 +59,48 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
 
     def __new__(cls, sets: Any = None, **_: Any) -> Any:
         """Return a stream for streams."""
-        found = [_split(each)[0] for each in sets.values()] if isinstance(sets, Mapping) else []
-        if cls is Mixture and any(isinstance(each, IterableDataset) for each in found):
-            return super().__new__(_StatefulMixture if all(map(has_state, found)) else _StreamMixture)
-        return super().__new__(cls)
+        found = map(_split, sets.values() if isinstance(sets, Mapping) else ())
+        is_stream = cls is Mixture and any(isinstance(dataset, IterableDataset) for dataset, _ in found)
+        return super().__new__(_StreamMixture if is_stream else cls)
 
     def __init__(
         self, sets: Mapping[str, Any], *, mode: str = "min_size", window: int = 100, epoch_size: int | None = None
     ) -> None:
-        self.names, self.mode, self.window, self.epoch_size = list(sets), mode, window, epoch_size
-        self.datasets: list[Any] = [_split(each)[0] for each in sets.values()]
-        given = [_split(each)[1] for each in sets.values()]
-        self._check_arguments(given)
+        given = list(map(_split, sets.values()))
+        self.names, self.datasets = list(sets), [dataset for dataset, _ in given]
+        self.mode, self.window, self.epoch_size, self.seed = mode, window, epoch_size, 42
+        self._check_arguments([weight for _, weight in given])
+        self.is_once = mode in ("max_size", "sequential")
         # By set, and there by when.
-        self._weights = [each if isinstance(each, Mapping) else {0: 1.0 if each is None else each} for each in given]
+        self._weights = [each if isinstance(each, Mapping) else {0: 1.0 if each is None else each} for _, each in given]
+        self.is_scheduled = any(len(each) > 1 for each in self._weights)
         self.lengths = [0 if isinstance(each, IterableDataset) else len(each) for each in self.datasets]
-        # From this pass and this draw of it on, the shares.
-        self.history: Any = [[0, 0, self._shares([each.get(0) for each in self._weights])]]
-        self.sets = [list(pair) for pair in zip(self.names, self.history[0][2], strict=True)]
-        # By set: the samples, and of streams the passes, that were trained on in earlier passes over the mixture.
-        self.trained, self.passes = [0] * len(self.names), [0] * len(self.names)
-        self.seed, self._sampler = 42, MixtureSampler(self, seed=42)
-        self._parts: Any = None
-        # The draws of a micro-step, 0 if unknown; the pass, its draws that were trained on, and those that are counted.
-        self._round, self._epoch = 0, 0
-        self._begin_pass()
+        self.shares = self._shares([each.get(0) for each in self._weights])
+        if mode == "sequential":
+            # The sets without a share follow in order.
+            self.window, self.shares = 1, [float(not number) for number in range(len(given))]
+        self._identity = [self.names, self.shares, self.lengths, mode, window, epoch_size]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.close_run()
+        self._sampler = MixtureSampler(self, seed=self.seed)
 
     def _check_arguments(self, weights: list[Any]) -> None:
         sizes = (self.window, 1 if self.epoch_size is None else self.epoch_size)
-        if self.mode not in MODES or min(sizes) < 1 or not self.names:
+        is_weighted = any(weight is not None for weight in weights)
+        if self.mode not in MODES or min(sizes) < 1 or not weights or (self.mode == "sequential" and is_weighted):
             raise ConfigError(
-                f"Cannot mix {len(self.names)} sets with mode={self.mode!r}, window={self.window} and "
-                f"epoch_size={self.epoch_size}.",
-                "There is at least one set, and sizes are above 0.",
+                f"Cannot mix {len(weights)} sets by mode={self.mode!r}, window={sizes[0]} and epoch_size={sizes[1]}.",
+                "There is at least one set, sizes are above 0, and 'sequential' takes the datasets alone, unweighted.",
                 f"The modes are {', '.join(MODES)}.",
             )
-        if self.mode == "sequential" and any(weight is not None for weight in weights):
-            raise ConfigError(
-                "Cannot use weights with mode='sequential'.", "Each set is read to its end.", "Pass the datasets alone."
-            )
-        streams = [isinstance(each, IterableDataset) for each in self.datasets]
-        for name, dataset, is_stream in zip(self.names, self.datasets, streams, strict=True):
-            is_plain = (
-                has_length(dataset) and len(dataset) and not (has_state(dataset) or hasattr(dataset, "set_epoch"))
-            )
-            if is_stream != any(streams) or not (is_stream or is_plain):
+        is_stream = isinstance(self, IterableDataset)
+        for name, each in zip(self.names, self.datasets, strict=True):
+            is_plain = has_length(each) and len(each) and not (has_state(each) or hasattr(each, "set_epoch"))
+            if not (isinstance(each, IterableDataset) if is_stream else is_plain):
                 raise ConfigError(
-                    f"Cannot mix {name!r}, a {type(dataset).__name__}.",
+                    f"Cannot mix {name!r}, a {type(each).__name__}.",
                     "All sets are streams, or all have samples by index, and neither a state nor a set_epoch.",
                     "Make streams of all: datasets.Dataset.to_iterable_dataset(), or an IterableDataset of yours.",
                 )
@@ -114,21 +114,13 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
             )
         return [float(each) / sum(weights) for each in weights]
 
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether a weight changes by the update."""
-        return any(len(each) > 1 for each in self._weights)
-
     def __len__(self) -> int:
-        if self.epoch_size is not None:
-            return self.epoch_size
-        if self.mode in ("max_size", "sequential"):
-            return sum(self.lengths)
-        passes: list[float] = [
-            length / weight for length, weight in zip(self.lengths, self.history[0][2], strict=True) if weight
-        ]
+        if self.is_once:
+            return min(sum(self.lengths), self.epoch_size or sum(self.lengths))
+        passes: list[float] = [length / share for length, share in zip(self.lengths, self.shares, strict=True) if share]
         # 29 / 0.29 is a little less than 100.
-        return math.floor(min(passes) + 1e-6) if self.mode == "min_size" else math.ceil(max(passes) - 1e-6)
+        found = math.floor(min(passes) + 1e-6) if self.mode == "min_size" else math.ceil(max(passes) - 1e-6)
+        return self.epoch_size or found
 
     def __getitem__(self, place: Any) -> Any:
         """Return the sample of a set, given the numbers of both."""
@@ -138,8 +130,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
                 "Its own sampler decides which samples come.",
                 "Iterate the mixture, or pass sampler=mixture.train_sampler(seed=42) to a DataLoader.",
             )
-        number, index = place
-        return self.datasets[number][index]
+        return self.datasets[place[0]][place[1]]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate the first pass."""
@@ -158,181 +149,254 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         Raises:
             ConfigError: A set has no weight or a schedule, or workers read streams, which the change cannot reach.
         """
-        if sorted(weights) != sorted(self.names) or self.is_scheduled:
+        if sorted(weights) != sorted(self.names) or self.is_scheduled or self.mode == "sequential":
             raise ConfigError(
-                f"Cannot change the weights to {dict(weights)}.",
+                f"Cannot change the weights to {dict(weights)}, with mode={self.mode!r}.",
                 "A schedule gives them." if self.is_scheduled else f"The sets are {', '.join(self.names)}.",
                 "Give each set one weight, also at the start.",
             )
-        self.history.append([*self._next_draw(), self._shares([weights[name] for name in self.names])])
+        shares = self._shares([weights[name] for name in self.names])
+        # After a resume nothing may be drawn yet, or less than the first time.
+        place = max(self._drawn(), self.place, self.history[-1][:2])
+        # The same again, as a callback may set after a resume, must not begin a window.
+        if shares != self.history[-1][2]:
+            self.history.append([*place, shares])
+            self._sampler.num_dealt = min(self._sampler.num_dealt, place[1])
 
-    def _next_draw(self) -> tuple[int, int]:
-        return self._sampler.epoch, self._sampler.position
+    def _drawn(self) -> list[int]:
+        return [self._sampler.epoch, self._sampler.position]
 
     # -- a training ------------------------------------------------------------------------------------------------
 
+    def close_run(self) -> None:
+        """Forget the run."""
+        # From this pass and this draw of it on, the shares.
+        self.history: list[Any] = [[0, 0, self.shares]]
+        # By set: the samples, and the passes of streams, that were trained on in earlier passes over the mixture.
+        self.trained = [[0] * len(self.names) for _ in range(2)]
+        # The pass, and its draws that were trained on.
+        self.place = [0, 0]
+        # Of the Trainer that reads the mixture itself; the draws of its micro-steps (0: unknown).
+        self.progress, self._config, self._round = None, None, 0
+        # The pass whose changes by a schedule are in the history.
+        self.planned = -1
+
     def state(self) -> dict[str, Any]:
-        """Return the changes of the weights, and what was trained on in the passes that are over."""
-        saved = {"saved_sets": self.sets, "history": self.history, "trained": self.trained, "passes": self.passes}
-        return {"attributes": copy.deepcopy(saved)}
+        """Return the changes of the weights, and what was trained on."""
+        own = {name: getattr(self, name) for name in ("history", "trained", "place")}
+        return {"attributes": copy.deepcopy({"saved_as": self._identity, **own})}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start from the first weights, unless the run is resumed."""
-        saved = vars(self).pop("saved_sets", self.sets)
-        if saved != self.sets:
+        """Refuse to continue another mixture."""
+        saved = vars(self).pop("saved_as", self._identity)
+        if saved != self._identity:
             raise ConfigError(
-                f"Cannot resume with a mixture of {dict(self.sets)}.",
-                f"That of the checkpoint is of {dict(saved)}.",
+                f"Cannot resume with a mixture of {self._identity} (names, shares, lengths, mode, window, epoch_size).",
+                f"That of the checkpoint is {saved}.",
                 "Begin with the same sets and weights, and change weights by a schedule or with set_weights().",
             )
         self.seed = args.seed if args.data_seed is None else args.data_seed
-        self._begin_pass()
-        if state.global_step == 0:
-            self.history = [change for change in self.history if change[:2] == [0, 0]]
-            self.trained, self.passes = [0] * len(self.names), [0] * len(self.names)
 
     def wrap_parts(self, parts: Any) -> Any:
         """Return the loop's parts, with logs that count the samples of each set."""
         loader = getattr(parts.feed, "loader", None)
-        if whole_dataset(getattr(_reader(loader), "dataset", None)) is not self:
+        reader = loader.loader if isinstance(loader, DispatchLoader) else loader
+        if whole_dataset(getattr(reader, "dataset", None)) is not self:
             return parts
-        self._parts, hooks = parts, parts.hooks
-        self._measure(loader, _reader(loader), parts.config.world_size)
+        self.progress, self._config = parts.progress, parts.config
+        self._measure(loader, reader, parts.config.world_size)
         self.on_step_end(None, None, None)
+        self._plan()
+        hooks = replace(parts.hooks, log=lambda logs: parts.hooks.log({**logs, **self._logs()}))
+        return replace(parts, hooks=hooks)
 
-        def before_epoch() -> None:
-            if self.is_scheduled:
-                self._plan_epoch(parts.progress, parts.config)
-            hooks.before_epoch()
-
-        def log(logs: dict[str, Any]) -> None:
-            hooks.log({**logs, **self._logs()})
-
-        return replace(parts, hooks=replace(hooks, before_epoch=before_epoch, log=log))
-
-    def _measure(self, loader: Any, inner: Any, world_size: int) -> None:
+    def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
+        self._sampler.set_epoch(self.progress.epoch)
         self._round = samples_per_round(loader, world_size=world_size) or 0
-        if self.is_scheduled and not self._round:
-            raise ConfigError(
-                f"Cannot change weights by the update with a {type(loader).__name__}.",
-                "How many samples an update takes is unknown.",
-                "Let the Trainer make the loader.",
-            )
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count what a pass that is over was trained on."""
-        if self._parts is not None and self._parts.progress.epoch > self._epoch:
-            self.trained, self.passes = self._totals()
-            self._begin_pass()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the position in the pass."""
-        if self._parts is not None:
-            self._epoch, self._position = self._parts.progress.epoch, _position(self._parts.progress, self._round)
+        if (at := self.progress) is not None:
+            self.place = [at.epoch, at.offset_in_epoch + at.micro_steps_in_epoch * self._round]
 
-    def _begin_pass(self) -> None:
-        self._sampler.drawn.clear()
-        self._counted, self._position = [0] * len(self.names), 0
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count what a pass that is over was trained on."""
+        if self.progress is not None and self.progress.epoch > self.place[0]:
+            self.trained = self._totals()
+            self.on_step_end(None, None, None)
+            # Of the changes before this pass, the last one counts.
+            num_before = sum(change[:2] <= self.place for change in self.history)
+            self.history = self.history[num_before - 1 :]
+            self._plan()
 
-    def close_run(self) -> None:
-        """Forget the run's parts."""
-        self._parts = None
-
-    def _totals(self) -> tuple[list[int], list[int]]:
+    def _totals(self) -> Any:
         """Return the samples that were trained on of each set, and of streams the complete passes."""
-        drawn = self._sampler.drawn
-        while drawn and sum(self._counted) < self._position:
-            self._counted[drawn.popleft()] += 1
-        return [a + b for a, b in zip(self.trained, self._counted, strict=True)], self.passes
+        return [np.add(self.trained[0], self._sampler.counts(self.place[1])).tolist(), self.trained[1]]
 
     def _logs(self) -> dict[str, Any]:
-        if not self._round:
-            return {}
-        trained, passes = self._totals()
-        epochs = [n / length if length else own for n, length, own in zip(trained, self.lengths, passes, strict=True)]
-        found = [*zip(self.names, trained, epochs, strict=True)]
-        samples = {f"mixture_{name}_samples": number for name, number, _ in found}
-        return samples | {f"mixture_{name}_epochs": number for name, _, number in found}
+        logs = {}
+        for name, length, trained, passes in zip(self.names, self.lengths, *self._totals(), strict=True):
+            logs[f"mixture_{name}_samples"] = trained
+            logs[f"mixture_{name}_epochs"] = trained / length if length else passes
+        return logs if self._round else {}
 
-    def _plan_epoch(self, progress: Any, config: Any) -> None:
+    def _plan(self) -> None:
         """Find the draws of this pass with which the scheduled weights change; earlier passes stay as they were."""
-        epoch, begin = progress.epoch, _position(progress, self._round)
-        self.history = [change for change in self.history if (change[0], change[1]) <= (epoch, begin)]
-        points = [sorted((_step(when, config), weight) for when, weight in each.items()) for each in self._weights]
-        for step in sorted({max(step, progress.step) for each in points for step, _ in each}):
-            weights = [[weight for since, weight in each if since <= step][-1] for each in points]
-            place = begin + (step - progress.step) * config.accumulation * self._round
-            if self.history[-1][2] != self._shares(weights):
-                self.history.append([epoch, place, self._shares(weights)])
+        if not self.is_scheduled:
+            return
+        at, self.planned = self.progress, self.progress.epoch if self._round else -1
+        shares_at(self, at.epoch, 0)
+        self.history = [change for change in self.history if change[:2] <= self.place]
+        points = [
+            sorted((_step(when, self._config), weight) for when, weight in each.items()) for each in self._weights
+        ]
+        for step in sorted({max(step, at.step) for each in points for step, _ in each}):
+            shares = self._shares([[weight for since, weight in each if since <= step][-1] for each in points])
+            if self.history[-1][2] != shares:
+                draw = self.place[1] + (step - at.step) * self._config.accumulation * self._round
+                self.history.append([at.epoch, draw, shares])
 
 
-class _StreamMixture(MixedStream, Mixture):
+class _StreamMixture(Mixture, IterableDataset[Any]):
     """A mixture of streams; each loader worker mixes its own part of them."""
+
+    epoch, num_dealt, _workers, _is_loaded = 0, 0, 0, False
+    # Samples in a row that the loader takes from one worker.
+    _turn = 1
+
+    def _begin(self) -> None:
+        self.close_run()
+        self._begin_pass()
+        self._sampler = self
+        self._firsts: list[Any] = []
+        if all(map(has_state, self.datasets)):
+            self._firsts = [copy.deepcopy(each.state_dict()) for each in self.datasets]
+            self.state_dict, self.load_state_dict = self._save, self._load
+
+    def _begin_pass(self) -> None:
+        """Set where an iteration is: the draws, the first one with these shares; of each set draws, passes, if open."""
+        zeros = [0] * len(self.names)
+        self._at: Any = SimpleNamespace(position=0, start=0, counts=[*zeros], passes=[*zeros], is_open=[*zeros])
+
+    def _drawn(self) -> list[int]:
+        if self.progress is None or self._workers:
+            raise ConfigError(
+                "Cannot change the weights of streams that workers read, or a dataset around the mixture.",
+                "They hold copies of the mixture, or do not save the change.",
+                "Use dataloader_num_workers=0, sets with a length, or a schedule.",
+            )
+        return [self.epoch, self._at.position]
+
+    def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
+        size, is_cut = reader.batch_size or 1, is_cut_stream(reader.dataset)
+        self._turn, self._workers = size * (world_size if is_cut else 1), reader.num_workers
+        # Workers that outlive a pass would not learn of later changes.
+        ranks = world_size if is_cut or isinstance(loader, DispatchLoader) else 1
+        self._round = 0 if reader.persistent_workers else size * ranks
+
+    def _totals(self) -> Any:
+        return np.add(self.trained, [self._at.counts, self._at.passes] if self.place[1] else 0).tolist()
+
+    def _logs(self) -> dict[str, Any]:
+        return {} if self._workers else super()._logs()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the pass that the next iteration reads."""
+        self.epoch = epoch
+        for number, dataset in enumerate(self.datasets):
+            set_dataset_epoch(dataset, epoch=epoch, seed=self.seed + number)
 
     def __len__(self) -> int:
         if self.epoch_size is None:
             raise TypeError("A mixture of streams has no length without epoch_size.")
         return self.epoch_size
 
-    def _measure(self, loader: Any, inner: Any, world_size: int) -> None:
-        size, is_cut = inner.batch_size or 1, is_cut_stream(inner.dataset)
-        self.turn = size * (world_size if is_cut else 1)
-        self._round = size * (world_size if is_cut or isinstance(loader, DispatchLoader) else 1)
-        if inner.persistent_workers and self.is_scheduled:
-            raise ConfigError(
-                "Cannot change the weights of streams in workers that outlive a pass.",
-                "Each holds a copy of the mixture, which does not learn of a later change.",
-                "Set dataloader_persistent_workers=False.",
-            )
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_loaded:
+            # Now, not at the first sample: a state that is saved before it is that of this pass.
+            self._begin_pass()
+        self._is_loaded = False
+        return self._draws(self._at)
 
-    def _next_draw(self) -> tuple[int, int]:
-        if self._parts is not None and _reader(self._parts.feed.loader).num_workers:
-            raise ConfigError(
-                "Cannot change the weights of streams that workers read.",
-                "Each holds a copy of the mixture.",
-                "Use dataloader_num_workers=0, sets with a length, or a schedule.",
-            )
-        return self.epoch, self.cursor.position
+    def _draws(self, at: Any) -> Iterator[Any]:
+        readers = [self._read(number, at) for number in range(len(self.datasets))]
+        limit = math.inf if self.epoch_size is None else self.epoch_size
+        while not self._is_over(at) and self._common(at.position) < limit:
+            last, place, seed = self.history[-1], self._common(at.start), derive_seed(self.seed, self.epoch, at.start)
+            shares, _, until = shares_at(self, self.epoch, place)
+            left = np.where(at.passes, 0, math.inf) if self.is_once else None
+            windows = dealt(shares, window=self.window, seed=seed, total=limit - place, left=left)
+            numbers = chain.from_iterable(map(np.ndarray.tolist, windows))
+            for number in islice(numbers, at.position - at.start, None):
+                # Weights may also have been changed since.
+                if self._common(at.position) >= min(until, limit) or self.history[-1] is not last:
+                    break
+                sample = next(readers[number], _END)
+                if sample is _END:
+                    break
+                at.position += 1
+                at.counts[number] += 1
+                yield sample
+            at.start = at.position
 
-    def _totals(self) -> tuple[list[int], list[int]]:
-        pairs = ((self.trained, self.cursor.counts), (self.passes, self.cursor.passes))
-        trained, passes = ([a + b for a, b in zip(*pair, strict=True)] for pair in pairs)
-        return trained, passes
+    def _is_over(self, at: Any) -> bool:
+        # A set that no change gives a weight is not waited for.
+        weighted = map(any, zip(*(change[2] for change in self.history), strict=True))
+        ended = [passes or not (is_read or self.is_once) for passes, is_read in zip(at.passes, weighted, strict=True)]
+        return any(at.passes) if self.mode == "min_size" else all(ended)
 
-    def _logs(self) -> dict[str, Any]:
-        return {} if _reader(self._parts.feed.loader).num_workers else super()._logs()
+    def _read(self, number: int, at: Any) -> Iterator[Any]:
+        """Iterate a stream, from its start again if the mode says so."""
+        dataset, num_empty = self.datasets[number], 0
+        # The rest of a pass may be empty after a resume.
+        while num_empty < 2:
+            if self._firsts and not at.is_open[number]:
+                dataset.load_state_dict(copy.deepcopy(self._firsts[number]))
+            at.is_open[number], num_empty = True, num_empty + 1
+            for sample in dataset:
+                num_empty = 0
+                yield sample
+            at.is_open[number] = False
+            at.passes[number] += 1
+            if self.is_once or self._is_over(at):
+                return
+        raise TaskError(
+            f"Cannot read set {number} of a mixture again.", "It gave no sample.", "Check how it was made or filtered."
+        )
 
+    def _common(self, place: int) -> int:
+        """Return the place of a draw among those of all workers, which take turns."""
+        worker = get_worker_info()
+        num, own = (worker.num_workers, worker.id) if worker else (1, 0)
+        return (place // self._turn * num + own) * self._turn + place % self._turn
 
-class _StatefulMixture(StatefulMixedStream, _StreamMixture):
-    """A mixture of streams that all save their positions."""
+    def _save(self) -> dict[str, Any]:
+        """Return the position in the pass, and the states of the streams that it has begun."""
+        at = self._at
+        streams = [each.state_dict() if begun else None for each, begun in zip(self.datasets, at.is_open, strict=True)]
+        return copy.deepcopy({"at": vars(at), "streams": streams})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_save` returned, for the next iteration."""
+        state = copy.deepcopy(dict(state))
+        self._at, self._is_loaded = SimpleNamespace(**state["at"]), True
+        for dataset, found in zip(self.datasets, state["streams"], strict=True):
+            if found is not None:
+                dataset.load_state_dict(found)
 
 
 def _split(given: Any) -> tuple[Any, Any]:
     """Return a dataset and its weight, None if there is none."""
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    weight = given[1] if is_pair else None
-    numbers = weight.values() if isinstance(weight, Mapping) else [weight]
-    has_weight = all(isinstance(number, (int, float)) for number in numbers)
-    return (given[0], weight) if has_weight else (given, None)
-
-
-def _reader(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, DispatchLoader) else loader
-
-
-def _position(progress: Any, size: int) -> int:
-    """Return the draws that were trained on in this pass."""
-    return int(progress.offset_in_epoch + progress.micro_steps_in_epoch * size)
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (int, float, Mapping))
+    return given if is_pair else (given, None)
 
 
 def _step(when: Any, config: Any) -> int:
     """Return the update at which a weight begins."""
-    if isinstance(when, int):
-        return when
     length, per_pass = read_length(when), -(-(config.num_batches or 0) // config.accumulation)
-    value, unit = (0.0, "ba") if length is None else length[:2]
-    updates: float = value * {"ba": 1, "dur": config.max_steps, "ep": per_pass}.get(unit, 0)
-    if not updates:
+    units = {"ba": 1, "dur": config.max_steps, "ep": per_pass}
+    updates: float = when if isinstance(when, int) else length.value * units.get(length.unit, 0) if length else 0
+    if not updates and when != 0:
         raise ConfigError(
             f"Cannot change a weight at {when!r}.",
             "It is not a number of updates, or a pass has an unknown length.",
