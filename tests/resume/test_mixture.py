@@ -90,6 +90,7 @@ def train(
     stop: int | None = None,
     resume: bool = False,
     kind: str = "fixed",
+    strategy: str | None = None,
     **options: Any,
 ) -> tuple[Trainer, list[tuple[int, int]]]:
     set_seed(1)
@@ -102,7 +103,7 @@ def train(
         options = {"max_steps": 14, **options}
     arguments = make_arguments(folder, **{"save_strategy": "steps", "save_steps": 1000, **options})
     task = Recording()
-    trainer = Trainer(task, arguments, train_dataset=mixture, callbacks=callbacks)
+    trainer = Trainer(task, arguments, train_dataset=mixture, callbacks=callbacks, strategy=strategy)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, task.seen
 

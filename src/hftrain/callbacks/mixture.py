@@ -80,11 +80,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
             # The sets without a share follow in order.
             self.window, self.shares = 1, [float(not number) for number in range(len(given))]
         self._identity = [self.names, self.shares, self.lengths, mode, window, epoch_size]
-        self._begin()
-
-    def _begin(self) -> None:
         self.close_run()
-        self._sampler = MixtureSampler(self, seed=self.seed)
 
     def _check_arguments(self, weights: list[Any]) -> None:
         sizes = (self.window, 1 if self.epoch_size is None else self.epoch_size)
@@ -149,15 +145,19 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         Raises:
             ConfigError: A set has no weight or a schedule, or workers read streams, which the change cannot reach.
         """
-        if sorted(weights) != sorted(self.names) or self.is_scheduled or self.mode == "sequential":
+        drawn = self._drawn()
+        is_repeated = self.progress is not None and self.place[1] and drawn[0] != self.place[0]
+        if sorted(weights) != sorted(self.names) or self.is_scheduled or self.mode == "sequential" or is_repeated:
             raise ConfigError(
-                f"Cannot change the weights to {dict(weights)}, with mode={self.mode!r}.",
-                "A schedule gives them." if self.is_scheduled else f"The sets are {', '.join(self.names)}.",
+                f"Cannot change the weights to {dict(weights)} with mode={self.mode!r}.",
+                "A schedule gives them, or overfit_batches repeats a pass."
+                if self.is_scheduled or is_repeated
+                else f"The sets are {', '.join(self.names)}.",
                 "Give each set one weight, also at the start.",
             )
         shares = self._shares([weights[name] for name in self.names])
         # After a resume nothing may be drawn yet, or less than the first time.
-        place = max(self._drawn(), self.place, self.history[-1][:2])
+        place = max(drawn, self.place, self.history[-1][:2])
         # The same again, as a callback may set after a resume, must not begin a window.
         if shares != self.history[-1][2]:
             self.history.append([*place, shares])
@@ -178,8 +178,12 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         self.place = [0, 0]
         # Of the Trainer that reads the mixture itself; the draws of its micro-steps (0: unknown).
         self.progress, self._config, self._round = None, None, 0
-        # The pass whose changes by a schedule are in the history.
-        self.planned = -1
+        # The pass whose changes by a schedule are in the history (None: no Trainer reads, so the first weights hold).
+        self.planned = -1 if isinstance(self, IterableDataset) else None
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._sampler: Any = MixtureSampler(self, seed=self.seed)
 
     def state(self) -> dict[str, Any]:
         """Return the changes of the weights, and what was trained on."""
@@ -196,6 +200,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
                 "Begin with the same sets and weights, and change weights by a schedule or with set_weights().",
             )
         self.seed = args.seed if args.data_seed is None else args.data_seed
+        self._accumulation = args.gradient_accumulation_steps
 
     def wrap_parts(self, parts: Any) -> Any:
         """Return the loop's parts, with logs that count the samples of each set."""
@@ -231,7 +236,8 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
 
     def _totals(self) -> Any:
         """Return the samples that were trained on of each set, and of streams the complete passes."""
-        return [np.add(self.trained[0], self._sampler.counts(self.place[1])).tolist(), self.trained[1]]
+        place = self.place[1] if self._round else self._sampler.position
+        return [np.add(self.trained[0], self._sampler.counts(place)).tolist(), self.trained[1]]
 
     def _logs(self) -> dict[str, Any]:
         logs = {}
@@ -244,7 +250,9 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         """Find the draws of this pass with which the scheduled weights change; earlier passes stay as they were."""
         if not self.is_scheduled:
             return
-        at, self.planned = self.progress, self.progress.epoch if self._round else -1
+        # A callback may have changed how many batches an update takes.
+        is_known = self._round and self._config.accumulation == self._accumulation
+        at, self.planned = self.progress, self.progress.epoch if is_known else -1
         shares_at(self, at.epoch, 0)
         self.history = [change for change in self.history if change[:2] <= self.place]
         points = [
@@ -264,18 +272,16 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
     # Samples in a row that the loader takes from one worker.
     _turn = 1
 
-    def _begin(self) -> None:
-        self.close_run()
-        self._begin_pass()
-        self._sampler = self
+    def __init__(self, sets: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(sets, **options)
         self._firsts: list[Any] = []
         if all(map(has_state, self.datasets)):
             self._firsts = [copy.deepcopy(each.state_dict()) for each in self.datasets]
             self.state_dict, self.load_state_dict = self._save, self._load
 
     def _begin_pass(self) -> None:
-        """Set where an iteration is: the draws, the first one with these shares; of each set draws, passes, if open."""
-        zeros = [0] * len(self.names)
+        """Set where a pass is: the draws, the first one with the present shares, and by set draws, passes, if open."""
+        zeros, self._sampler = [0] * len(self.names), self
         self._at: Any = SimpleNamespace(position=0, start=0, counts=[*zeros], passes=[*zeros], is_open=[*zeros])
 
     def _drawn(self) -> list[int]:
@@ -288,7 +294,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
         return [self.epoch, self._at.position]
 
     def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
-        size, is_cut = reader.batch_size or 1, is_cut_stream(reader.dataset)
+        size, is_cut, self.epoch = reader.batch_size or 1, is_cut_stream(reader.dataset), self.progress.epoch
         self._turn, self._workers = size * (world_size if is_cut else 1), reader.num_workers
         # Workers that outlive a pass would not learn of later changes.
         ranks = world_size if is_cut or isinstance(loader, DispatchLoader) else 1
@@ -303,6 +309,8 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the pass that the next iteration reads."""
         self.epoch = epoch
+        if not self._is_loaded:
+            self._begin_pass()
         for number, dataset in enumerate(self.datasets):
             set_dataset_epoch(dataset, epoch=epoch, seed=self.seed + number)
 
@@ -340,10 +348,11 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
             at.start = at.position
 
     def _is_over(self, at: Any) -> bool:
+        if self.mode == "min_size" or (self.epoch_size and not self.is_once):
+            return any(at.passes) and not self.epoch_size
         # A set that no change gives a weight is not waited for.
         weighted = map(any, zip(*(change[2] for change in self.history), strict=True))
-        ended = [passes or not (is_read or self.is_once) for passes, is_read in zip(at.passes, weighted, strict=True)]
-        return any(at.passes) if self.mode == "min_size" else all(ended)
+        return all(passes or not (self.is_once or each) for passes, each in zip(at.passes, weighted, strict=True))
 
     def _read(self, number: int, at: Any) -> Iterator[Any]:
         """Iterate a stream, from its start again if the mode says so."""

@@ -45,10 +45,10 @@ def dealt(shares: Sequence[float], *, window: int, seed: int, total: float, left
 
 def shares_at(mixture: Any, epoch: int, place: int) -> tuple[list[float], float, float]:
     """Return the shares of a draw of a pass, and the draws of the pass from which and up to which they hold."""
-    if mixture.is_scheduled and mixture.planned != epoch:
+    if mixture.is_scheduled and mixture.planned not in (None, epoch):
         raise ConfigError(
             "Cannot change weights by the update: which draws an update takes is unknown.",
-            "A Trainer must read the mixture itself, with its own loader, and streams with no workers that outlive a pass.",
+            "A Trainer must read the mixture itself, by its own loader, without workers of streams that outlive a pass.",
             "Pack the sets, not the mixture; leave out dataloader_persistent_workers for streams, and overfit_batches.",
         )
     history = mixture.history
