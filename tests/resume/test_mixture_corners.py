@@ -226,6 +226,7 @@ class Copying(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for found in (pickle.loads(pickle.dumps(self.mixture)), copy.deepcopy(self.mixture)):
             assert found.state() == self.mixture.state()
+            assert getattr(found, "state_dict", found.state).__self__ is found
             assert next(iter(found))["x"].shape == (4,)
 
 

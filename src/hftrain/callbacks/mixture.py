@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.core.lengths import read_length
 from hftrain.data.datasets import has_length, has_state, whole_dataset
-from hftrain.data.mixing import MixtureSampler, dealt, shares_at
+from hftrain.data.mixing import MixtureSampler, dealt, shares_at, update_of
 from hftrain.data.positions import samples_per_round
 from hftrain.data.seeding import derive_seed
 from hftrain.data.sharding import DispatchLoader
@@ -56,6 +55,9 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
 
     # A resume gives the state to this instance.
     is_rebuilt = False
+    _sampler: Any
+    # Those that read streams.
+    _workers = 0
 
     def __new__(cls, sets: Any = None, **_: Any) -> Any:
         """Return a stream for streams."""
@@ -132,7 +134,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         """Iterate the first pass."""
         return map(self.__getitem__, MixtureSampler(self, seed=self.seed))
 
-    def train_sampler(self, *, seed: int, shuffle: bool = True) -> MixtureSampler:
+    def train_sampler(self, *, seed: int, shuffle: bool = True) -> Any:
         """Return the order of the samples; a Trainer reads them in it."""
         self._sampler = MixtureSampler(self, seed=seed, shuffle=shuffle)
         return self._sampler
@@ -143,17 +145,19 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         Loaders draw ahead: one batch, or for each worker ``dataloader_prefetch_factor`` batches.
 
         Raises:
-            ConfigError: A set has no weight or a schedule, or workers read streams, which the change cannot reach.
+            ConfigError: A set has no weight, others decide the weights, or the change cannot reach who reads streams.
         """
-        drawn = self._drawn()
+        drawn = [self._sampler.epoch, self._sampler.position]
         is_repeated = self.progress is not None and self.place[1] and drawn[0] != self.place[0]
-        if sorted(weights) != sorted(self.names) or self.is_scheduled or self.mode == "sequential" or is_repeated:
+        # Workers hold copies of the mixture, and only a Trainer that reads it itself saves the change.
+        is_apart = isinstance(self, IterableDataset) and (self.progress is None or self._workers)
+        is_given = self.is_scheduled or self.mode == "sequential"
+        if sorted(weights) != sorted(self.names) or is_given or is_repeated or is_apart:
             raise ConfigError(
-                f"Cannot change the weights to {dict(weights)} with mode={self.mode!r}.",
-                "A schedule gives them, or overfit_batches repeats a pass."
-                if self.is_scheduled or is_repeated
-                else f"The sets are {', '.join(self.names)}.",
-                "Give each set one weight, also at the start.",
+                f"Cannot change the weights to {dict(weights)}.",
+                f"The sets are {', '.join(self.names)}. A schedule, mode='sequential', overfit_batches, workers that read "
+                "streams, and a dataset around the mixture allow no change.",
+                "Give each set one weight, and read streams with dataloader_num_workers=0, or use a schedule.",
             )
         shares = self._shares([weights[name] for name in self.names])
         # After a resume nothing may be drawn yet, or less than the first time.
@@ -163,27 +167,24 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
             self.history.append([*place, shares])
             self._sampler.num_dealt = min(self._sampler.num_dealt, place[1])
 
-    def _drawn(self) -> list[int]:
-        return [self._sampler.epoch, self._sampler.position]
-
     # -- a training ------------------------------------------------------------------------------------------------
 
     def close_run(self) -> None:
         """Forget the run."""
         # From this pass and this draw of it on, the shares.
         self.history: list[Any] = [[0, 0, self.shares]]
-        # By set: the samples, and the passes of streams, that were trained on in earlier passes over the mixture.
-        self.trained = [[0] * len(self.names) for _ in range(2)]
-        # The pass, and its draws that were trained on.
-        self.place = [0, 0]
+        # By set, the samples, and the passes of streams, of earlier passes; the pass, and the draws trained on in it.
+        self.trained, self.place = [[0] * len(self.names) for _ in range(2)], [0, 0]
         # Of the Trainer that reads the mixture itself; the draws of its micro-steps (0: unknown).
-        self.progress, self._config, self._round = None, None, 0
+        self.progress: Any = None
+        self._config: Any = None
+        self._round = 0
         # The pass whose changes by a schedule are in the history (None: no Trainer reads, so the first weights hold).
         self.planned = -1 if isinstance(self, IterableDataset) else None
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        self._sampler: Any = MixtureSampler(self, seed=self.seed)
+        self._sampler = MixtureSampler(self, seed=self.seed)
 
     def state(self) -> dict[str, Any]:
         """Return the changes of the weights, and what was trained on."""
@@ -229,9 +230,8 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         if self.progress is not None and self.progress.epoch > self.place[0]:
             self.trained = self._totals()
             self.on_step_end(None, None, None)
-            # Of the changes before this pass, the last one counts.
-            num_before = sum(change[:2] <= self.place for change in self.history)
-            self.history = self.history[num_before - 1 :]
+            # Of the changes before this pass, only the last one counts.
+            self.history = self.history[sum(change[:2] <= self.place for change in self.history) - 1 :]
             self._plan()
 
     def _totals(self) -> Any:
@@ -244,33 +244,30 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         for name, length, trained, passes in zip(self.names, self.lengths, *self._totals(), strict=True):
             logs[f"mixture_{name}_samples"] = trained
             logs[f"mixture_{name}_epochs"] = trained / length if length else passes
-        return logs if self._round else {}
+        return logs if self._round and not self._workers else {}
 
     def _plan(self) -> None:
         """Find the draws of this pass with which the scheduled weights change; earlier passes stay as they were."""
         if not self.is_scheduled:
             return
+        at, config = self.progress, self._config
         # A callback may have changed how many batches an update takes.
-        is_known = self._round and self._config.accumulation == self._accumulation
-        at, self.planned = self.progress, self.progress.epoch if is_known else -1
+        self.planned = at.epoch if self._round and config.accumulation == self._accumulation else -1
         shares_at(self, at.epoch, 0)
         self.history = [change for change in self.history if change[:2] <= self.place]
-        points = [
-            sorted((_step(when, self._config), weight) for when, weight in each.items()) for each in self._weights
-        ]
+        points = [sorted((update_of(when, config), weight) for when, weight in each.items()) for each in self._weights]
         for step in sorted({max(step, at.step) for each in points for step, _ in each}):
             shares = self._shares([[weight for since, weight in each if since <= step][-1] for each in points])
             if self.history[-1][2] != shares:
-                draw = self.place[1] + (step - at.step) * self._config.accumulation * self._round
+                draw = self.place[1] + (step - at.step) * config.accumulation * self._round
                 self.history.append([at.epoch, draw, shares])
 
 
 class _StreamMixture(Mixture, IterableDataset[Any]):
     """A mixture of streams; each loader worker mixes its own part of them."""
 
-    epoch, num_dealt, _workers, _is_loaded = 0, 0, 0, False
-    # Samples in a row that the loader takes from one worker.
-    _turn = 1
+    # The last one: samples in a row that the loader takes from one worker.
+    epoch, num_dealt, _is_loaded, _turn = 0, 0, False, 1
 
     def __init__(self, sets: Mapping[str, Any], **options: Any) -> None:
         super().__init__(sets, **options)
@@ -284,27 +281,20 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
         zeros, self._sampler = [0] * len(self.names), self
         self._at: Any = SimpleNamespace(position=0, start=0, counts=[*zeros], passes=[*zeros], is_open=[*zeros])
 
-    def _drawn(self) -> list[int]:
-        if self.progress is None or self._workers:
-            raise ConfigError(
-                "Cannot change the weights of streams that workers read, or a dataset around the mixture.",
-                "They hold copies of the mixture, or do not save the change.",
-                "Use dataloader_num_workers=0, sets with a length, or a schedule.",
-            )
-        return [self.epoch, self._at.position]
+    @property
+    def position(self) -> int:
+        """The draws of the latest iteration."""
+        return int(self._at.position)
 
     def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
-        size, is_cut, self.epoch = reader.batch_size or 1, is_cut_stream(reader.dataset), self.progress.epoch
-        self._turn, self._workers = size * (world_size if is_cut else 1), reader.num_workers
+        size, self.epoch, self._workers = reader.batch_size or 1, self.progress.epoch, reader.num_workers
+        self._turn = size * (world_size if is_cut_stream(reader.dataset) else 1)
         # Workers that outlive a pass would not learn of later changes.
-        ranks = world_size if is_cut or isinstance(loader, DispatchLoader) else 1
-        self._round = 0 if reader.persistent_workers else size * ranks
+        self._round = size * world_size if isinstance(loader, DispatchLoader) else self._turn
+        self._round *= not reader.persistent_workers
 
     def _totals(self) -> Any:
         return np.add(self.trained, [self._at.counts, self._at.passes] if self.place[1] else 0).tolist()
-
-    def _logs(self) -> dict[str, Any]:
-        return {} if self._workers else super()._logs()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the pass that the next iteration reads."""
@@ -381,9 +371,9 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
 
     def _save(self) -> dict[str, Any]:
         """Return the position in the pass, and the states of the streams that it has begun."""
-        at = self._at
-        streams = [each.state_dict() if begun else None for each, begun in zip(self.datasets, at.is_open, strict=True)]
-        return copy.deepcopy({"at": vars(at), "streams": streams})
+        pairs = zip(self.datasets, self._at.is_open, strict=True)
+        streams = [each.state_dict() if is_open else None for each, is_open in pairs]
+        return copy.deepcopy({"at": vars(self._at), "streams": streams})
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Restore what `_save` returned, for the next iteration."""
@@ -398,17 +388,3 @@ def _split(given: Any) -> tuple[Any, Any]:
     """Return a dataset and its weight, None if there is none."""
     is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (int, float, Mapping))
     return given if is_pair else (given, None)
-
-
-def _step(when: Any, config: Any) -> int:
-    """Return the update at which a weight begins."""
-    length, per_pass = read_length(when), -(-(config.num_batches or 0) // config.accumulation)
-    units = {"ba": 1, "dur": config.max_steps, "ep": per_pass}
-    updates: float = when if isinstance(when, int) else length.value * units.get(length.unit, 0) if length else 0
-    if not updates and when != 0:
-        raise ConfigError(
-            f"Cannot change a weight at {when!r}.",
-            "It is not a number of updates, or a pass has an unknown length.",
-            "Write it like 500, '500ba', '2ep' or '0.8dur'.",
-        )
-    return round(updates)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.lengths import read_length
 from hftrain.data.samplers import ArraySampler, Span, shuffled
 from hftrain.data.seeding import derive_seed
 
@@ -48,7 +49,7 @@ def shares_at(mixture: Any, epoch: int, place: int) -> tuple[list[float], float,
     if mixture.is_scheduled and mixture.planned not in (None, epoch):
         raise ConfigError(
             "Cannot change weights by the update: which draws an update takes is unknown.",
-            "A Trainer must read the mixture itself, by its own loader, without workers of streams that outlive a pass.",
+            "A Trainer must read the mixture itself, by its own loader, without stream workers that outlive a pass.",
             "Pack the sets, not the mixture; leave out dataloader_persistent_workers for streams, and overfit_batches.",
         )
     history = mixture.history
@@ -56,6 +57,20 @@ def shares_at(mixture: Any, epoch: int, place: int) -> tuple[list[float], float,
     until = history[found][1] if found < len(history) and history[found][0] == epoch else math.inf
     began, start, shares = history[found - 1]
     return shares, start if began == epoch else 0, until
+
+
+def update_of(when: Any, config: Any) -> int:
+    """Return the update at which a scheduled weight begins."""
+    length, per_pass = read_length(when), -(-(config.num_batches or 0) // config.accumulation)
+    units = {"ba": 1, "dur": config.max_steps, "ep": per_pass}
+    updates: float = when if isinstance(when, int) else length.value * units.get(length.unit, 0) if length else 0
+    if not updates and when != 0:
+        raise ConfigError(
+            f"Cannot change a weight at {when!r}.",
+            "It is not a number of updates, or a pass has an unknown length.",
+            "Write it like 500, '500ba', '2ep' or '0.8dur'.",
+        )
+    return round(updates)
 
 
 class MixtureSampler(ArraySampler):
@@ -73,8 +88,10 @@ class MixtureSampler(ArraySampler):
 
     def _begin(self, epoch: int) -> None:
         # The sets of the pass's draws, two bytes each, and how often each is in the first of them.
-        self._sets, self._counted = np.empty(len(self), np.int16), (0, np.zeros(0))
-        self.epoch, self.position, self.num_dealt, self._dealt = epoch, 0, 0, iter(())
+        self._sets, self.epoch, self.position = np.empty(len(self), np.int16), epoch, 0
+        self._counted: tuple[int, Any] = (0, 0)
+        self.num_dealt = 0
+        self._dealt: Iterator[Any] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "num_dealt": 0, "_dealt": None}
@@ -91,10 +108,9 @@ class MixtureSampler(ArraySampler):
     def counts(self, place: int) -> Any:
         """Return how often each set is drawn before a place in the pass."""
         self._deal(place)
-        start, counts = self._counted if 0 < self._counted[0] <= place else (0, 0)
-        counts = counts + np.bincount(self._sets[start:place], minlength=len(self.mixture.datasets))
-        self._counted = place, counts
-        return counts
+        start, counts = self._counted if self._counted[0] <= place else (0, 0)
+        self._counted = place, counts + np.bincount(self._sets[start:place], minlength=len(self.mixture.datasets))
+        return self._counted[1]
 
     def _deal(self, place: int) -> None:
         mixture, length = self.mixture, len(self)
