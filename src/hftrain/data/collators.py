@@ -183,13 +183,20 @@ def _pads_lists(tokenizer: Any, features: list[Any]) -> bool:
 def _with_tensors(batch: Any) -> Any:
     """Make the same tensors as transformers, but without its check of each number in Python."""
     for name, rows in batch.items():
-        if type(rows) is list and type(rows[0]) is list and rows[0] and type(rows[0][0]) is int:
-            # Other results than int64 are left to transformers, including errors.
-            with contextlib.suppress(TypeError, ValueError):
-                array = numpy.array(rows)
-                if array.dtype == numpy.int64:
-                    batch[name] = torch.tensor(array)
+        if type(rows) is list and (numbers := _numbers(rows)) is not None:
+            batch[name] = numbers
     return batch.convert_to_tensors("pt")
+
+
+def _numbers(rows: list[Any]) -> torch.Tensor | None:
+    """Return the tensor that torch makes of lists of integers, in a fifth of its time; None for other rows."""
+    if type(rows[0]) is list and rows[0] and type(rows[0][0]) is int:
+        # Results other than int64, and errors, are left to torch.
+        with contextlib.suppress(TypeError, ValueError):
+            array = numpy.array(rows)
+            if array.dtype == numpy.int64:
+                return torch.tensor(array)
+    return None
 
 
 def pad_as_asked(collator: Any, features: list[Any], *, return_tensors: str = "pt") -> Any:
@@ -264,26 +271,6 @@ def _collate_named(features: list[Any]) -> dict[str, Any]:
     return batch
 
 
-def collate_columns(columns: Mapping[str, numpy.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
-    """Return the batch that `default_data_collator` makes of samples with Python numbers, or lists of them.
-
-    Example:
-        >>> collate_columns({"x": numpy.array([[1.0], [2.0]]), "label": numpy.array([0, 1], "int8")})
-        {'labels': tensor([0, 1]), 'x': tensor([[1.],
-                [2.]])}
-    """
-    label = next((name for name in _LABELS if name in columns), None)
-    batch = {} if label is None else {"labels": _as_tensor(columns[label], real=torch.float32, truth=torch.int64)}
-    return batch | {name: _as_tensor(values) for name, values in columns.items() if name not in _LABELS}
-
-
-def _as_tensor(
-    values: numpy.ndarray[Any, Any], *, real: torch.dtype | None = None, truth: torch.dtype = torch.bool
-) -> torch.Tensor:
-    types = {"f": real or torch.get_default_dtype(), "b": truth}
-    return torch.tensor(values, dtype=types.get(values.dtype.kind, torch.int64), device="cpu")
-
-
 def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]], torch.Tensor]) -> torch.Tensor:
     try:
         return stack([row[name] for row in rows])
@@ -297,7 +284,8 @@ def _stack(values: list[Any]) -> torch.Tensor:
         return torch.stack(values)
     if isinstance(values[0], (numpy.ndarray, numpy.generic)):
         return torch.from_numpy(numpy.stack(values))
-    return torch.tensor(values)
+    numbers = _numbers(values)
+    return torch.tensor(values) if numbers is None else numbers
 
 
 def _stack_labels(values: list[Any]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -108,10 +108,6 @@ class _Before(CollatorWrapper):
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
-    def keeps(self, names: Collection[str]) -> bool:
-        """Return whether all of these numeric columns reach the collator."""
-        return True
-
     def _tell(self, message: str) -> None:
         """Log a message, once for all workers."""
         if self.logger is not None and not self._has_reported:
@@ -165,10 +161,6 @@ class RemoveColumnsCollator(_Before):
                 for f in features
             ]
         )
-
-    def keeps(self, names: Collection[str]) -> bool:
-        """Return whether all of these columns reach the collator."""
-        return self.signature_columns.issuperset(names)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
         kept = {name: value for name, value in feature.items() if name in self.signature_columns}

@@ -20,7 +20,6 @@ from hftrain.data.samplers import (
     samplers_of,
 )
 from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
-from hftrain.data.whole_batches import as_it_is, whole_batches
 
 _COPIED = (
     "dataset",
@@ -38,14 +37,7 @@ _COPIED = (
 
 
 class RankLoader(DataLoader[Any]):
-    """A `DataLoader` that already yields its rank's share; reads whole batches if `whole_batches` can."""
-
-    def _get_iterator(self) -> Any:
-        # torch's `__iter__` calls this; without the call, rows are read, with the same result.
-        whole = None if self.batch_sampler is None else whole_batches(self.dataset, self.collate_fn)
-        if whole is None:
-            return super()._get_iterator()
-        return rebuild_loader(self, kind=DataLoader, dataset=whole, collate_fn=as_it_is)._get_iterator()
+    """A `DataLoader` that already yields its rank's share."""
 
 
 def is_plain_loader(loader: Any) -> bool:

@@ -146,3 +146,17 @@ def test_samples_are_kept_apart_by_positions_and_bounds():
     assert rows[0]["labels"].tolist() == [7, 8]
     assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_k"]) == ([0, 2, 3], 2)
     assert batch["seq_idx"].tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize("first", [1, 1.5, True, 2**40, 1e300, None])
+@pytest.mark.parametrize("second", [2, -2.25, False, 2**63])
+def test_rows_of_numbers_are_those_of_torch(first: object, second: object) -> None:
+    rows = [[first, 3], [4, second]]
+    try:
+        expected = torch.tensor(rows)
+    except (TypeError, ValueError, RuntimeError):
+        with pytest.raises(TaskError):
+            default_data_collator([{"x": row} for row in rows])
+    else:
+        found = default_data_collator([{"x": row} for row in rows])["x"]
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
