@@ -182,7 +182,7 @@ def test_changed_weights_of_streams_in_workers_are_refused(tmp_path: Path) -> No
 
 def test_scheduled_weights_of_streams_in_persistent_workers_are_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    with pytest.raises(ConfigError, match="outlive a pass"):
+    with pytest.raises(ConfigError, match="stream workers that outlive"):
         train(tmp_path, make=Stream, kind="scheduled", **options)
 
 

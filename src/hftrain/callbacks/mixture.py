@@ -155,8 +155,8 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         if sorted(weights) != sorted(self.names) or is_given or is_repeated or is_apart:
             raise ConfigError(
                 f"Cannot change the weights to {dict(weights)}.",
-                f"The sets are {', '.join(self.names)}. A schedule, mode='sequential', overfit_batches, workers that read "
-                "streams, and a dataset around the mixture allow no change.",
+                f"The sets are {', '.join(self.names)}. No change is possible with a schedule, mode='sequential', "
+                "overfit_batches, streams that workers read, or a dataset around the mixture.",
                 "Give each set one weight, and read streams with dataloader_num_workers=0, or use a schedule.",
             )
         shares = self._shares([weights[name] for name in self.names])
