@@ -130,19 +130,13 @@ def _split(until: Any) -> tuple[float, str]:
 
 
 def _is_due(until: Any, state: Any) -> bool:
-    if until is None:
-        return False
-    value, unit = _split(until)
-    if unit == "ep":
-        return (state.epoch or 0.0) >= value
-    return bool(state.global_step >= (value * state.max_steps if unit == "dur" else value))
+    done = {"ep": state.epoch or 0.0, "ba": state.global_step, "dur": state.global_step / state.max_steps}
+    return until is not None and done[_split(until)[1]] >= _split(until)[0]
 
 
 def _share(until: Any, state: Any) -> float:
     """Return after which share of the run it ends, to compare ends in several units."""
-    if until is None:
-        return math.inf
-    value, unit = _split(until)
+    value, unit = (math.inf, "dur") if until is None else _split(until)
     return float(value / {"ep": state.num_train_epochs, "ba": state.max_steps, "dur": 1}[unit])
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 # Occurs only once: deeper entries are indented further, and line breaks within strings are escaped.
 _NO_HISTORY = '\n  "log_history": []'
-_CHUNK = 1000
 _SEPARATOR = ",\n    "
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 # The separators that json.dumps(..., indent=2) writes within an entry; indent itself would take twice as long.
@@ -23,51 +22,37 @@ _encode = json.JSONEncoder(sort_keys=True, separators=(",\n      ", ": ")).encod
 _BEFORE, _AFTER = '{\n  "": [\n    ', "\n  ]\n}"
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """Consecutive entries: their number and hash, their text, and copies of those not in the text yet."""
-
-    size: int = 0
-    mark: int | None = None
-    text: str = ""
-    waiting: list[Any] = field(default_factory=list)
-
-
 class HistoryText:
     """The entries of a growing log history as `TrainerState.to_json` writes them.
 
-    The text of an entry is made once. A user may change, remove or replace any entry: a chunk of entries is compared
-    by a hash of its `marshal` bytes, which takes a tenth of the time of making its text.
+    The text of an entry is made once. A user may change, remove or replace any entry, so the entries are compared by a
+    hash of their `marshal` bytes, which takes a tenth of the time of making their text; if they differ, all of it is
+    made again.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []
+        # The entries in the text or waiting for it: their number and hash, the text, and copies of those that wait.
+        self._size, self._mark, self._text = 0, _mark([]), ""
+        self._waiting: list[Any] = []
 
     def take(self, history: Sequence[Any]) -> None:
         """Capture the entries as they are now; their text can be made later, in another thread."""
-        known, self._chunks = self._chunks, []
-        for index, start in enumerate(range(0, len(history), _CHUNK)):
-            entries = history[start : start + _CHUNK]
-            chunk = known[index] if index < len(known) else _Chunk()
-            if chunk.mark is None or chunk.mark != _mark(entries[: chunk.size]):
-                chunk = _Chunk()
-            if chunk.size < len(entries):
-                chunk.waiting += [dict(each) if isinstance(each, Mapping) else each for each in entries[chunk.size :]]
-                chunk.size, chunk.mark = len(entries), _mark(entries)
-            self._chunks.append(chunk)
+        if self._mark is None or self._mark != _mark(history[: self._size]):
+            self._size, self._text, self._waiting = 0, "", []
+        new = history[self._size :]
+        if new:
+            self._waiting = [*self._waiting, *(dict(each) if isinstance(each, Mapping) else each for each in new)]
+            self._size, self._mark = len(history), _mark(history)
 
     def parts(self) -> list[str]:
-        """Return the text of the captured entries in pieces: what belongs between the brackets of the list.
+        """Return the text of the captured entries: what belongs between the brackets of the list.
 
         Raises:
             TypeError, ValueError: An entry is not plain data.
         """
-        for chunk in self._chunks:
-            if chunk.waiting:
-                texts = [_text(entry) for entry in chunk.waiting]
-                chunk.text = _SEPARATOR.join([chunk.text, *texts] if chunk.text else texts)
-                chunk.waiting = []
-        return [part for chunk in self._chunks for part in (_SEPARATOR, chunk.text)][1:]
+        self._text = _SEPARATOR.join([*filter(None, [self._text]), *map(_text, self._waiting)])
+        self._waiting = []
+        return [self._text] * bool(self._text)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,13 +35,7 @@ def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> N
     """
     if "DataCollatorWithFlattening" not in (kind.__name__ for kind in type(collator).__mro__):
         return
-    for name in ("use_cache", "predict_with_generate"):
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"Cannot use {name}=True with {type(collator).__name__}, which packs documents in one row.",
-                "With a cache of keys and values, each document would attend to those before it.",
-                f"Leave {name} out, or use a collator that pads.",
-            )
+    _refuse_cache(args, f"{type(collator).__name__}, which packs documents in one row")
     takes_positions = collator.return_position_ids and "position_ids" in forward_parameters(task.model)
     if isinstance(task, ModelTask) and not (
         takes_positions or collator.return_flash_attn_kwargs or collator.return_seq_idx
@@ -62,13 +56,7 @@ def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any, 
     if not any(_holds_rows(dataset) for dataset in datasets):
         return
     what = f"rows of pack_dataset with {type(model).__name__}"
-    cached = [name for name in ("use_cache", "predict_with_generate") if getattr(args, name, None)]
-    for name in cached if args.past_index < 0 else ["past_index"]:
-        raise ConfigError(
-            f"Cannot use {name} with rows of pack_dataset.",
-            "With a cache of keys and values, each document would attend to those before it.",
-            f"Leave {name} out.",
-        )
+    _refuse_cache(args, "rows of pack_dataset")
     if getattr(collator, "__name__", type(collator).__name__) not in _STACKING:
         raise ConfigError(
             f"Cannot use {type(collator).__name__} with rows of pack_dataset:",
@@ -90,14 +78,24 @@ def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any, 
         raise _joins(what, "the outputs of a document depend on the one before it, although the positions restart.")
 
 
+def _refuse_cache(args: TrainingArguments, what: str) -> None:
+    found = {name: getattr(args, name, None) for name in ("use_cache", "predict_with_generate")}
+    found = {name: value for name, value in found.items() if value} | {"past_index": args.past_index}
+    name, value = next(iter(found.items()))
+    if value is True or value >= 0:
+        raise ConfigError(
+            f"Cannot use {name}={value} with {what}.",
+            "With a cache of keys and values, each document would attend to those before it.",
+            f"Leave {name} out, or use a collator that pads.",
+        )
+
+
 def _holds_rows(dataset: Any) -> bool:
     if isinstance(dataset, (PackedDataset, PackedStream)):
         return True
     # In torch's Subset, ConcatDataset and the like.
-    inner = (
-        [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())] if isinstance(dataset, Dataset) else []
-    )
-    return any(map(_holds_rows, inner))
+    inner = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
+    return isinstance(dataset, Dataset) and any(map(_holds_rows, inner))
 
 
 def _leak(model: nn.Module) -> float:
@@ -113,7 +111,7 @@ def _leak(model: nn.Module) -> float:
         first, second = (_logits(each)[0, _NUM_TOKENS:].double() for each in outputs)
         return float((first - second).abs().max())
 
-    modes = list(_modes(model))
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), preserved_rng():
@@ -124,15 +122,10 @@ def _leak(model: nn.Module) -> float:
             module.training = is_training
 
 
-def _modes(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    return ((module, module.training) for module in model.modules())
-
-
 def _logits(output: Any) -> torch.Tensor:
     found = getattr(output, "logits", output)
-    return (
-        found if isinstance(found, torch.Tensor) else next(iter(found.values() if hasattr(found, "values") else found))
-    )
+    found = list(found.values()) if hasattr(found, "values") and not isinstance(found, torch.Tensor) else found
+    return found if isinstance(found, torch.Tensor) else next(iter(found))
 
 
 def _joins(what: str, reason: str) -> ConfigError:

@@ -63,48 +63,30 @@ def read_metrics(
     return values
 
 
-def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
-    """Warn once about torchmetrics of a task that were updated but are not reported.
-
-    Args:
-        task: Its modules and its plain lists, tuples and dicts are searched.
-    """
+def kept_metrics(task: nn.Module) -> dict[str, Any]:
+    """Return what could be a metric among the modules of a task, and in its plain lists, tuples and dicts."""
     found = dict(task.named_modules())
     for name, value in vars(task).items():
-        members = (
-            enumerate(value) if isinstance(value, (list, tuple)) else value.items() if isinstance(value, dict) else ()
-        )
+        members = enumerate(value) if isinstance(value, (list, tuple)) else getattr(value, "items", tuple)()
         found |= {f"{name}[{key!r}]": member for key, member in members if not name.startswith("_")}
-    told = {id(part) for metric in metrics.values() if isinstance(metric, nn.Module) for part in metric.modules()}
-    names = []
-    for name, part in found.items():
-        if id(part) not in told and getattr(part, "update_called", None) is True and hasattr(part, "compute"):
-            told |= {id(inner) for inner in part.modules()}
-            names.append(name)
-    if names:
-        warn_once(
-            f"The metrics {', '.join(names)} are updated but not reported: only the task's own children are. Make "
-            "each an attribute of the task, or return them from its metrics(stage)."
-        )
+    return {name: each for name, each in found.items() if hasattr(each, "compute")}
 
 
-def warn_of_unread(children: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Warn once about metrics of a task that were updated in training but are not read."""
+def warn_of_unread(found: Mapping[str, Any], metrics: Mapping[str, Any], message: str) -> None:
+    """Warn once, with a message about their names, of metrics that were updated but are not among those reported."""
     told = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
     names = []
-    for name, metric in children.items():
+    for name, metric in found.items():
         parts = [part for part in _parts_of(metric) if id(part) not in told]
         # A metric whose value was read, of all batches or of one (torchmetrics' `forward`), is reported by the user.
         is_asked = any(
             getattr(part, value, None) is not None for part in parts for value in ("_computed", "_forward_cache")
         )
         if not is_asked and any(getattr(part, "update_called", None) is True for part in parts):
+            told |= set(map(id, parts))
             names.append(name)
     if names:
-        warn_once(
-            f"The metrics {', '.join(names)} are updated in training but not reported there. Return them from the "
-            'task\'s metrics("train"), or update them in evaluation_step alone.'
-        )
+        warn_once(f"The metrics {', '.join(names)} {message}")
 
 
 def _parts_of(metric: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.step.stepper import Computing
-from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
+from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
@@ -328,9 +328,12 @@ class Evaluation:
         stage, where = ("train", "training_step") if self._stages.name == "train" else ("eval", "evaluation_step")
         metrics = task.metrics(stage)
         if stage == "eval" and type(task).metrics is TaskModule.metrics:
-            warn_of_unreported(task, metrics)
+            message = "are updated but not reported: only the task's own children are. Make each an attribute of the "
+            warn_of_unread(kept_metrics(task), metrics, f"{message}task, or return them from its metrics(stage).")
         elif stage == "train":
-            warn_of_unread(TaskModule.metrics(task, "eval"), metrics)
+            message = 'are updated in training but not reported there. Return them from the task\'s metrics("train"), '
+            children = TaskModule.metrics(task, "eval")
+            warn_of_unread(children, metrics, f"{message}or update them in evaluation_step alone.")
         return read_metrics(metrics, stage=where, gather_object=self._trainer.strategy.gather_object)
 
 

@@ -63,8 +63,7 @@ def test_each_entry_is_made_once(made: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_user_changes_comes_out(made: list[Any], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(history_module, "_CHUNK", 8)
+def test_whatever_a_user_changes_comes_out(made: list[Any], seed: int) -> None:
     draw = random.Random(seed)
     state, history = TrainerState(), HistoryText()
     changes = [
@@ -89,17 +88,6 @@ def test_whatever_a_user_changes_comes_out(made: list[Any], monkeypatch: pytest.
     history.take(state.log_history)
     assert "".join(state.json_parts(history)) == dumped(state)
     assert made == []
-
-
-def test_one_changed_entry_costs_its_chunk(made: list[Any]) -> None:
-    state, history = TrainerState(log_history=[entry(step) for step in range(5000)]), HistoryText()
-    history.take(state.log_history)
-    history.parts()
-    made.clear()
-    state.log_history[1500]["loss"] = -1.0
-    history.take(state.log_history)
-    assert "".join(state.json_parts(history)) == dumped(state)
-    assert len(made) == 1000
 
 
 def test_text_is_of_what_was_taken() -> None:
