@@ -67,7 +67,8 @@ def kept_metrics(task: nn.Module) -> dict[str, Any]:
     """Return what could be a metric among the modules of a task, and in its plain lists, tuples and dicts."""
     found = dict(task.named_modules())
     for name, value in vars(task).items():
-        members = enumerate(value) if isinstance(value, (list, tuple)) else getattr(value, "items", tuple)()
+        members: Any = enumerate(value) if isinstance(value, (list, tuple)) else ()
+        members = value.items() if isinstance(value, dict) else members
         found |= {f"{name}[{key!r}]": member for key, member in members if not name.startswith("_")}
     return {name: each for name, each in found.items() if hasattr(each, "compute")}
 
