@@ -19,23 +19,23 @@ _LOGGERS = "Pass loggers=..., or set report_to in TrainingArguments."
 # Public names of Lightning's.
 LIGHTNING_NAMES = by_name(
     {
-        "Average the weights in a callback, or use a schedule-free optimizer.": "StochasticWeightAveraging",
+        "Use SWA or EMA, or a schedule-free optimizer.": "StochasticWeightAveraging",
         "Derive from TaskModule.": "LightningModule",
         "Use TrainerCallback, and define the methods you need.": "Callback LambdaCallback",
         "Leave it out: every log has the learning rate.": "LearningRateMonitor",
         _LOGGERS: "TensorBoardLogger WandbLogger",
         "Pass train_dataset, eval_dataset and data_collator to the Trainer.": "LightningDataModule",
-        "Print the model, or run `hftrain estimate` for its memory.": "ModelSummary",
+        "Print parameter_table(model), or run `hftrain estimate` for its memory.": "ModelSummary",
         "Read trainer.state.log_history, which trainer_state.json in each checkpoint holds too.": "CSVLogger",
-        "Set auto_find_batch_size=True in TrainingArguments.": "BatchSizeFinder",
-        "Set gradient_accumulation_steps in TrainingArguments.": "GradientAccumulationScheduler",
+        "Call trainer.tune.batch_size(), or set auto_find_batch_size=True in TrainingArguments.": "BatchSizeFinder",
+        "Use hftrain's, or set gradient_accumulation_steps in TrainingArguments.": "GradientAccumulationScheduler",
         "Set output_dir to a URL such as s3://bucket/run to save to a store; the format is fixed.": "CheckpointIO",
         "Set save_strategy, save_steps and save_total_limit in TrainingArguments, or pass a SavePolicy.": (
             "ModelCheckpoint"
         ),
         "Set skip_memory_metrics=False in TrainingArguments.": "DeviceStatsMonitor",
         "Pass max_time='2h' to the Trainer.": "Timer",
-        "Try several with Trainer.hyperparameter_search.": "LearningRateFinder",
+        "Call trainer.tune.lr(), or try several with Trainer.hyperparameter_search.": "LearningRateFinder",
         "Use EarlyStoppingCallback.": "EarlyStopping",
         "Use Engine for a loop of your own, or Trainer with a TaskModule.": "Fabric",
         "Use hftrain.cli.fit(MyTask), which trains from a YAML file and options.": "LightningCLI",
@@ -157,7 +157,7 @@ TRAINER_KEYWORDS = by_name(
         "Pass train_dataset=..., or override get_train_dataloader to return the loader.": (
             "train_dataloader train_dataloaders train_loader"
         ),
-        "Profile train() with torch.profiler, in a callback that steps it.": "profiler",
+        "Pass profiler='simple' or profiler='torch' to the Trainer.": "profiler",
         "Set disable_tqdm=True in TrainingArguments.": "enable_progress_bar",
         "Pass sanity_eval_batches=... to the Trainer.": "num_sanity_val_steps",
         "Set eval_strategy='epoch', or eval_strategy='steps' and eval_steps in TrainingArguments.": (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
@@ -41,62 +43,64 @@ class CutOff:
         held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         silent = {p for p in held if p.grad is None}
         is_asked = silent != held and num_updates > 1
-        found = dict(_silent_parts(task, silent, "")) if is_asked else {}
+        self._watched = dict(_silent_parts(task, silent, "")) if is_asked else {}
         self._task, self._num_updates, self._num_seen = task, min(num_updates, NUM_UPDATES), 0
-        self._watched = {name: _Watched(module) for name, module in found.items()}
+        # A moving average or a hand-written update changes all parameters, the smallest one too.
+        self._smallest = {name: min(each.parameters(), key=torch.Tensor.numel) for name, each in self._watched.items()}
+        self._before = {name: smallest.detach().clone() for name, smallest in self._smallest.items()}
+        # By module: whether each pass had gradients, and the outputs of the last one.
+        self._passes: dict[str, list[bool]] = {name: [] for name in self._watched}
+        self._outputs: dict[str, list[torch.Tensor]] = {}
+        self._detached: set[str] = set()
+        self._trained: set[str] = set()
         self._stack = ExitStack()
-        if found:
-            inside = {part for module in found.values() for part in module.modules()}
+        if self._watched:
+            inside = {part for module in self._watched.values() for part in module.modules()}
             for part in (part for part in task.modules() if part not in inside):
                 self._stack.callback(part.register_forward_pre_hook(self._read, with_kwargs=True).remove)
-            for each in self._watched.values():
-                self._stack.callback(each.module.register_forward_hook(self._note(each)).remove)
-                parameters: list[Any] = [p for p in each.module.parameters() if p in silent]
-                for parameter in parameters:
-                    self._stack.callback(parameter.register_hook(each.note_gradient).remove)
+            for name, module in self._watched.items():
+                self._stack.callback(module.register_forward_hook(partial(self._note, name)).remove)
+                parameters = [p for p in module.parameters() if p in silent]
+                note = partial(self._note_gradient, name)
+                self._stack.callback(register_multi_grad_hook(parameters, note, mode="any").remove)
             pending.append(self._end_step)
             self._stack.callback(pending.remove, self._end_step)
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
         self._stack.close()
-        self._watched.clear()
+        self._outputs.clear()
 
-    def _note(self, watched: _Watched) -> Any:
-        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            if self._task.training:
-                watched.num_passes += 1
-                watched.num_without_grad += not torch.is_grad_enabled()
-                # Kept until the next pass, so that no other tensor can get their memory.
-                watched.outputs.clear()
-                if self._num_seen == 1:  # the second update
-                    map_tensors(outputs, watched.outputs.append)
+    def _note_gradient(self, name: str, _: torch.Tensor) -> None:
+        self._trained.add(name)
 
-        return hook
+    def _note(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._task.training:
+            self._passes[name].append(torch.is_grad_enabled())
+            # Kept until the next pass, so that no other tensor can get their memory.
+            kept = self._outputs[name] = []
+            if self._num_seen == 1:  # the second update
+                map_tensors(outputs, kept.append)
 
     def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         def compare(tensor: torch.Tensor) -> None:
-            for each in () if tensor.requires_grad else self._watched.values():
-                each.is_detached |= any(
-                    out.requires_grad and memory_of(out) & memory_of(tensor) for out in each.outputs
-                )
+            for name, outputs in () if tensor.requires_grad else self._outputs.items():
+                if any(out.requires_grad and memory_of(out) & memory_of(tensor) for out in outputs):
+                    self._detached.add(name)
 
         map_tensors((args, kwargs), compare)
 
     def _end_step(self) -> None:
-        """Forget the modules that have had a gradient; after the last update, report those that remain."""
+        """Forget the outputs; after the last update, report the modules that never had a gradient."""
         self._num_seen += 1
-        self._watched = {name: each for name, each in self._watched.items() if not each.has_gradient}
-        for each in self._watched.values():
-            each.outputs.clear()
-        if self._watched and self._num_seen < self._num_updates:
+        self._outputs.clear()
+        left = self._watched.keys() - self._trained
+        if left and self._num_seen < self._num_updates:
             return
-        for reason, flag in (
-            ("runs under torch.no_grad()", "is_without_grad"),
-            ("has detached outputs", "is_detached"),
-        ):
-            left = self._watched.items()
-            names = [name for name, each in left if getattr(each, flag) and not each.has_changed()]
+        blind = {name for name, passes in self._passes.items() if passes and not any(passes)}
+        for reason, found in (("runs under torch.no_grad()", blind), ("has detached outputs", self._detached)):
+            names = [name for name in self._watched if name in left & found]
+            names = [name for name in names if torch.equal(self._smallest[name].detach(), self._before[name])]
             if names:
                 warn_once(
                     f"{', '.join(names)} got no gradient in the first {self._num_seen} updates, although the optimizer "
@@ -104,29 +108,6 @@ class CutOff:
                     "requires_grad_(False)."
                 )
         self.close()
-
-
-class _Watched:
-    """One module, and what its passes have shown."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.num_passes = self.num_without_grad = 0
-        self.is_detached = self.has_gradient = False
-        self.outputs: list[torch.Tensor] = []
-        # A moving average or a hand-written update changes all parameters, the smallest one too.
-        self._smallest = min(module.parameters(), key=torch.Tensor.numel)
-        self._before = self._smallest.detach().clone()
-
-    @property
-    def is_without_grad(self) -> bool:
-        return self.num_without_grad == self.num_passes > 0
-
-    def note_gradient(self, _: torch.Tensor) -> None:
-        self.has_gradient = True
-
-    def has_changed(self) -> bool:
-        return not torch.equal(self._smallest.detach(), self._before)
 
 
 def _silent_parts(module: nn.Module, silent: set[nn.Parameter], path: str) -> Iterator[tuple[str, nn.Module]]:
