@@ -32,7 +32,7 @@ def train_each(folder: str) -> list[Any]:
             )
             seen.append(list(map(list, part)))
             trainer.strategy.close()
-        found.append([seen[0], sum(seen[1:], [])])
+        found.append([seen[0], [sample for part in seen[1:] for sample in part]])
     return found
 
 
