@@ -130,6 +130,23 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
+def flight(session: nox.Session) -> None:
+    """Find the spoiled samples behind a spike, go on without them, and find where another run parts."""
+    install(session, "examples")
+    shutil.rmtree(RUNS / "flight", ignore_errors=True)
+    script = str(ROOT / "examples/flight_log.py")
+    a, b, found = (str(RUNS / "flight" / name) for name in ("a", "b", "exclude.json"))
+    for command in (
+        ("python", script, "--output-dir", a),
+        ("hftrain", "blame", a, "--output", found),
+        ("python", script, "--output-dir", b, "--dropout", "0.11"),
+        ("hftrain", "bisect", a, b, "--output", str(RUNS / "flight" / "bisect")),
+        ("python", script, "--output-dir", a, "--resume", "20", "--exclude", found),
+    ):
+        session.run(*command, env=ENV)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run the unit, loop, resume, surface and architecture tests and the doctests on the CPU."""
     install(session, "test", "report")
@@ -146,7 +163,7 @@ def tests_slow(session: nox.Session) -> None:
 
 @nox.session
 def guarantees(session: nox.Session) -> None:
-    """Run the long tests of the ten guarantees; `tests` and `tests-distributed` run the short ones."""
+    """Run the long tests of the eleven guarantees; `tests` and `tests-distributed` run the short ones."""
     install(session, "test", "s3")
     session.install(*CONSTRAINTS, "moto[server]")
     # A file takes minutes, so its tests are shared out one by one.

@@ -106,6 +106,7 @@ from hftrain.data.documented import seed_worker as seed_worker
 from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.data.packing import pack_dataset as pack_dataset
 from hftrain.engine.engine import Engine as Engine
+from hftrain.flight.ledger import FlightLog as FlightLog
 from hftrain.loggers.base import Logger as Logger
 from hftrain.loops.contract import Loop as Loop
 from hftrain.loops.evaluate import EvaluateLoop as EvaluateLoop

@@ -134,31 +134,6 @@ def test_weights_set_when_a_training_begins_hold_after_a_resume(tmp_path: Path) 
     check_stops(tmp_path, mix, (5, 6), FromTheStart, num_train_epochs=1, max_steps=-1)
 
 
-class Only(TrainerCallback):
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.mixture.set_weights({"web": 0, "code": 1, "math": 0})
-
-
-def test_weights_set_when_a_run_is_resumed_hold_from_there_on(tmp_path: Path) -> None:
-    # In the second pass: what was drawn of it before stays.
-    _, first = train(tmp_path, mix(), stop=10)
-    mixture = mix()
-    trainer, seen = train(tmp_path, mixture, Only(mixture), resume=True)
-    assert [number for number, _ in seen] == [1] * 44
-    counts = Counter(number for number, _ in first + seen)
-    logs = [line for line in trainer.state.log_history if "loss" in line][-1]
-    assert [logs[f"mixture_{name}_samples"] for name in SIZES] == [counts[number] for number in range(3)]
-
-
-@pytest.mark.parametrize("stops", [(5, 9), (4, 15)], ids=str)
-def test_schedule_with_changes_to_come_in_a_pass_continues_exactly(tmp_path: Path, stops: tuple[int, int]) -> None:
-    weights = ({0: 1, 4: 0.5, 15: 0}, 0.3, {0: 0, "0.9dur": 1})
-    check_stops(tmp_path, lambda: mix(weights=weights, epoch_size=84), stops)
-
-
 def test_weights_set_between_two_trainings_hold_in_the_second(tmp_path: Path) -> None:
     mixture = mix()
     train(tmp_path / "first", mixture, max_steps=9)

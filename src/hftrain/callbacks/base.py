@@ -30,6 +30,7 @@ class TrainerCallback:
     ``wrap_stepper(self, stepper, *, args, model, optimizer, strategy, precision, **kwargs)`` changes the calls of a
     step itself: it is called once when a training is built, and returns the `Stepper` with some of `backward`, `clip`,
     `step` and `zero_grad` replaced (`dataclasses.replace`). Without such a callback, a step is as if there were none.
+    Before that, ``wrap_loader(self, loader)`` returns this process's loader of training batches, changed or not.
     Likewise ``wrap_parts(self, parts)`` returns the loop's `FitParts`, such as with other `hooks`, before it starts.
 
     Source: the documented `TrainerCallback`.

@@ -231,7 +231,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
             self.trained = self._totals()
             self.on_step_end(None, None, None)
             # Of the changes before this pass, only the last one counts.
-            self.history = self.history[-1:]
+            self.history = self.history[sum(change[:2] <= self.place for change in self.history) - 1 :]
             self._plan()
 
     def _totals(self) -> Any:

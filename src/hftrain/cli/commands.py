@@ -148,6 +148,28 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part = add("report", "report:show_report", "write an HTML page that shows a run, or compares several")
     part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    what = "show the samples behind the steps of a run that stand out, from its flight log"
+    part = add("blame", "blame:show_blame", what, "The run was trained with Trainer(flight_log=True).")
+    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("--step", type=int, metavar="N", help="look at this step instead of those that stand out")
+    part.add_argument("--top", type=int, metavar="N", default=5, help="how many samples to show; default: 5")
+    what = "write their indices into a JSON file, for Trainer(exclude_samples=...)"
+    part.add_argument("-o", "--output", metavar="FILE", help=what)
+    what = "do a step of a run again to the bit, with every module looked at"
+    part = add("replay", "replay:show_replay", what, "It starts from the checkpoint before, by the run's own command.")
+    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
+    what = "change an argument, such as args.bf16=false; may be repeated"
+    part.add_argument("--with", dest="changes", action="append", default=[], metavar="args.NAME=VALUE", help=what)
+    part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: replay-step<N>")
+    part.add_argument("script", nargs="*", metavar="SCRIPT", help="another script, with its arguments, after --")
+    what = "find the first step, and the first module in it, in which two runs differ"
+    part = add("bisect", "replay:show_bisect", what)
+    part.add_argument("runs", nargs=2, metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")
+    what = "show where the processes of a run stand, and which stand apart, from the stacks that they wrote"
+    part = add("hangs", "hangs:show_hangs", what, "They write them on SIGQUIT, in a run with a flight log.")
+    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
     part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
     part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")

@@ -142,6 +142,8 @@ def _shifted(part: Any, offset: int) -> Any:
 def _is_wrapper(part: Any) -> bool:
     """Recognise hftrain's own wrappers of batches or streams, and accelerate's by name, to import nothing."""
     known = (RankBatches, SeededBatches, Later, EvenedSampler, EvenedStream, BatchShardStream)
+    if getattr(part, "passes_batches_on", False):
+        return True
     return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
 
 

@@ -297,7 +297,7 @@ def pick(sampler: Any, *spans: Span) -> Iterator[Any] | None:
     if kind is SeededBatches:
         batches = pick(sampler.batch_sampler, *spans)
         return None if batches is None else sampler.seeded(batches, start)
-    return sampler.begin(start) if kind is RankBatches else None
+    return sampler.begin(start) if kind is RankBatches or getattr(kind, "passes_batches_on", False) else None
 
 
 def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[Span]:

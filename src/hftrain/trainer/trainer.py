@@ -50,6 +50,7 @@ from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
 from hftrain.evaluation.recurrence import read_memory, with_memory
 from hftrain.evaluation.tracing import trace_model
+from hftrain.flight.ledger import make_flight
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
@@ -168,6 +169,9 @@ class Trainer:
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         profiler: ``"simple"`` prints where the time went, ``"torch"`` writes a trace of a few steps; or a callback,
             such as `TorchProfiler(active=10)`.
+        flight_log: Write down the samples, losses, norm, rate, times and a fingerprint of each step, for
+            `hftrain blame`; or a `FlightLog(...)`.
+        exclude_samples: Indices of samples to leave out of training, or the path of a JSON list of them.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -273,6 +277,8 @@ class Trainer:
         worker_seeds: str = "batch",
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         profiler: str | TrainerCallback | None = None,
+        flight_log: bool | TrainerCallback = False,
+        exclude_samples: Any = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -297,6 +303,7 @@ class Trainer:
         self._start_idle()
         is_rehearsal = bool(self.fast_dev_run)
         callbacks = [*as_list(callbacks), *as_list(callback), *make_profiler(profiler)]
+        callbacks += make_flight(flight_log, exclude_samples)
         callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=is_rehearsal)
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)

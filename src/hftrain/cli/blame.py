@@ -1,0 +1,255 @@
+"""`hftrain blame`: which samples are behind the steps whose loss or gradient norm stand out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.cli.answer import Answer
+from hftrain.core.errors import ConfigError
+from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, read_ledger, total_loss
+
+_MOST_TOKENS = 60
+_NEAR = 32
+
+
+@dataclass
+class Suspect:
+    """A sample of a spike.
+
+    Args:
+        sample: Its index.
+        loss: Its own loss in the spike, or that of its micro-batch.
+        is_own: Whether the loss is its own.
+        steps: The steps that had it.
+        spikes: Those of them that are spikes.
+        shown: Its content in words, or the path of a picture; None if it was not kept.
+        twins: Other samples of kept batches with the same content.
+    """
+
+    sample: Any
+    loss: float
+    is_own: bool
+    steps: list[int] = field(default_factory=list)
+    spikes: list[int] = field(default_factory=list)
+    shown: str | None = None
+    twins: list[Any] = field(default_factory=list)
+
+
+def find_spikes(ledger: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, tuple[float, float]]:
+    """Return the steps whose mean loss over the processes, or whose norm, stand out.
+
+    A step is compared with the 128 steps before it; one of the first 16 with the first 32.
+
+    Returns:
+        By step, its loss and its norm (NaN if none was computed).
+    """
+    steps = list(ledger)
+    losses = [sum(map(total_loss, lines)) / len(lines) for lines in ledger.values()]
+    norms = [_as_float(lines[0].get("norm")) for lines in ledger.values()]
+    found: dict[int, tuple[float, float]] = {}
+    for place, step in enumerate(steps):
+        others = slice(max(0, place - WINDOW), place) if place >= MIN_STEPS else slice(0, 2 * MIN_STEPS)
+        loss, norm = losses[place], norms[place]
+        is_out = not loss <= limit_of(losses[others])
+        if is_out or (ledger[step][0].get("norm") is not None and not norm <= limit_of(norms[others])):
+            found[step] = loss, norm
+    return found
+
+
+def _as_float(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def suspects_of(ledger: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> list[Suspect]:
+    """Return the samples of some steps whose loss stands out among those of 32 steps before and after.
+
+    If none does, the one with the highest loss of each step; without losses of samples, those of the micro-batch with
+    the highest loss of each step.
+    """
+    found: dict[str, Suspect] = {}
+    others: list[Suspect] = []
+    for step in steps:
+        entries = [entry for line in ledger[step] for entry in _entries(line)]
+        worst = max((math.inf if math.isnan(loss) else loss for _, loss, _ in entries), default=0.0)
+        near = [line for other in range(step - _NEAR, step + _NEAR + 1) for line in ledger.get(other, ())]
+        limit = limit_of(loss for line in near for _, loss, is_own in _entries(line) if is_own)
+        for sample, loss, is_own in entries:
+            if not loss <= (limit if is_own else math.nextafter(worst, -math.inf)):
+                one = found.setdefault(json.dumps(sample), Suspect(sample, loss, is_own))
+                one.loss = loss if math.isnan(loss) else max(one.loss, loss)
+            elif loss >= worst:
+                others.append(Suspect(sample, loss, is_own))
+    found = found or {json.dumps(each.sample): each for each in others}
+    uses: dict[str, list[int]] = defaultdict(list)
+    for step, lines in ledger.items():
+        for line in lines:
+            for sample, _, _ in _entries(line):
+                uses[json.dumps(sample)].append(step)
+    for name, suspect in found.items():
+        suspect.steps = sorted(set(uses[name]))
+    return list(found.values())
+
+
+def _entries(line: Mapping[str, Any]) -> Iterator[tuple[Any, float, bool]]:
+    """Yield each known sample of a process's step, its loss, and whether that is its own."""
+    losses, each = line.get("losses") or [], line.get("sample_losses") or []
+    for number, samples in enumerate(line.get("samples") or []):
+        own = each[number] if number < len(each) else None
+        for place, sample in enumerate(samples or []):
+            if isinstance(own, list) and len(own) == len(samples):
+                yield sample, float(own[place]), True
+            elif number < len(losses):
+                yield sample, float(losses[number]), False
+
+
+def show_blame(run: str, *, step: int | None = None, top: int = 5, output: str | None = None) -> Answer:
+    """Show the samples behind the spikes of a run that has a flight log, and write a list of them.
+
+    Args:
+        run: Its output folder.
+        step: Look at this step instead of the spikes.
+        top: How many samples to show.
+        output: A JSON file to write the samples to, for ``Trainer(exclude_samples=...)``.
+
+    Raises:
+        ConfigError: The run has no flight log, or the step is not in it.
+    """
+    ledger = read_ledger(run)
+    if not ledger:
+        raise ConfigError(
+            f"Cannot blame {run}.", "It has no flight log.", "Train with Trainer(..., flight_log=True) to have one."
+        )
+    if step is not None and step not in ledger:
+        raise ConfigError(
+            f"Cannot look at step {step} of {run}.",
+            f"Its flight log has the steps {min(ledger)} to {max(ledger)}.",
+            "Name one of them.",
+        )
+    spikes = find_spikes(ledger)
+    looked_at = [step] if step is not None else list(spikes)
+    if not looked_at:
+        return Answer(["No step stands out from those before it."], {"spikes": [], "suspects": []})
+    suspects = suspects_of(ledger, looked_at)
+    for each in suspects:
+        each.spikes = [step for step in each.steps if step in spikes]
+    suspects.sort(key=_rank)
+    _show_contents(Path(run), ledger, suspects[:top])
+    lines = [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
+    lines += [f"and {len(looked_at) - top} more" for _ in range(len(looked_at) > top)]
+    lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
+    lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
+    if not suspects:
+        lines.append("The samples of these steps are not known: streams and own loaders have no indices.")
+    elif not all(each.is_own for each in suspects):
+        lines += ["", "Losses are known by micro-batch. For those of samples: FlightLog(sample_losses=...)."]
+    if output is not None:
+        Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
+        first = min((each.steps[0] for each in suspects), default=looked_at[0])
+        lines += ["", f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint"]
+        lines += [f"before step {first}, with Trainer(..., exclude_samples={output!r})."]
+    data = [vars(each) for each in suspects]
+    return Answer(lines, {"spikes": [{"step": each, "loss": spikes.get(each, (None,))[0]} for each in looked_at],
+                          "suspects": data})  # fmt: skip
+
+
+def _rank(suspect: Suspect) -> tuple[Any, ...]:
+    """Return a sort key: NaN first; then the highest own losses, or those that spikes had most often."""
+    share = 0.0 if suspect.is_own else len(suspect.spikes) / max(1, len(suspect.steps))
+    return not math.isnan(suspect.loss), -share, -suspect.loss
+
+
+def _describe_step(step: int, spikes: Mapping[int, Any], ledger: Mapping[int, Any]) -> str:
+    loss = sum(map(total_loss, ledger[step])) / len(ledger[step])
+    norm = ledger[step][0].get("norm")
+    kind = "a spike" if step in spikes else "no spike"
+    return f"step {step} is {kind}: loss {loss:.4g}" + ("" if norm is None else f", gradient norm {norm:.4g}")
+
+
+def _describe(suspect: Suspect) -> list[str]:
+    whose = "loss" if suspect.is_own else "loss of its micro-batch"
+    text = f"sample {suspect.sample}: {whose} {suspect.loss:.4g}, in {len(suspect.spikes)} spikes of "
+    text += f"{len(suspect.steps)} steps that had it"
+    if suspect.twins:
+        text += f"; same content as {', '.join(map(str, suspect.twins))}"
+    return [text, *([f"    {suspect.shown}"] if suspect.shown else [])]
+
+
+# -- what samples look like ------------------------------------------------------------------------------------------
+
+
+def _show_contents(run: Path, ledger: Mapping[int, Sequence[Mapping[str, Any]]], suspects: Sequence[Suspect]) -> None:
+    """Find suspects in the batches that were kept, and say what they look like."""
+    rows: dict[str, dict[str, torch.Tensor]] = {}
+    for step in sorted({step for each in suspects for step in each.steps}):
+        for rank, line in enumerate(ledger[step]):
+            path = run / FOLDER / "spikes" / f"step{step:08d}-rank{rank}.pt"
+            if path.exists():
+                batches = torch.load(path, weights_only=True)
+                for samples, batch in zip(line.get("samples") or [], batches, strict=False):
+                    for place, sample in enumerate(samples or []):
+                        rows[json.dumps(sample)] = _row(batch, place, len(samples))
+    marks = {name: [(key, value.tolist()) for key, value in row.items()] for name, row in rows.items()}
+    for each in suspects:
+        name = json.dumps(each.sample)
+        if name in rows:
+            each.shown = _look(run, each.sample, rows[name])
+            each.twins = [json.loads(other) for other in marks if other != name and marks[other] == marks[name]]
+
+
+def _row(batch: Mapping[str, torch.Tensor], place: int, size: int) -> dict[str, torch.Tensor]:
+    return {name: value[place] for name, value in batch.items() if value.dim() and len(value) == size}
+
+
+def _look(run: Path, sample: Any, row: Mapping[str, torch.Tensor]) -> str:
+    """Return a text of a sample's tokens, the path of its picture, or its numbers in short."""
+    parts = []
+    for name, value in row.items():
+        if name == "input_ids":
+            parts.append(_decoded(run, value, row.get("attention_mask")))
+        elif value.is_floating_point() and value.dim() >= 2:
+            parts.append(f"{name}: {_picture(run, sample, value)}")
+        elif name != "attention_mask":
+            text = ", ".join(f"{each:.4g}" for each in value.flatten()[:8].tolist())
+            parts.append(f"{name}: {text}{', ...' if value.numel() > 8 else ''}")
+    return "; ".join(parts)
+
+
+def _decoded(run: Path, tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
+    tokens = tokens if mask is None else tokens[mask.bool()]
+    shown = tokens[:_MOST_TOKENS].tolist()
+    folder = next((path.parent for path in sorted(run.glob("**/tokenizer_config.json"))), None)
+    try:
+        from transformers import AutoTokenizer
+
+        text = repr(AutoTokenizer.from_pretrained(folder).decode(shown)) if folder else f"tokens {shown}"
+    except Exception:
+        text = f"tokens {shown}"
+    return f"{text} ({len(tokens)} tokens)"
+
+
+def _picture(run: Path, sample: Any, value: torch.Tensor) -> str:
+    """Write a picture, and return its path; the size in words if it is none or Pillow is not installed."""
+    image = value.squeeze()
+    if image.dim() == 3 and image.shape[0] in (3, 4):
+        image = image.permute(1, 2, 0)
+    if not (image.dim() == 2 or (image.dim() == 3 and image.shape[2] in (3, 4))):
+        return f"tensor {tuple(value.shape)}"
+    try:
+        from PIL import Image
+    except ImportError:
+        return f"tensor {tuple(value.shape)}"
+    low, high = image.min(), image.max()
+    pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8).numpy()
+    path = run / FOLDER / "spikes" / f"sample{'-'.join(map(str, sample)) if isinstance(sample, list) else sample}.png"
+    picture = Image.fromarray(pixels)
+    scale = max(1, 128 // max(picture.size))
+    picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
+    return str(path)

@@ -1,0 +1,279 @@
+"""`hftrain replay` and `hftrain bisect`: do a step of a run again, with every module looked at."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hftrain.arguments.serialization import changed_settings
+from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.rotation import by_commit
+from hftrain.cli.answer import Answer
+from hftrain.cli.runs import read_runs
+from hftrain.core.errors import ConfigError
+from hftrain.core.launcher import read_launch
+from hftrain.flight.ledger import FlightLog
+from hftrain.flight.observing import Observer, first_difference, first_not_finite
+from hftrain.flight.reading import differences, read_ledger, read_sessions
+from hftrain.trainer.rehearsal import without_trackers
+from hftrain.trainer.trainer import Trainer
+
+Lines = Mapping[int, Sequence[Mapping[str, Any]]]
+
+
+class _Reached(BaseException):
+    """Ends the script when its training is done; not an `Exception`, because the script may catch those."""
+
+
+def show_replay(
+    run: str, *, step: int, output: str | None = None, changes: Sequence[str] = (), script: Sequence[str] = ()
+) -> Answer:
+    """Do a step of a run again, from the checkpoint before it and with the command that made the run.
+
+    Args:
+        run: Its output folder, which is only read.
+        step: The step, from 1.
+        output: A new folder for what was observed and the batches; None: ``replay-step<N>``.
+        changes: Arguments to change, each as ``args.bf16=false``.
+        script: The script and its arguments; empty: those that the flight log names.
+
+    Raises:
+        ConfigError: The run has no flight log with this step, or the command cannot be run again.
+    """
+    folder = Path(output or f"replay-step{step}").absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"Cannot replay into {folder}:", "it is not empty.", "Name another folder with -o.")
+    before = _ledger_with(run, step)
+    session = [line for line in read_sessions(run) if line["begin"] < step][-1]
+    launch = read_launch()
+    if launch.world_size != session["world_size"]:
+        number = session["world_size"]
+        raise ConfigError(
+            f"Cannot replay {run} with {launch.world_size} processes.",
+            f"It was trained with {number}.",
+            f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
+        )
+    start = _checkpoint_before(Path(run), step)
+    _train(
+        list(script) or session["command"][1:], session["folder"], folder=folder, resume=start, step=step,
+        changes=_parsed(changes),
+    )  # fmt: skip
+    if launch.rank:
+        return Answer([], None)
+    after = read_ledger(folder)
+    calls = json.loads((folder / "modules-rank0.json").read_text(encoding="utf-8"))
+    done = f"Did step {step} again, from {'the start' if start is None else start.name}; see {folder}."
+    parted, names = first_parting(before, after)
+    if parted is None:
+        is_same = "All steps since are the same to the bit."
+    else:
+        is_same = f"Step {parted} is not the same: {_values(names, before[parted][0], after[parted][0])}."
+    bad = first_not_finite(calls)
+    lines = [done, is_same, *([f"The first value that is not finite: {bad}."] if bad else [])]
+    return Answer(
+        lines, {"step": step, "folder": str(folder), "parted": parted, "differs": names, "first_not_finite": bad}
+    )
+
+
+def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
+    """Find where two runs part: the first step, and by doing it again in both, the first module.
+
+    Args:
+        runs: The output folders of two runs with flight logs.
+        output: A new folder for what was observed; None: ``bisect``.
+
+    Raises:
+        ConfigError: There are not two runs, or one has no flight log.
+    """
+    if len(runs) != 2:
+        raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
+    ledgers = [_ledger_with(run) for run in runs]
+    step, names = first_parting(*ledgers)
+    around = _differences_around(runs)
+    if step is None:
+        last = min(max(ledger) for ledger in ledgers)
+        return Answer(
+            [f"The runs are the same to the bit up to step {last}.", *around], {"step": None, "around": around}
+        )
+    found = _values(names, *(ledger[step][0] for ledger in ledgers))
+    lines, where = [f"step {step}: {found}"], None
+    if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
+        folder = Path(output or "bisect").absolute()
+        calls = []
+        for number, run in enumerate(runs):
+            _replay_apart(run, step, folder / "ab"[number])
+            calls.append(json.loads((folder / "ab"[number] / "modules-rank0.json").read_text(encoding="utf-8")))
+        where = first_difference(*calls)
+        lines.append(f"step {step}, {where}" if where else "No module of that step differs: the updates do.")
+    return Answer([*lines, *around], {"step": step, "differs": names, "where": where, "around": around})
+
+
+def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str]]:
+    """Return the first common step whose lines are not the same in all processes, and the names of what differs."""
+    for step in mine:
+        if step in other:
+            each = [differences(*pair) for pair in zip(mine[step], other[step], strict=False)]
+            if names := next(filter(None, each), None):
+                return step, names
+    return None, []
+
+
+def _ledger_with(run: str, step: int | None = None) -> Lines:
+    ledger = read_ledger(run)
+    if not ledger or (step is not None and step not in ledger):
+        known = f"Its flight log has the steps {min(ledger)} to {max(ledger)}." if ledger else "It has no flight log."
+        raise ConfigError(
+            f"Cannot do {'steps' if step is None else f'step {step}'} of {run} again.",
+            known,
+            "Train with Trainer(..., flight_log=True), and name one of its steps.",
+        )
+    return ledger
+
+
+def _values(names: Sequence[str], mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Describe the first two differences."""
+    return ", ".join(f"{name} {_short(mine.get(name))} and {_short(other.get(name))}" for name in names[:2])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _differences_around(runs: Sequence[str]) -> list[str]:
+    """Return which arguments and versions of two runs differ."""
+    mine, other = read_runs(runs)
+    lines = []
+    for what in ("arguments", "versions"):
+        one, two = (dict(getattr(each, what) or {}) for each in (mine, other))
+        for name in sorted(one.keys() | two.keys()):
+            if one.get(name) != two.get(name) and name not in ("output_dir", "logging_dir", "run_name"):
+                lines.append(f"{what[:-1]} {name}: {_short(one.get(name))} and {_short(two.get(name))}")
+    return lines
+
+
+def _checkpoint_before(run: Path, step: int) -> Path | None:
+    found = [path for path in by_commit(run) if (checkpoint_step(path.name) or 0) < step] if run.is_dir() else []
+    return max(found, key=lambda path: checkpoint_step(path.name) or 0, default=None)
+
+
+def _parsed(changes: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals or not name.startswith("args."):
+            raise ConfigError(f"Cannot change {change!r}.", "It is not args.NAME=VALUE.", "Write args.bf16=false.")
+        try:
+            found[name.removeprefix("args.")] = json.loads(value)
+        except ValueError:
+            found[name.removeprefix("args.")] = value
+    return found
+
+
+def _replay_apart(run: str, step: int, folder: Path) -> None:
+    """Replay in a process of its own, so that nothing is left of one run in the other."""
+    code = "from hftrain.cli.commands import main; main()"
+    words = [sys.executable, "-c", code, "replay", run, "--step", str(step), "-o", str(folder)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
+
+
+def _train(
+    command: Sequence[str], cwd: str, *, folder: Path, resume: Path | None, step: int, changes: Mapping[str, Any]
+) -> None:
+    """Run a command up to its first training, and end it after a step of that, which writes into a folder only."""
+    train, observer, is_done = Trainer.train, Observer(step, folder), []
+    resume = None if resume is None else resume.absolute()
+
+    def stand_in(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        Trainer.train = train  # type: ignore[method-assign]
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = without_trackers(callbacks)
+        if not any(isinstance(each, FlightLog) for each in callbacks):
+            trainer.add_callback(FlightLog())
+        trainer.add_callback(observer)
+        train(trainer, resume_from_checkpoint=None if resume is None else str(resume))
+        is_done.append(True)
+        raise _Reached
+
+    Trainer.train = stand_in  # type: ignore[method-assign, assignment]
+    try:
+        with _in_place_of(command, cwd), _with_arguments(folder, changes), redirect_stdout(sys.stderr):
+            _execute(command)
+    except _Reached:
+        pass
+    finally:
+        Trainer.train = train  # type: ignore[method-assign]
+    if not is_done:
+        raise ConfigError(
+            f"Cannot run {' '.join(command)!r} again.",
+            "It ended without a call of Trainer.train in this process.",
+            "Name the script and its arguments after --.",
+        )
+
+
+@contextmanager
+def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Give every Trainer changed arguments, which write into a folder and report to nobody."""
+    build = Trainer.__init__
+    signature = inspect.signature(build)
+
+    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(trainer, *args, **kwargs)
+        given = bound.arguments.get("args")
+        if given is not None:
+            kind = type(given)
+            if changes:
+                given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
+            given = bound.arguments["args"] = copy.copy(given)
+            given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
+            given.save_strategy, given.load_best_model_at_end = type(given.save_strategy)("no"), False
+        build(*bound.args, **bound.kwargs)
+
+    Trainer.__init__ = init  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Trainer.__init__ = build  # type: ignore[method-assign]
+
+
+@contextmanager
+def _in_place_of(command: Sequence[str], cwd: str) -> Iterator[None]:
+    """Stand where the command stood."""
+    before, argv, path = os.getcwd(), sys.argv, list(sys.path)
+    try:
+        if Path(cwd).is_dir():
+            os.chdir(cwd)
+        yield
+    finally:
+        os.chdir(before)
+        sys.argv, sys.path[:] = argv, path
+
+
+def _execute(command: Sequence[str]) -> None:
+    """Run what Python was told to run: a script, or a module (-m)."""
+    words = list(command)
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[2 if words[0] in ("-X", "-W") else 1 :]
+    if words[:1] == ["-m"]:
+        sys.argv, sys.path[:0] = words[1:], [os.getcwd()]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words and Path(words[0]).is_file():
+        sys.argv, sys.path[:0] = words, [str(Path(words[0]).resolve().parent)]
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        raise ConfigError(
+            f"Cannot run {' '.join(command)!r} again.",
+            "There is no such script.",
+            "Name it after --, with its arguments.",
+        )

@@ -1,0 +1,398 @@
+"""Write down what each step was made of: samples, losses, norm, rate, times, and a fingerprint of the weights.
+
+With ``Trainer(flight_log=True)`` each process writes a file such as ``rank0.jsonl`` into the folder ``flight`` of the
+output folder: one JSON object per line. A line with ``begin`` starts each session, the others are steps:
+
+``step``: the number of the step, from 1. A resumed run writes its steps again; the last line of a step counts.
+``samples``: per micro-batch, the indices of its samples in the dataset; null if unknown (streams, loaders of a user).
+``losses``: per micro-batch its loss, scaled to its share of the step. ``sample_losses``: that of each sample, likewise.
+``items``: what the step's loss is a mean over, of all processes. ``norm``, ``rate``, ``skipped``: of the update.
+``ms``: milliseconds of ``data``, ``forward``, ``backward`` and ``step`` on the host.
+``weights``, ``gradients``: fingerprints of a part of them after the update and before it; see `Fingerprint`.
+The batches of the last steps whose loss or norm stood out are in the folder ``spikes`` there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.log import warn_once
+from hftrain.core.parameters import is_partitioned
+from hftrain.flight.fingerprint import Fingerprint
+from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, total_loss
+from hftrain.flight.samples import ExcludeSamples, open_batches_of, opened
+from hftrain.flight.stacks import StackDumps
+from hftrain.storage.remote import local_folder
+
+_KEPT_SPIKES = 20
+
+
+class FlightLog(TrainerCallback):
+    """Write down what each step was made of, for `hftrain blame`: ``Trainer(flight_log=True)``.
+
+    Numbers are read from the device one step late, when it has computed them, and nothing is called more often than
+    without. Writing never ends a run; the first failure is a warning.
+
+    Args:
+        sample_losses: ``f(outputs, batch) -> tensor [samples]``: the loss of each sample, from what the model's forward
+            returned. Called in each micro-step. Without it, a spike is known by its micro-batches.
+        flush_every: Steps between writes. Replicas then compare the fingerprints of their weights.
+        rotate_bytes: A file that has become larger is compressed, and another begun.
+        hang_timeout_s: If no step ends for so many seconds, evaluations and saves included, each process writes the
+            stacks of its threads, for `hftrain hangs`. It does so on SIGQUIT, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        sample_losses: Callable[[Any, Any], torch.Tensor] | None = None,
+        flush_every: int = 10,
+        rotate_bytes: int = 64 * 2**20,
+        hang_timeout_s: float | None = None,
+    ) -> None:
+        self.hang_timeout_s = hang_timeout_s
+        self.sample_losses, self.flush_every, self.rotate_bytes = sample_losses, flush_every, rotate_bytes
+        self._recorder: Any = None
+
+    def wrap_loader(self, loader: Any) -> Any:
+        """Return the loader, with its batches noted if they are known by indices."""
+        changed = loader if open_batches_of(loader) is not None else opened(loader)
+        return loader if changed is None else changed
+
+    def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, **_: Any) -> Any:
+        """Note where to write, and take the time of backward passes."""
+        folder = local_folder(args.output_dir, start=Path.cwd())  # of a remote one the copy that is uploaded
+        self._recorder = recorder = _Recorder(self, strategy, folder / FOLDER)
+
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            with _Timed(recorder.seconds, "backward"):
+                stepper.backward(loss, **options)
+
+        return replace(stepper, backward=backward)
+
+    def wrap_parts(self, parts: Any) -> Any:
+        """Note what the loop reads, computes and updates."""
+        return self._recorder.watch(parts)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write down the step before, and keep this one."""
+        self._recorder.end_step(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write everything, so that no step before a checkpoint is missing."""
+        self._recorder.finish()
+
+    def close_run(self) -> None:
+        """Write what is left, also after an error."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+
+class _Recorder:
+    """The lines of one session of a run, in one process."""
+
+    def __init__(self, settings: FlightLog, strategy: Any, folder: Path) -> None:
+        self._settings, self._strategy, self._folder = settings, strategy, folder
+        self._path = folder / f"rank{strategy.rank}.jsonl"
+        self.seconds = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+        self._lines: list[dict[str, Any]] = []
+        self._micro_steps: list[dict[str, Any]] = []
+        self._pending: dict[str, Any] | None = None
+        self._update: dict[str, Any] = {"gradients": None, "weights": None, "skipped": None}
+        self._seen = Steps()
+        self._outputs: Any = None
+        self._hook: Any = None
+        self._stacks: StackDumps | None = None
+
+    def watch(self, parts: Any) -> Any:
+        """Return the loop's parts, which note what they do."""
+        hooks, stepper, seconds = parts.hooks, parts.stepper, self.seconds
+        self._parts, feed = parts, _NotedFeed(parts.feed)
+        model, sample_losses = self._strategy.unwrap(parts.model), self._settings.sample_losses
+        is_known = not is_partitioned(model) and parts.device.type != "xla"
+        trained = [each for each in model.parameters() if each.requires_grad] if is_known else []
+        self._print = fingerprint = Fingerprint(trained)
+        if sample_losses is not None:
+            self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
+        self._begin(parts)
+        with _Quiet(self._folder):
+            path = self._folder / f"stacks-{self._path.stem}.txt"
+            self._stacks = StackDumps(path, timeout_s=self._settings.hang_timeout_s)
+
+        def take(*args: Any) -> Any:
+            with _Timed(seconds, "data"):
+                return hooks.get_batch_samples(*args)
+
+        def train(model: Any, batch: Any, num_items: Any) -> Any:
+            before = seconds["backward"]
+            with _Timed(seconds, "forward"):
+                loss = hooks.training_step(model, batch, num_items)
+            seconds["forward"] -= seconds["backward"] - before
+            micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
+            if sample_losses is not None and self._outputs is not None:
+                micro_step["each"] = sample_losses(self._outputs, batch).detach()
+                self._outputs = None
+            self._micro_steps.append(micro_step)
+            return loss
+
+        def step() -> bool:
+            gradients = fingerprint.of(parts.progress.step, of_gradients=True)
+            with _Timed(seconds, "step"):
+                is_updated = bool(stepper.step())
+            weights = fingerprint.of(parts.progress.step, of_gradients=False)
+            prints = {"gradients": gradients, "weights": weights} if trained else {}
+            self._update = {**self._update, **prints, "skipped": not is_updated}
+            return is_updated
+
+        def make_feed(dataset: Any) -> Any:
+            feed.feed = hooks.make_feed(dataset)
+            return feed
+
+        changed = replace(hooks, get_batch_samples=take, training_step=train, make_feed=make_feed)
+        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, step=step))
+
+    def _begin(self, parts: Any) -> None:
+        """Note the session."""
+        self._lines.append(
+            {
+                "begin": parts.progress.step,
+                "at": round(time.time(), 3),
+                "rank": self._strategy.rank,
+                "world_size": self._strategy.world_size,
+                "dataset": type(parts.dataset).__name__,
+                "command": sys.orig_argv,
+                "folder": os.getcwd(),
+                "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
+            }
+        )
+
+    def _note_outputs(self, module: Any, inputs: Any, outputs: Any) -> None:
+        self._outputs = outputs
+
+    def end_step(self, step: int) -> None:
+        """Keep what this step was made of, and write down the one before."""
+        losses, done = self._parts.losses, self._pending
+        self._pending = {
+            "step": step,
+            "micro_steps": self._micro_steps,
+            "norm": losses.grad_norm,
+            "rate": losses.learning_rate,
+            "ms": dict(self.seconds),
+            **self._update,
+        }
+        self._micro_steps = []
+        if self._stacks is not None:
+            self._stacks.rearm()
+        self.seconds.update(dict.fromkeys(self.seconds, 0.0))
+        if done is not None:
+            self._note(done)
+        if step % self._settings.flush_every == 0:
+            self._compare()
+            self._write()
+
+    def finish(self) -> None:
+        """Write all lines."""
+        if self._pending is not None:
+            done, self._pending = self._pending, None
+            self._note(done)
+        self._write()
+
+    def close(self) -> None:
+        """Write all lines, and take the hook off the model."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._stacks is not None:
+            self._stacks.close()
+        self.finish()
+
+    def _note(self, done: dict[str, Any]) -> None:
+        micro_steps = done["micro_steps"]
+        line = {
+            "step": done["step"],
+            "samples": [each["samples"] for each in micro_steps],
+            "losses": _numbers([each["loss"] for each in micro_steps]),
+            "items": _number(micro_steps[-1]["items"]) if micro_steps else None,
+            "norm": _number(done["norm"]),
+            "rate": _number(done["rate"]),
+            "skipped": done["skipped"],
+            "ms": {name: round(1e3 * value, 3) for name, value in done["ms"].items()},
+            "gradients": _hexadecimal(done["gradients"]),
+            "weights": _hexadecimal(done["weights"]),
+        }
+        if any("each" in each for each in micro_steps):
+            line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
+        if self._seen.add(total_loss(line), line["norm"]):
+            self._keep(line["step"], [each["batch"] for each in micro_steps])
+        self._lines.append(line)
+
+    def _keep(self, step: int, batches: list[Any]) -> None:
+        """Store the batches of a spike; the oldest ones go."""
+        folder = self._folder / "spikes"
+        batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
+        with _Quiet(self._folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(batches, folder / f"step{step:08d}-{self._path.stem}.pt")
+            for old in sorted(folder.glob(f"step*-{self._path.stem}.pt"))[:-_KEPT_SPIKES]:
+                old.unlink()
+
+    def _compare(self) -> None:
+        """Warn if replicas are not equal; collective."""
+        if self._strategy.world_size == 1 or self._print.is_split:
+            return
+        told = self._strategy.gather_object({line["step"]: line["weights"] for line in self._lines if "step" in line})
+        for step in sorted(set(told[0]).intersection(*told)):
+            if len({each[step] for each in told}) > 1:
+                warn_once(
+                    f"The processes have different weights after step {step}, which replicas never have: a parameter "
+                    "was changed on one of them only, or their models have the parameters in another order."
+                )
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        with _Quiet(self._folder):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_torn = self._path.exists() and self._path.stat().st_size and _last_byte(self._path) != b"\n"
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("\n" + text if is_torn else text)
+            if self._path.stat().st_size > self._settings.rotate_bytes:
+                _compress(self._path)
+
+
+class Steps:
+    """The losses and norms of the last 128 steps."""
+
+    def __init__(self) -> None:
+        self._windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+
+    def add(self, loss: float, norm: float | None) -> bool:
+        """Return whether a step stands out from those before it, and add it to them."""
+        is_spike = False
+        for value, window in zip((loss, 0.0 if norm is None else norm), self._windows, strict=True):
+            is_spike |= len(window) >= MIN_STEPS and not value <= limit_of(window)
+            if math.isfinite(value):
+                window.append(value)
+        return is_spike
+
+
+class _Quiet:
+    """Turn a failed write into one warning."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, (OSError, RuntimeError)):
+            warn_once(f"Some of the flight log could not be written to {self._folder}: {error}. Training continues.")
+            return True
+        return False
+
+
+class _Timed:
+    """Add the seconds within a context to an entry."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start_s
+
+
+class _NotedFeed:
+    """A feed that knows the samples of the batches that it has given."""
+
+    def __init__(self, feed: Any) -> None:
+        self.feed = feed
+        self._given: deque[list[Any] | None] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "feed":
+            raise AttributeError(name)
+        return getattr(self.feed, name)
+
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
+        """Return the pass's batches, see `Feed`."""
+        order = open_batches_of(self.feed.loader)
+        if order is not None:
+            order.noted = deque()
+        self._given.clear()
+        return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
+
+    def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:
+        for position, batch in enumerate(batches, first):
+            samples = None
+            while order is not None and order.noted and order.noted[0][0] <= position:
+                place, found = order.noted.popleft()
+                samples = found if place == position else None
+            self._given.append(samples)
+            yield batch
+
+    def next_samples(self) -> list[Any] | None:
+        """Return the samples of the batch that is trained on next."""
+        return self._given.popleft() if self._given else None
+
+
+def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch with their names, or their places in a sequence."""
+    parts = batch if isinstance(batch, (list, tuple)) else [batch]
+    for name, value in batch.items() if isinstance(batch, Mapping) else enumerate(parts):
+        if isinstance(value, torch.Tensor):
+            yield str(name), value
+
+
+def _numbers(tensors: list[Any]) -> list[float]:
+    if tensors and all(isinstance(each, torch.Tensor) for each in tensors):
+        found: list[float] = torch.stack([each.detach().float().reshape(()) for each in tensors]).tolist()
+        return found
+    return [float(each) for each in tensors]
+
+
+def _hexadecimal(value: torch.Tensor | None) -> str | None:
+    return None if value is None else f"{int(value) % 2**64:016x}"
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read()
+
+
+def _compress(path: Path) -> None:
+    number = len(list(path.parent.glob(f"{path.stem}.*.jsonl.gz")))
+    target = path.with_name(f"{path.stem}.{number:04d}.jsonl.gz")
+    target.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    path.unlink()
+
+
+def make_flight(flight_log: bool | TrainerCallback, exclude_samples: Any) -> list[TrainerCallback]:
+    """Return the callbacks of `Trainer(flight_log=, exclude_samples=)`."""
+    found: list[TrainerCallback] = [] if exclude_samples is None else [ExcludeSamples(exclude_samples)]
+    if isinstance(flight_log, TrainerCallback):
+        return [*found, flight_log]
+    return [*found, FlightLog()] if flight_log else found

@@ -1,0 +1,140 @@
+"""Look at every module in one step of a training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.tree import map_tensors
+from hftrain.flight.fingerprint import of_tensor
+
+
+class Observer(TrainerCallback):
+    """End a run after a step, and write down what each module computed in it.
+
+    `folder` gets, for each process, ``modules-rank0.json``, a list of the calls of modules in order (with fingerprints
+    of inputs, outputs and the gradients of outputs, the largest magnitude of each, and whether all are finite), and
+    ``batches-rank0.pt``, the micro-batches.
+
+    Args:
+        step: The step, from 1.
+    """
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step, self.folder = step, folder
+        self._handles: list[Any] = []
+        self._is_on = False
+        self._calls: list[dict[str, Any]] = []
+        self._batches: list[Any] = []
+
+    def wrap_parts(self, parts: Any) -> Any:
+        """Keep the batches of the step."""
+        train = parts.hooks.training_step
+
+        def step(model: Any, batch: Any, num_items: Any) -> Any:
+            if self._is_on:
+                self._batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
+            return train(model, batch, num_items)
+
+        return replace(parts, hooks=replace(parts.hooks, training_step=step))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to look."""
+        if state.global_step == self.step - 1:
+            self._is_on = True
+            for name, module in kwargs["model"].named_modules():
+                self._handles.append(module.register_forward_hook(self._watcher(name), with_kwargs=True))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write down the step, and end the run."""
+        if state.global_step == self.step:
+            self.close_run()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            rank = args.process_index
+            (self.folder / f"modules-rank{rank}.json").write_text(json.dumps(self._calls, indent=1), encoding="utf-8")
+            torch.save(self._batches, self.folder / f"batches-rank{rank}.pt")
+            control.should_training_stop = True
+
+    def close_run(self) -> None:
+        """Stop looking."""
+        self._is_on = False
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watcher(self, name: str) -> Any:
+        def watch(module: nn.Module, inputs: Any, options: Any, outputs: Any) -> None:
+            call: dict[str, Any] = {
+                "module": name or "(the model)",
+                "type": type(module).__name__,
+                "settings": module.extra_repr(),
+                "inputs": [_facts(each) for each in _tensors([inputs, options])],
+                "outputs": [_facts(each) for each in _tensors(outputs)],
+                "gradients": [],
+            }
+            self._calls.append(call)
+            for each in _tensors(outputs):
+                if each.requires_grad:
+                    each.register_hook(partial(_note, call["gradients"]))  # type: ignore[no-untyped-call]
+
+        return watch
+
+
+def _note(found: list[dict[str, Any]], gradient: torch.Tensor) -> None:
+    found.append(_facts(gradient))
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(nested, lambda tensor: found.append(tensor))
+    return iter(found)
+
+
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    tensor = tensor.detach()
+    facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": of_tensor(tensor)}
+    if tensor.is_floating_point() and tensor.numel():
+        facts |= {"max": float(tensor.abs().max()), "is_finite": bool(tensor.isfinite().all())}
+    return facts
+
+
+def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
+    """Return which module made the first value that is not finite, in words; None if all are finite."""
+    for call in calls:
+        outputs, inputs = ([each.get("is_finite", True) for each in call[name]] for name in ("outputs", "inputs"))
+        if all(inputs) and not all(outputs):
+            return f"forward, {call['module']} ({call['type']})"
+    for call in reversed(calls):
+        if not all(each.get("is_finite", True) for each in call["gradients"]):
+            return f"backward, the gradient of the output of {call['module']} ({call['type']})"
+    return None
+
+
+def first_difference(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> str | None:
+    """Return the first module of two observed steps whose outputs or gradients differ, in words; None if there is none.
+
+    Forward, the first call in the order in which calls end, so a module comes before those that contain it. Backward,
+    the last such call, whose gradient comes first.
+    """
+    for one, two in zip(mine, other, strict=False):
+        if (one["module"], one["type"]) != (two["module"], two["type"]):
+            return f"forward, {one['module']} ({one['type']}) and {two['module']} ({two['type']}) are called"
+        if one["outputs"] != two["outputs"]:
+            what = "" if one["settings"] == two["settings"] else f": {one['settings']} and {two['settings']}"
+            what = what or (": its inputs differ already" if one["inputs"] != two["inputs"] else "")
+            return f"forward, {one['module']} ({one['type']}){what}"
+    if len(mine) != len(other):
+        return f"forward, {len(mine)} and {len(other)} calls of modules"
+    for one, two in zip(reversed(mine), reversed(other), strict=True):
+        if one["gradients"] != two["gradients"]:
+            # A module that returns what an inner one does ends later: the inner one says more.
+            one = next(each for each in mine if all(each[name] == one[name] for name in ("outputs", "gradients")))
+            return f"backward, the gradient of the output of {one['module']} ({one['type']})"
+    return None

@@ -1,0 +1,87 @@
+"""Read the flight log of a run, and tell which values stand out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FOLDER = "flight"
+# A step is compared with so many before it, and not before there are so many.
+WINDOW, MIN_STEPS = 128, 16
+_SIGMAS, _DEVIATION = 6.0, 1.4826
+
+
+# What a step has that is the same to the bit when it is done again, in the order in which it comes about.
+EXACT = ("samples", "sample_losses", "losses", "items", "norm", "gradients", "rate", "skipped", "weights")
+
+
+def read_sessions(run: str | Path) -> list[dict[str, Any]]:
+    """Return the lines with which the sessions of a run began, of its first process."""
+    return [line for line in _lines_of(Path(run) / FOLDER, "rank0") if isinstance(line.get("begin"), int)]
+
+
+def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two lines of a step, in the order in which it comes about."""
+    return [name for name in EXACT if json.dumps(mine.get(name)) != json.dumps(other.get(name))]
+
+
+def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the lines of each step of a run, one per process that wrote it; damaged lines are left out.
+
+    A step that a resumed run did again is there once, as it was done last. Of lines that a resume has left behind,
+    those after the last one's first step are left out.
+    """
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    folder = Path(run) / FOLDER
+    ranks = sorted({path.name.split(".")[0] for path in folder.glob("rank*.jsonl*")}, key=lambda name: int(name[4:]))
+    for rank in ranks:
+        own: dict[int, dict[str, Any]] = {}
+        for line in _lines_of(folder, rank):
+            if isinstance(begin := line.get("begin"), int):
+                own = {step: each for step, each in own.items() if step <= begin}
+            elif isinstance(step := line.get("step"), int):
+                own[step] = line
+        for step, line in own.items():
+            found.setdefault(step, {})[rank] = line
+    return {step: list(found[step].values()) for step in sorted(found)}
+
+
+def _lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
+    for path in [*sorted(folder.glob(f"{rank}.*.jsonl.gz")), folder / f"{rank}.jsonl"]:
+        if path.exists():
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            for text in data.decode("utf-8", errors="replace").splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict):
+                    yield line
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a line is a number, NaN included."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def total_loss(line: Mapping[str, Any]) -> float:
+    """Return the loss of a process's step."""
+    losses = line.get("losses")
+    return sum(losses) if isinstance(losses, list) and all(map(is_number, losses)) else math.nan
+
+
+def limit_of(others: Iterable[float]) -> float:
+    """Return what is six deviations above the median; infinity if all values are NaN, which are ignored.
+
+    The deviation is 1.4826 times the median absolute deviation.
+    """
+    known = [each for each in others if not math.isnan(each)]
+    if not known:
+        return math.inf
+    middle = median(known)
+    return middle + _SIGMAS * _DEVIATION * median(abs(each - middle) for each in known)

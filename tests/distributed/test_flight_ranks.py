@@ -1,0 +1,131 @@
+"""The flight log on two processes: the samples of each, equal replicas, one fingerprint however it is sharded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments, make_rows
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from unit.cli.test_replay import SCRIPT
+
+from hftrain import FlightLog, Trainer, TrainerCallback, set_seed
+from hftrain.cli.hangs import show_hangs
+from hftrain.flight.fingerprint import Fingerprint
+from hftrain.flight.reading import read_ledger
+
+pytestmark = pytest.mark.distributed
+
+
+class Drift(TrainerCallback):
+    """Change a weight of the second process only."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and args.process_index == 1:
+            with torch.no_grad():
+                next(kwargs["model"].parameters())[0, 0] += 1e-3
+
+
+def train(folder: Path, strategy: str, *callbacks: Any, **options: Any) -> Trainer:
+    set_seed(3)
+    args = make_arguments(folder, num_train_epochs=2, per_device_train_batch_size=3, learning_rate=0.01)
+    trainer = Trainer(
+        Net(), args, train_dataset=make_rows(30), strategy=strategy, callbacks=list(callbacks),
+        **{"flight_log": True, **options},
+    )  # fmt: skip
+    trainer.train()
+    trainer.strategy.close()
+    return trainer
+
+
+def train_each(folder: str) -> dict[str, Any]:
+    for name in ("ddp", "fsdp"):
+        train(Path(folder) / name, name)
+    train(Path(folder) / "some", "ddp", exclude_samples=[4, 9])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Path(folder) / "drift", "ddp", Drift())
+    return {"warned": [str(each.message) for each in caught if "different weights" in str(each.message)]}
+
+
+def shard_each(folder: str) -> list[int]:
+    mesh = init_device_mesh("cpu", (2,))
+    set_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3), torch.nn.LayerNorm(3))
+    whole = Fingerprint(model.parameters(), size=11)
+    numbers = [int(whole.of(step, of_gradients=False)) for step in range(whole.num_parts)]
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    parts = Fingerprint(model.parameters(), size=11)
+    assert parts.is_split
+    own = [int(parts.of(step, of_gradients=False)) for step in range(parts.num_parts)]
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, own)
+    return [(sum(each) - number) % 2**64 for *each, number in zip(*told, numbers, strict=True)]
+
+
+def test_fingerprints_of_shards_add_up_to_that_of_the_whole(run_distributed: Any, tmp_path: Path) -> None:
+    for found in run_distributed(shard_each, folder=str(tmp_path)):
+        assert len(found) > 3
+        assert set(found) == {0}
+
+
+def test_each_process_tells_its_samples_and_replicas_agree(run_distributed: Any, tmp_path: Path) -> None:
+    found = run_distributed(train_each, folder=str(tmp_path))
+    for name in ("ddp", "fsdp"):
+        ledger = read_ledger(tmp_path / name)
+        assert [len(lines) for lines in ledger.values()] == [2] * 10
+        for epoch in (range(1, 6), range(6, 11)):
+            samples = [each for step in epoch for line in ledger[step] for each in line["samples"][0]]
+            assert sorted(samples) == list(range(30))
+    for mine, other in read_ledger(tmp_path / "ddp").values():
+        assert (mine["weights"], mine["gradients"]) == (other["weights"], other["gradients"])
+    assert not {4, 9} & {
+        each for lines in read_ledger(tmp_path / "some").values() for line in lines for each in line["samples"][0]
+    }
+    for each in found:
+        assert "different weights after step 6" in each["warned"][0]
+
+
+def test_a_step_of_two_processes_is_done_again_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    options = ["--workers", "1", "--accumulation", "2"]
+    run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    run([*torchrun, "train.py", "run", *options])
+    command = ["--no-python", sys.executable, "-c", "from hftrain.cli.commands import main; main()"]
+    done = run([*torchrun, *command, "replay", "run", "--step", "10", "-o", "again"])
+    assert "All steps since are the same to the bit." in done.stdout
+    assert {"batches-rank1.pt", "modules-rank1.json"} <= {path.name for path in (tmp_path / "again").iterdir()}
+
+
+class Nap(TrainerCallback):
+    """Keep the second process from its step for a while."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4 and args.process_index == 1:
+            self.take_a_nap()
+
+    def take_a_nap(self) -> None:
+        time.sleep(4)
+
+
+def train_hanging(folder: str) -> None:
+    train(Path(folder), "ddp", Nap(), flight_log=FlightLog(hang_timeout_s=1.5))
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_named(run_distributed: Any, tmp_path: Path) -> None:
+    run_distributed(train_hanging, folder=str(tmp_path))
+    stacks = {each["ranks"][0]: [name for _, _, name in each["frames"]] for each in show_hangs(str(tmp_path)).data}
+    assert stacks[1][0] == "take_a_nap"
+    assert "take_a_nap" not in stacks[0]
+    assert "run_step" in stacks[0]

@@ -1,0 +1,183 @@
+"""`hftrain replay` and `hftrain bisect`, on runs of scripts in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hftrain import ConfigError
+from hftrain.cli.replay import show_bisect, show_replay
+from hftrain.flight.observing import first_difference, first_not_finite
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+from hftrain import SpikeGuard, Trainer, TrainingArguments, set_seed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder")
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--accumulation", type=int, default=1)
+parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--fault", default="")
+parser.add_argument("--rate", type=float, default=1e-2)
+options = parser.parse_args()
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        rows = torch.randn(60, 9, generator=torch.Generator().manual_seed(0))
+        return {"x": rows[index, :8] + 0.1 * torch.randn(8), "labels": rows[index, 8]}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(options.dropout if i == 1 else 0.1)) for i in range(3)]
+        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(8, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, labels=None):
+        self.steps += self.training
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if options.fault == "gradient" and self.steps == 13:
+            x.register_hook(lambda gradient: gradient * 1.5)
+        y = self.head(x).squeeze(1)
+        if options.fault == "nan" and self.steps == 13:
+            y = y.log()
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
+set_seed(0)
+args = TrainingArguments(
+    options.folder, max_steps=20, per_device_train_batch_size=4, save_steps=6, logging_steps=10, report_to="none",
+    disable_tqdm=True, dataloader_num_workers=options.workers, bf16=options.bf16, learning_rate=options.rate,
+    gradient_accumulation_steps=options.accumulation, use_cpu=True,
+)
+Trainer(Net(), args, train_dataset=Noisy(), flight_log=True).train()
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+def train(home: Path, name: str, *options: str) -> str:
+    words = [sys.executable, "train.py", name, *options]
+    subprocess.run(words, cwd=home, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return str(home / name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--workers", "2"], ["--bf16", "--accumulation", "2"]],
+    ids=["plain", "augmented in workers", "bf16, accumulated"],
+)
+def test_a_step_is_done_again_to_the_bit(home: Path, tmp_path: Path, options: list[str]) -> None:
+    run = train(home, "_".join(["exact", *options]), *options)
+    before = sorted(path.name for path in Path(run).rglob("*"))
+    for step in (3, 11):
+        answer = show_replay(run, step=step, output=str(tmp_path / str(step)))
+        assert answer[1] == "All steps since are the same to the bit."
+        assert ("from the start" in answer[0]) == (step == 3)
+        batches = torch.load(tmp_path / str(step) / "batches-rank0.pt")
+        assert [batch["x"].shape for batch in batches] == [(4, 8)] * (2 if "--accumulation" in options else 1)
+    assert sorted(path.name for path in Path(run).rglob("*")) == before
+
+
+def test_changed_arguments_show_where_it_parts(home: Path, tmp_path: Path) -> None:
+    run = train(home, "changed")
+    answer = show_replay(run, step=11, output=str(tmp_path / "a"), changes=["args.bf16=true"])
+    assert answer.data["parted"] == 7
+    assert answer.data["differs"][0] == "losses"
+    script = ["train.py", "other", "--dropout", "0.2"]
+    answer = show_replay(run, step=11, output=str(tmp_path / "b"), script=script)
+    assert (answer.data["parted"], answer.data["differs"][0]) == (7, "losses")
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN or infinite")
+def test_the_first_nan_is_named(home: Path, tmp_path: Path) -> None:
+    run = train(home, "nan", "--fault", "nan")
+    answer = show_replay(run, step=13, output=str(tmp_path / "a"))
+    assert answer.data["first_not_finite"] == "forward, (the model) (Net)"
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "where"),
+    [
+        (["--dropout", "0.11"], 1, "forward, blocks.1.1 (Dropout): p=0.1, inplace=False and p=0.11, inplace=False"),
+        (["--fault", "gradient"], 13, "backward, the gradient of the output of blocks.2.1 (Dropout)"),
+    ],
+)
+def test_the_first_module_that_differs_is_named(
+    home: Path, tmp_path: Path, options: list[str], step: int, where: str
+) -> None:
+    runs = [train(home, "base"), train(home, "_".join(["parted", *options]), *options)]
+    answer = show_bisect(runs, output=str(tmp_path / "a"))
+    assert (answer.data["step"], answer.data["where"]) == (step, where)
+    assert f"step {step}, {where}" in answer
+
+
+def test_runs_that_differ_in_an_argument_or_not_at_all(home: Path, tmp_path: Path) -> None:
+    base = train(home, "same")
+    answer = show_bisect([base, train(home, "rate", "--rate", "0.02")], output=str(tmp_path / "a"))
+    assert answer.data["differs"][0] == "rate"
+    assert "argument learning_rate: 0.01 and 0.02" in answer
+    assert not (tmp_path / "a").exists()
+    answer = show_bisect([base, train(home, "same_again")], output=str(tmp_path / "a"))
+    assert answer == ["The runs are the same to the bit up to step 20."]
+
+
+def test_what_cannot_be_replayed(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no flight log"):
+        show_replay(str(tmp_path), step=3)
+    run = train(home, "refused")
+    with pytest.raises(ConfigError, match="steps 1 to 20"):
+        show_replay(run, step=21, output=str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="not empty"):
+        show_replay(run, step=3, output=run)
+    with pytest.raises(ConfigError, match="no such script"):
+        show_replay(run, step=3, output=str(tmp_path / "b"), script=["missing.py"])
+    (home / "idle.py").write_text("print('nothing')")
+    with pytest.raises(ConfigError, match=r"without a call of Trainer\.train"):
+        show_replay(run, step=3, output=str(tmp_path / "c"), script=["idle.py"])
+    with pytest.raises(ConfigError, match=r"not args\.NAME=VALUE"):
+        show_replay(run, step=3, output=str(tmp_path / "d"), changes=["bf16"])
+    with pytest.raises(ConfigError, match="Two can part"):
+        show_bisect([run])
+
+
+def call(module: str, bits: str, *, gradient: str = "0", is_finite: bool = True, settings: str = "") -> dict[str, Any]:
+    facts = {"bits": bits, "is_finite": is_finite}
+    gradients = [{"bits": gradient, "is_finite": is_finite}]
+    return {
+        "module": module, "type": "Linear", "settings": settings, "inputs": [], "outputs": [facts],
+        "gradients": gradients,
+    }  # fmt: skip
+
+
+def test_differences_of_observed_steps() -> None:
+    base = [call("a", "1"), call("b", "2")]
+    assert first_difference(base, json.loads(json.dumps(base))) is None
+    assert first_difference(base, [call("a", "1"), call("b", "3", settings="p=2")]) == "forward, b (Linear):  and p=2"
+    assert first_difference(base, [call("a", "1")]) == "forward, 2 and 1 calls of modules"
+    assert "are called" in str(first_difference(base, [call("c", "1"), call("b", "2")]))
+    other = [call("a", "1", gradient="5"), call("b", "2", gradient="5")]
+    assert first_difference(base, other) == "backward, the gradient of the output of b (Linear)"
+    assert first_not_finite(base) is None
+    assert first_not_finite([call("a", "1"), call("b", "2", is_finite=False)]) == "forward, b (Linear)"
