@@ -175,8 +175,9 @@ def _describe_step(step: int, spikes: Mapping[int, Any], ledger: Mapping[int, An
 
 def _describe(suspect: Suspect) -> list[str]:
     whose = "loss" if suspect.is_own else "loss of its micro-batch"
-    text = f"sample {suspect.sample}: {whose} {suspect.loss:.4g}, in {len(suspect.spikes)} spikes of "
-    text += f"{len(suspect.steps)} steps that had it"
+    spikes, steps = len(suspect.spikes), len(suspect.steps)
+    text = f"sample {suspect.sample}: {whose} {suspect.loss:.4g}, "
+    text += f"in {spikes} spike{'s' * (spikes != 1)} of {steps} step{'s' * (steps != 1)} that had it"
     if suspect.twins:
         text += f"; same content as {', '.join(map(str, suspect.twins))}"
     return [text, *([f"    {suspect.shown}"] if suspect.shown else [])]
