@@ -34,7 +34,7 @@ class Sleepy(TrainerCallback):
 
 @pytest.mark.parametrize(("seconds", "timeout_s"), [(0.0, None), (1.5, 0.5)])
 def test_a_process_tells_where_it_stands(tmp_path: Path, seconds: float, timeout_s: float | None) -> None:
-    other = threading.Event()
+    other, before = threading.Event(), signal.getsignal(signal.SIGQUIT)
     thread = threading.Thread(target=other.wait, daemon=True)
     thread.start()
     log = FlightLog(hang_timeout_s=timeout_s)
@@ -46,7 +46,7 @@ def test_a_process_tells_where_it_stands(tmp_path: Path, seconds: float, timeout
     assert "rank 0:" in text
     assert "stand_here  test_stacks.py" in text
     # Nothing waits any more, and the signal is as before.
-    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGQUIT) is before
 
 
 def test_ranks_that_stand_apart_are_named(tmp_path: Path) -> None:
