@@ -88,9 +88,8 @@ def show_fit(arguments: Sequence[str]) -> Answer:
     for entry in trainer.state.log_history:
         logged |= entry
     lines = [f"Trained to step {step}. Repeat it with: hftrain fit --from {folder} --args.output_dir OTHER"]
-    return Answer(
-        lines if trainer.is_world_process_zero() else (), {"output_dir": folder, "step": step, "last": logged}
-    )
+    shown = lines if trainer.is_world_process_zero() else ()
+    return Answer(shown, {"output_dir": folder, "step": step, "last": logged})
 
 
 class _Config:

@@ -10,9 +10,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import wraps
 from typing import Any, Literal, Union
 
 from hftrain.core.errors import suggest
+from hftrain.core.lengths import read_length
 
 _TRUE = ("true", "t", "yes", "y", "1", "on")
 _FALSE = ("false", "f", "no", "n", "0", "off")
@@ -75,6 +77,11 @@ def option_settings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     else:
         settings["required"] = True
     return settings | {name: field.metadata[name] for name in _FROM_METADATA if name in field.metadata}
+
+
+def or_length(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let a reader of numbers return a length with its unit, such as "10ep", as text."""
+    return wraps(read)(lambda text: text if read_length(text) else read(text))
 
 
 def is_flag(hint: Any) -> bool:

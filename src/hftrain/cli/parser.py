@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftrain.cli.options import is_flag, option_names, option_settings
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.arguments.normalize import LENGTHS
+from hftrain.cli.options import is_flag, option_names, option_settings, or_length
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.optional import require
 
@@ -62,16 +64,14 @@ class HfArgumentParser(argparse.ArgumentParser):
         group = self.add_argument_group(title)
         for field in _fields(kind):
             hint = hints[field.name]
-            group.add_argument(*option_names(field), **option_settings(field, hint))
+            settings = option_settings(field, hint)
+            if issubclass(kind, ArgumentFields) and field.name in LENGTHS:
+                settings["type"] = or_length(settings["type"])
+            group.add_argument(*option_names(field), **settings)
             if field.default is True and is_flag(hint):
                 opposites = dict.fromkeys((f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"))
-                group.add_argument(
-                    *opposites,
-                    action="store_false",
-                    dest=field.name,
-                    default=argparse.SUPPRESS,
-                    help=field.metadata.get("help"),
-                )
+                more = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata.get("help")}
+                group.add_argument(*opposites, action="store_false", **more)
 
     def parse_args_into_dataclasses(
         self,
@@ -175,17 +175,10 @@ class HfArgumentParser(argparse.ArgumentParser):
         )
 
     def _refuse_unknown(self, words: list[str]) -> None:
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        # Otherwise both spellings of a name would be suggested.
-        options = [name for name in options if "-" not in name[2:]]
-        hints = " ".join(
-            suggest(word.partition("=")[0].replace("-", "_").replace("__", "--", 1), options)
-            for word in words[:3]
-            if word.startswith("--")
-        )
-        raise ConfigError(
-            f"Cannot parse {' '.join(words)!r}.", "The parser knows no such options.", hints or "Remove it."
-        )
+        options = [name for name in self._option_string_actions if name.startswith("--") and "-" not in name[2:]]
+        names = [word.partition("=")[0].replace("-", "_") for word in words[:3] if word.startswith("--")]
+        hints = " ".join(suggest(name.replace("__", "--", 1), options) for name in names) or "Remove it."
+        raise ConfigError(f"Cannot parse {' '.join(words)!r}.", "The parser knows no such options.", hints)
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -205,8 +198,7 @@ def _type_hints(kind: type) -> dict[str, Any]:
 
 def _read_words(file: Path) -> list[str]:
     if not file.is_file():
-        reason = "There is no such file."
-        raise ConfigError(f"Cannot read arguments from {str(file)!r}.", reason, "Check the path.")
+        raise ConfigError(f"Cannot read arguments from {str(file)!r}.", "There is no such file.", "Check the path.")
     found = _WORDS.finditer(file.read_text(encoding="utf-8"))
     return [word["plain"] if word["quote"] is None else word["quoted"] for word in found]
 

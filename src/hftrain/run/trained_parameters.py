@@ -61,6 +61,7 @@ class TrainedParameters:
         }
         known = set(map(id, self.outside))
         self.outside[:] = self._by_place.values()
+        self._by_place = {} if self._is_engines else self._by_place
         self._add_beside_adapters(self._strategy.unwrap(self._task.model))
         for parameter in self.outside if self._is_averaged else ():
             if id(parameter) not in known:
@@ -78,13 +79,15 @@ class TrainedParameters:
         looks = self._strategy.shards_model and self._strategy.is_main and is_whole and saves_adapters(model)
         lost = list(missing_from_adapters(model)) if looks and saves else []
         yield
+        if self._is_engines and any(hasattr(each, "ds_tensor") for each in model.parameters()):  # by ZeRO-3
+            lost, self._by_place = list(self._by_place) if saves else [], {}
         if lost and self._strategy.model_shards(model) is None:
             raise ConfigError(
                 f"Cannot save {listed(lost)}, which train next to adapters:",
                 f"with full state dicts, strategy={self._strategy.name!r} saves the adapters alone, so a resumed run "
                 "would start the others again.",
-                'Choose state_dict_type="SHARDED_STATE_DICT", or list their modules in modules_to_save of the '
-                "adapter's configuration.",
+                "List their modules in modules_to_save of the adapter's configuration, or save in pieces: with FSDP "
+                'state_dict_type="SHARDED_STATE_DICT", without stage3_gather_16bit_weights_on_model_save in ZeRO-3.',
             )
 
     def _add_beside_adapters(self, model: Any) -> None:
@@ -115,9 +118,7 @@ class TrainedParameters:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return those outside by their positions in the optimizer; None if there are none to save."""
-        if not self._by_place or self._is_engines:
-            return None
-        return {name: value.detach() for name, value in self._by_place.items()}
+        return {name: value.detach() for name, value in self._by_place.items()} or None
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -172,12 +173,10 @@ class TrainedParameters:
         """Return facts for the manifest: parameters whose `requires_grad` has changed, and the added groups."""
         if self._is_engines:
             return {}
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        changed = {
-            name: p.requires_grad
-            for name, p in self._model.named_parameters()
-            if p.requires_grad != self._before.get(name, p.requires_grad)
-        }
+        parameters, before = dict(self._model.named_parameters()), self._before
+        names = {id(p): name for name, p in parameters.items()}
+        now = {name: p.requires_grad for name, p in parameters.items()}
+        changed = {name: trains for name, trains in now.items() if trains != before.get(name, trains)}
         groups = self._optimizer.param_groups[self._num_groups :]
         added = [[names.get(id(p)) for p in group["params"]] for group in groups]
         facts = {"requires_grad": changed, "added_groups": added, "num_groups": self._num_groups if added else 0}
@@ -193,11 +192,9 @@ class TrainedParameters:
         for name, requires_grad in facts.get("requires_grad", {}).items():
             if name in parameters:
                 parameters[name].requires_grad_(requires_grad)
-        for number, names in enumerate(facts.get("added_groups", []), start=facts.get("num_groups", 0)):
-            if number < len(self._optimizer.param_groups):
-                continue
-            missing = [str(name) for name in names if name not in parameters]
-            if missing:
+        num_there = max(0, len(self._optimizer.param_groups) - facts.get("num_groups", 0))
+        for names in facts.get("added_groups", [])[num_there:]:
+            if missing := [str(name) for name in names if name not in parameters]:
                 raise CheckpointError(
                     "A run was resumed that had added a group of parameters to its optimizer.",
                     f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",

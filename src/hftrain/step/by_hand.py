@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
+from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
@@ -65,6 +66,12 @@ class TaskOptimizer:
                 "No training step is running: an evaluation calls training_step of a task without evaluation_step.",
                 "Define evaluation_step(batch).",
             )
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            raise TaskError(
+                f"Cannot train with the optimizer {self.name!r} now:",
+                "all its parameters are frozen.",
+                "Call backward() and step() only if any(p.requires_grad for p in self.optimizers[name].parameters).",
+            )
         with run.only(self.parameters) as inputs:
             run.precision.backward(run.weigh(loss), **{**inputs, **options})
         if all(parameter.grad is None for parameter in self.parameters):
@@ -103,14 +110,11 @@ class TaskOptimizer:
         self._prepare(run)
         with self._owner.stepping_now():
             run.precision.apply(self._counted)
-        self.optimizer.zero_grad()
-        self.has_gradient = False
-        self._owner.update_scale()
         return self._finish(before)
 
     def _step_with(self, closure: Callable[[], torch.Tensor]) -> bool:
         run, before = self._owner.run, self.num_updates
-        if run is None or run.precision.policy.loss_scaling or run.accumulates:
+        if run is None or run.precision.policy.loss_scaling or getattr(run.args, "gradient_accumulation_steps", 1) > 1:
             raise TaskError(
                 f"Cannot step the optimizer {self.name!r} with a closure:",
                 "it runs the model several times in a step, which fp16's loss scale and gradient accumulation exclude.",
@@ -128,8 +132,6 @@ class TaskOptimizer:
 
         with self._owner.stepping_now():
             self._counted.step(evaluate)
-        self.optimizer.zero_grad()
-        self.has_gradient = False
         return self._finish(before)
 
     def _prepare(self, run: _Running) -> None:
@@ -140,6 +142,9 @@ class TaskOptimizer:
             average_gradients(self.parameters, run.strategy)
         run.precision.unscale(self._counted)
         max_norm = run.args.max_grad_norm if self.max_grad_norm is None else self.max_grad_norm
+        if max_norm and isinstance(self.optimizer, torch.optim.LBFGS):
+            warn_once("LBFGS is not clipped: it compares gradients of several points. Set max_grad_norm=0.")
+            max_norm = 0
         if max_norm and max_norm > 0:
             self._owner.norms[self.name] = run.strategy.clip_grad_norm(self.parameters, max_norm)
         else:
@@ -147,6 +152,9 @@ class TaskOptimizer:
             self._owner.norms[self.name] = self._counted.norms[self.name]
 
     def _finish(self, before: int) -> bool:
+        self.optimizer.zero_grad()
+        self.has_gradient = False
+        self._owner.update_scale()
         is_updated = self.num_updates > before
         self._owner.outcomes.append(is_updated)
         if is_updated and self._owner.schedules is not None:
@@ -183,10 +191,6 @@ class _Running:
     def is_last(self) -> bool:
         """Whether the current micro-batch is the last one of its step."""
         return self._computing is None or self._computing.syncs
-
-    @property
-    def accumulates(self) -> bool:
-        return bool(getattr(self.args, "gradient_accumulation_steps", 1) > 1)
 
     @contextmanager
     def only(self, parameters: list[torch.Tensor]) -> Iterator[dict[str, Any]]:

@@ -325,3 +325,17 @@ def test_options_are_those_that_argparse_shows() -> None:
         assert part in shown
     (read,) = parser.parse_args_into_dataclasses(["--tone", "high", "--kind", "2", "--no_is_on"])
     assert (read.tone, read.kind, read.is_on) == ("high", 2, False)
+
+
+def test_lengths_of_training_arguments_may_have_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    words = "--num_train_epochs 10ep --warmup_steps 0.1dur --eval_steps 500ba --save-steps 2h --logging_steps 5"
+    (args,) = parser.parse_args_into_dataclasses(words.split())
+    assert (args.num_train_epochs, args.warmup_steps, args.eval_steps) == (10.0, 0.1, 500)
+    assert (args.save_steps, args.logging_steps, args.max_steps) == ("2h", 5.0, -1)
+    (args,) = parser.parse_args_into_dataclasses(["--max_steps", "7", "--num_train_epochs", "2"])
+    assert [(value, type(value)) for value in (args.max_steps, args.num_train_epochs)] == [(7, int), (2.0, float)]
+    for wrong, kind in (("--max_steps=2.5", "int"), ("--eval_steps=often", "float"), ("--seed=3ep", "int")):
+        with pytest.raises(SystemExit):
+            parser.parse_args_into_dataclasses([wrong])
+        assert f"invalid {kind} value" in capsys.readouterr().err

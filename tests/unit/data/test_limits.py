@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny import Net, make_arguments, make_rows
 from torch.utils.data import DataLoader, IterableDataset
 
+from hftrain import Trainer
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
@@ -86,3 +89,10 @@ def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
 def test_data_with_a_position_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="position"):
         LimitedFeed(DataLoader(Counting()), seed=0, limits=Limits(limit_train_batches=3))
+
+
+def test_limit_with_workers_that_draw_on_names_them(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, dataloader_num_workers=1)
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(8), limit_train_batches=1, worker_seeds="epoch")
+    with pytest.raises(ConfigError, match=r'(?s)limit_train_batches with worker_seeds="epoch".*Leave worker_seeds out'):
+        trainer.train()

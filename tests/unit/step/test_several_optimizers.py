@@ -13,7 +13,7 @@ from support.resuming import Stop
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from hftrain import StepOutput, TaskModule
+from hftrain import Freeze, StepOutput, TaskModule
 from hftrain.core.errors import CheckpointError, ConfigError, StrategyError, TaskError
 from hftrain.core.types import Owns
 from hftrain.optim.several import Optimizers
@@ -260,6 +260,25 @@ def test_lbfgs_fits_through_a_closure(tmp_path: Path) -> None:
         make(tmp_path, Closures(), **{**settings, "gradient_accumulation_steps": 2}).train()
     with pytest.raises(ConfigError, match="automatic_optimization"):
         make(tmp_path, Fixed(lambda model: torch.optim.LBFGS(model.parameters()))).train()
+
+
+def test_gradients_of_lbfgs_are_not_clipped(tmp_path: Path) -> None:
+    """It compares gradients of several points: with clipped ones it may diverge."""
+    settings: Any = {"max_steps": 3, "per_device_train_batch_size": 48}
+    torch.manual_seed(0)
+    plain = make(tmp_path, Closures(), **settings, max_grad_norm=0.0)
+    plain.train()
+    torch.manual_seed(0)
+    clipped = make(tmp_path, Closures(), **settings, max_grad_norm=1e-3)
+    with pytest.warns(UserWarning, match="LBFGS is not clipped"):
+        clipped.train()
+    assert weights(clipped) == weights(plain)
+
+
+def test_optimizer_of_frozen_parameters_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, callbacks=[Freeze("generator", until="3ba")])
+    with pytest.raises(TaskError, match=r"(?s)'generator'.*frozen"):
+        trainer.train()
 
 
 class Forgets(Gan):
