@@ -84,9 +84,7 @@ def show_fit(arguments: Sequence[str]) -> Answer:
         return asked
     trainer = config.train()
     step, folder = trainer.state.global_step, str(trainer.args.output_dir)
-    logged: dict[str, Any] = {}
-    for entry in trainer.state.log_history:
-        logged |= entry
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     lines = [f"Trained to step {step}. Repeat it with: hftrain fit --from {folder} --args.output_dir OTHER"]
     shown = lines if trainer.is_world_process_zero() else ()
     return Answer(shown, {"output_dir": folder, "step": step, "last": logged})

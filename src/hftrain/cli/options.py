@@ -100,8 +100,7 @@ def _settings_of_type(hint: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"type": _reader(hint)}
     if bool in members:
         settings |= {"nargs": "?", "const": True}
-    choices = list(_choices(members[0]).values()) if len(members) == 1 else []
-    if choices:
+    if len(members) == 1 and (choices := list(_choices(members[0]).values())):
         settings["choices"] = _Choices(choices)
     return settings
 

@@ -115,8 +115,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         words = [word for file in files for word in _read_words(file)] + words
         namespace, remaining = self.parse_known_args(words)
         outputs = self._build(vars(namespace))
-        if vars(namespace):
-            outputs += (namespace,)
+        outputs += (namespace,) if vars(namespace) else ()
         if return_remaining_strings:
             return (*outputs, remaining)
         if remaining:
