@@ -349,7 +349,7 @@ def tests_xla(session: nox.Session) -> None:
 @nox.session(name="tests-deepspeed")
 def tests_deepspeed(session: nox.Session) -> None:
     """Run the DeepSpeed tests on the CPU: its launchers, and two processes with each stage of ZeRO."""
-    install(session, "test", "deepspeed", "transformers")
+    install(session, "test", "deepspeed", "transformers", "peft")
     pytest(session, "deepspeed", *NO_HANG)
 
 

@@ -70,7 +70,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             group.add_argument(*option_names(field), **settings)
             if field.default is True and is_flag(hint):
                 opposites = dict.fromkeys((f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"))
-                more = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata.get("help")}
+                more: Any = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata.get("help")}
                 group.add_argument(*opposites, action="store_false", **more)
 
     def parse_args_into_dataclasses(
