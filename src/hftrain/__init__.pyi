@@ -33,6 +33,8 @@ from hftrain.callbacks.accumulation import GradientAccumulationScheduler as Grad
 from hftrain.callbacks.averaging import EMA as EMA
 from hftrain.callbacks.averaging import SWA as SWA
 from hftrain.callbacks.batches import BatchCallback as BatchCallback
+from hftrain.callbacks.chunked_loss import ChunkedCrossEntropy as ChunkedCrossEntropy
+from hftrain.callbacks.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
 from hftrain.callbacks.logging import RunLogger as RunLogger
 from hftrain.callbacks.mixture import Mixture as Mixture
 from hftrain.callbacks.profiling import SimpleProfiler as SimpleProfiler
