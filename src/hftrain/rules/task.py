@@ -57,8 +57,8 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
         reason = "torch_compile compiles for one device, and every batch would have new copies."
     elif DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         reason = "debug='underflow_overflow' watches modules, but every batch would run new copies of them."
-    elif args.gradient_checkpointing and "layer_classes" in (args.gradient_checkpointing_kwargs or ()):
-        reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
+    elif args.gradient_checkpointing and {"layer_classes", "selective"} & {*(args.gradient_checkpointing_kwargs or ())}:
+        reason = "gradient_checkpointing_kwargs would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
             f"Cannot train {type(model).__name__} with strategy='data_parallel'.",

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.task.introspect import base_model
+from hftrain.task.selective import read_selective
 
 Undo = Callable[[], None]
 
@@ -28,14 +30,15 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
         options: What that method receives; ``use_reentrant`` is False by default if parameters are frozen. With the key
             ``"layer_classes"``, a list of classes or of their names, every layer of those classes of any model is
             recomputed, and the other options are torch's own (`torch.utils.checkpoint.checkpoint`), of which
-            ``use_reentrant`` is False here by default.
+            ``use_reentrant`` is False here by default. ``"selective": "op"`` keeps the outputs of costly operations,
+            and ``"selective": n`` recomputes every n-th layer.
 
     Source: the documented `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
     """
     options = dict(options or {})
-    classes = options.pop("layer_classes", None)
+    classes, every = read_selective(options, getattr(base_model(model), "_no_split_modules", None))
     if classes is not None:
-        return _recompute_layers(model, classes, options)
+        return _recompute_layers(model, classes, options, every)
     # transformers 5 renamed the method, and warns about the older name.
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     enable = getattr(model, f"{kind}_checkpointing_enable", None)
@@ -75,7 +78,9 @@ def _require_input_gradients(model: nn.Module) -> Undo:
     return embeddings.register_forward_hook(require).remove
 
 
-def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, options: dict[str, Any]) -> Undo:
+def _recompute_layers(
+    model: nn.Module, classes: Sequence[Any] | str | type, options: dict[str, Any], every: int
+) -> Undo:
     wanted = [classes] if isinstance(classes, (str, type)) else list(classes)
     names = [kind if isinstance(kind, str) else kind.__name__ for kind in wanted]
     layers = [module for module in model.modules() if type(module) in wanted or type(module).__name__ in names]
@@ -86,6 +91,7 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
             f"{type(model).__name__} has no layer of {', '.join(sorted(absent)) or 'them'}.",
             f"It has: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}.",
         )
+    layers = layers[::every]
     for layer in layers:
         # Set on the instance, not by a wrapping module, so that parameters keep their names.
         run = _run_reentrant if options.get("use_reentrant") else checkpoint
