@@ -202,3 +202,16 @@ def test_calls_that_it_cannot_follow_are_refused(tmp_path: Path, options: Any, m
     trainer = Trainer(Other(make_model("llama")), args, train_dataset=make_rows("llama"), callbacks=callbacks)
     with pytest.raises(TaskError, match=message):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["op", 1, 2])
+def test_selective_checkpoints_keep_the_results_to_the_bit(tmp_path: Path, kind: Any) -> None:
+    found = []
+    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": kind}}):
+        set_seed(0)
+        size = {**SIZES, "attention_dropout": 0.2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
+        make_trainer(tmp_path, model, chunks=False, **options).train()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

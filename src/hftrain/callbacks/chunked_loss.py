@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.task.introspect import base_model
-from hftrain.task.items import IGNORED_LABEL
 
+IGNORED_LABEL = -100
 _REMEDY = "Leave the callback out, or call hftrain.chunked_cross_entropy in the forward of a model of your own."
 
 
@@ -82,7 +81,7 @@ class ChunkedCrossEntropy(TrainerCallback):
     def wrap_stepper(self, stepper: Any, *, model: nn.Module, strategy: Any, **_: Any) -> Any:
         """Return the calls of a step as they are, and give the model its loss."""
         self.close_run()
-        base: Any = base_model(model)
+        base: Any = getattr(model, "get_base_model", lambda: model)()  # inside adapters
         head: Any = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         loss, reason = getattr(base, "loss_function", None), ""
         if getattr(loss, "__name__", "") != "ForCausalLMLoss" or base.config.is_encoder_decoder:
