@@ -374,6 +374,14 @@ def tests_trackers_all(session: nox.Session) -> None:
     pytest(session, "trackers and not slow")
 
 
+@nox.session(name="tests-loaders")
+def tests_loaders(session: nox.Session) -> None:
+    """Run the tests with the data of grain and WebDataset; they skip where these are not installed."""
+    install(session, "test", "transformers")
+    session.install(*CONSTRAINTS, "grain", "webdataset")
+    pytest(session, "interop", "tests/interop/test_loader_packages.py")
+
+
 @nox.session(name="tests-remote")
 def tests_remote(session: nox.Session) -> None:
     """Run the tests against a real S3 server on the loopback, which fails on request."""
