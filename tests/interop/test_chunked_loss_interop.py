@@ -18,6 +18,7 @@ from hftrain import (  # noqa: E402
     TaskError,
     TaskModule,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -202,6 +203,21 @@ def test_calls_that_it_cannot_follow_are_refused(tmp_path: Path, options: Any, m
     trainer = Trainer(Other(make_model("llama")), args, train_dataset=make_rows("llama"), callbacks=callbacks)
     with pytest.raises(TaskError, match=message):
         trainer.train()
+
+
+class Look(TrainerCallback):
+    """Call the model in evaluation mode, with gradients, between two steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, words = kwargs["model"].eval(), torch.arange(5)[None]
+        assert model(input_ids=words, labels=words).logits.shape == (1, 5, 28)
+        model.train()
+
+
+def test_a_model_in_evaluation_mode_has_its_logits_between_steps(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model("llama"), chunks=True)
+    trainer.add_callback(Look())
+    trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["op", 1, 2])
