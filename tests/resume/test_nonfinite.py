@@ -154,6 +154,13 @@ class Fail(TrainerCallback):
             raise RuntimeError("as asked")
 
 
+def test_restore_goes_back_to_what_the_clock_has_saved_if_nothing_else_saves(tmp_path: Path) -> None:
+    policy = SavePolicy(on_nonfinite="restore", every_s=1e-6)
+    make_run(tmp_path, bad_steps=[5], policy=policy, save_strategy="no").train()
+    assert all(found(tmp_path).values())
+    assert "checkpoint-4" in found(tmp_path)
+
+
 def test_restore_gives_up(tmp_path: Path) -> None:
     # In each window between two saves, before any and after one.
     for bad_steps, message in (

@@ -33,7 +33,8 @@ class SpikeGuard(TrainerCallback):
     Args:
         on_spike: ``"warn"``; or ``"skip"``: leave the update out, with no trace in the optimizer. The step counts, its
             samples are used up, and the schedule moves on. ``"rewind"``: also load weights, optimizers and averages of
-            the newest checkpoint, so all samples since then are left out; like a skipped step, those steps count.
+            the newest checkpoint, so all samples since then are left out; like a skipped step, those steps count. A
+            checkpoint that only a signal or the clock had asked for is not gone back to, if others are planned.
         rolling_interval_length: How many steps are compared; nothing is decided before half of them.
         sigma_factor: How many deviations a value may lie above the median.
 
@@ -159,7 +160,7 @@ class SpikeGuard(TrainerCallback):
         self._parts.pending.remove(self._go_back)
         folder, step = self._parts.hooks.rewind(), self._parts.progress.step
         if folder is None:
-            logger.warning("Step %d cannot go back: there is no checkpoint yet. Its update was left out.", step)
+            logger.warning("Step %d has no checkpoint to go back to yet. Its update was left out.", step)
             return
         name, number = self._rewound
         self._rewound = (folder.name, number + 1 if folder.name == name else 1)

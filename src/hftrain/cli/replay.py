@@ -53,8 +53,7 @@ def show_replay(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"Cannot replay into {folder}:", "it is not empty.", "Name another folder with -o.")
     before = _ledger_with(run, step)
-    session = [line for line in read_sessions(run) if line["begin"] < step][-1]
-    launch = read_launch()
+    session, launch = _session_of(run, step), read_launch()
     if launch.world_size != session["world_size"]:
         number = session["world_size"]
         raise ConfigError(
@@ -106,7 +105,9 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
         )
     found = _values(names, *(ledger[step][0] for ledger in ledgers))
     lines, where = [f"step {step}: {found}"], None
-    if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
+    if any(_session_of(run, step)["world_size"] > 1 for run in runs):
+        lines.append(f"To see the modules, do step {step} of both again under torchrun: hftrain replay --help")
+    elif names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
         folder = Path(output or "bisect").absolute()
         calls = []
         for number, run in enumerate(runs):
@@ -137,6 +138,18 @@ def _ledger_with(run: str, step: int | None = None) -> Lines:
             "Train with Trainer(..., flight_log=True), and name one of its steps.",
         )
     return ledger
+
+
+def _session_of(run: str, step: int) -> dict[str, Any]:
+    """Return the line of the session that did a step last."""
+    sessions = [line for line in read_sessions(run) if line["begin"] < step]
+    if not sessions:
+        raise ConfigError(
+            f"Cannot do step {step} of {run} again.",
+            "The line of its session is missing from flight/rank0.jsonl, which may be damaged.",
+            "Name another run.",
+        )
+    return sessions[-1]
 
 
 def _values(names: Sequence[str], mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -274,6 +287,6 @@ def _execute(command: Sequence[str]) -> None:
     else:
         raise ConfigError(
             f"Cannot run {' '.join(command)!r} again.",
-            "There is no such script.",
+            "The script does not exist.",
             "Name it after --, with its arguments.",
         )

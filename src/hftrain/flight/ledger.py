@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.flight.fingerprint import Fingerprint
@@ -53,6 +54,9 @@ class FlightLog(TrainerCallback):
         rotate_bytes: A file that has become larger is compressed, and another begun.
         hang_timeout_s: If no step ends for so many seconds, evaluations and saves included, each process writes the
             stacks of its threads, for `hftrain hangs`. It does so on SIGQUIT, too.
+
+    Raises:
+        ConfigError: A number is not above 0.
     """
 
     def __init__(
@@ -63,6 +67,12 @@ class FlightLog(TrainerCallback):
         rotate_bytes: int = 64 * 2**20,
         hang_timeout_s: float | None = None,
     ) -> None:
+        if min(flush_every, rotate_bytes, 1 if hang_timeout_s is None else hang_timeout_s) <= 0:
+            raise ConfigError(
+                f"Cannot use FlightLog({flush_every=}, {rotate_bytes=}, {hang_timeout_s=}).",
+                "They are steps, bytes and seconds, all above 0.",
+                "Correct them, or leave them out.",
+            )
         self.hang_timeout_s = hang_timeout_s
         self.sample_losses, self.flush_every, self.rotate_bytes = sample_losses, flush_every, rotate_bytes
         self._recorder: Any = None

@@ -14,8 +14,6 @@ FOLDER = "flight"
 # A step is compared with so many before it, and not before there are so many.
 WINDOW, MIN_STEPS = 128, 16
 _SIGMAS, _DEVIATION = 6.0, 1.4826
-
-
 # What a step has that is the same to the bit when it is done again, in the order in which it comes about.
 EXACT = ("samples", "sample_losses", "losses", "items", "norm", "gradients", "rate", "skipped", "weights")
 
@@ -64,15 +62,12 @@ def _lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
                     yield line
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value of a line is a number, NaN included."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def total_loss(line: Mapping[str, Any]) -> float:
-    """Return the loss of a process's step."""
-    losses = line.get("losses")
-    return sum(losses) if isinstance(losses, list) and all(map(is_number, losses)) else math.nan
+    """Return the loss of a process's step; NaN if the line has none."""
+    try:
+        return float(sum(line["losses"]))
+    except (KeyError, TypeError):
+        return math.nan
 
 
 def limit_of(others: Iterable[float]) -> float:

@@ -6,6 +6,7 @@ import copy
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.data.datasets import has_length
 from hftrain.data.samplers import pick
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, rebuild_loader
@@ -27,12 +29,12 @@ class OpenBatches(Sampler[list[Any]]):
 
     passes_batches_on = True
 
-    def __init__(self, batch_sampler: Any, *, num_samples: int, excluded: frozenset[int] = frozenset()) -> None:
+    def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[int] = frozenset()) -> None:
         self.batch_sampler = batch_sampler
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.noted: deque[tuple[int, list[Any]]] | None = None
-        self._num_samples, self._excluded = num_samples, excluded
+        self._dataset, self._excluded = dataset, excluded
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._pass_on(self.batch_sampler, 0)
@@ -46,6 +48,12 @@ class OpenBatches(Sampler[list[Any]]):
         if self.noted is not None:
             self.noted.clear()
         for position, batch in enumerate(batches, start):
+            if self._excluded and not all(isinstance(each, Integral) for each in batch):
+                raise ConfigError(
+                    f"Cannot leave samples out of a batch of {batch!r:.100}.",
+                    "exclude_samples has numbers, and this data names its samples otherwise, as a Mixture by pairs.",
+                    "Leave them out of the datasets themselves.",
+                )
             left = [each for each in batch if each not in self._excluded] if self._excluded else batch
             left = left or [self._next_after(batch[0])]
             if self.noted is not None:
@@ -53,11 +61,9 @@ class OpenBatches(Sampler[list[Any]]):
             yield left
 
     def _next_after(self, index: int) -> int:
-        return next(
-            other
-            for step in range(1, self._num_samples)
-            if (other := (index + step) % self._num_samples) not in self._excluded
-        )
+        num = len(self._dataset)
+        following = ((index + step) % num for step in range(1, num))
+        return next(other for other in following if other not in self._excluded)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -75,8 +81,7 @@ def opened(loader: Any, *, excluded: frozenset[int] = frozenset()) -> Any:
     ):
         return None
     order: Any = loader.batch_sampler
-    dataset: Any = loader.dataset
-    options: dict[str, Any] = {"num_samples": len(dataset), "excluded": excluded}
+    options: dict[str, Any] = {"dataset": loader.dataset, "excluded": excluded}
     if isinstance(order, SeededBatches):
         inner, order = OpenBatches(order.batch_sampler, **options), copy.copy(order)
         order.batch_sampler = inner
@@ -120,7 +125,7 @@ class ExcludeSamples(TrainerCallback):
     def wrap_loader(self, loader: Any) -> Any:
         """Return the loader without the samples."""
         changed = opened(loader, excluded=self.samples)
-        if changed is None:
+        if changed is None or not has_length(loader.dataset):
             raise ConfigError(
                 f"Cannot use exclude_samples with a {type(loader).__name__} of a "
                 f"{type(getattr(loader, 'dataset', None)).__name__}.",
@@ -149,6 +154,6 @@ def _read(samples: Any) -> frozenset[int]:
             ) from error
     if not isinstance(samples, (list, tuple, set, frozenset, range)) or not all(type(each) is int for each in samples):
         raise ConfigError(
-            f"Cannot use exclude_samples={samples!r:.100}.", "It is no list of whole numbers.", "Pass indices."
+            f"Cannot use exclude_samples={samples!r:.100}.", "It is not a list of whole numbers.", "Pass indices."
         )
     return frozenset(samples)

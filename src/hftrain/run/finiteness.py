@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.rotation import last_finite_name, planned_of
+from hftrain.checkpoint.rotation import finite_of, last_finite_name, planned_of
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
@@ -43,9 +43,8 @@ class Rewind:
     def between_steps(self, finish_writes: Callable[[], None]) -> Callable[[], Path | None] | None:
         """Return the function for a loop; None if no checkpoint of this run can be loaded while it trains."""
         parts = self._parts
-        if parts.args.save_only_model or not parts.strategy.restores_in_a_run:
-            return None
-        if not saves_at_all(parts.args, parts.save_policy):
+        has_whole = saves_at_all(parts.args, parts.save_policy) and not parts.args.save_only_model
+        if not (has_whole and parts.strategy.restores_in_a_run):
             return None
 
         def rewind() -> Path | None:
@@ -55,13 +54,16 @@ class Rewind:
         return rewind
 
     def __call__(self) -> Path | None:
-        """Load weights, optimizers and loss scale from the run's newest planned, finite checkpoint; collective.
+        """Load weights, optimizers and loss scale from the run's newest finite checkpoint that was planned; collective.
+
+        If no save is planned (`save_strategy="no"` with a clock), any counts.
 
         Returns:
             The checkpoint; None if there is none yet, and nothing was changed.
         """
         parts, strategy = self._parts, self._parts.strategy
-        newest = parts.manager.latest(planned_of(parts.manager.run_id)) if strategy.is_main else None
+        select = (finite_of if parts.args.save_strategy == "no" else planned_of)(parts.manager.run_id)
+        newest = parts.manager.latest(select) if strategy.is_main else None
         folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
         if folder is None:
             return None
@@ -182,10 +184,10 @@ class Finiteness:
         """Go back to the last finite checkpoint; the run continues with the next batches. Collective."""
         if self._num_restores == _MAX_RESTORES:
             raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
-        if self._parts.strategy.is_main:
-            logger.warning("%s is not finite, and will hold a restored state: %s.", checkpoint_name(step), found)
         if self._rewind() is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
+        if self._parts.strategy.is_main:
+            logger.warning("%s saves the restored state, because it had %s.", checkpoint_name(step), found)
         self._is_finite = True
         self._num_restores += 1
 

@@ -301,10 +301,9 @@ class Trainer:
         self.loops = create_loops(loop)
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
         self._start_idle()
-        is_rehearsal = bool(self.fast_dev_run)
-        callbacks = [*as_list(callbacks), *as_list(callback), *make_profiler(profiler)]
-        callbacks += make_flight(flight_log, exclude_samples)
-        callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=is_rehearsal)
+        guests = (*make_profiler(profiler), *make_flight(flight_log, exclude_samples))
+        callbacks = [*as_list(callbacks), *as_list(callback), *guests]
+        callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=bool(self.fast_dev_run))
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset

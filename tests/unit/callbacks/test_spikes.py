@@ -247,7 +247,7 @@ def test_a_rewound_run_continues_exactly_twice(
 def test_a_spike_before_the_first_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rewound = make_loud(tmp_path / "a", guard("rewind"), save_steps=10, at=(9,))
     rewound.train()
-    assert "there is no checkpoint yet" in caplog.text
+    assert "Step 9 has no checkpoint to go back to yet" in caplog.text
     skipped = make_loud(tmp_path / "b", guard("skip"), save_steps=10, at=(9,))
     skipped.train()
     assert_same(outcome(rewound), outcome(skipped))

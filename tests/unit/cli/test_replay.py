@@ -151,7 +151,7 @@ def test_what_cannot_be_replayed(home: Path, tmp_path: Path) -> None:
         show_replay(run, step=21, output=str(tmp_path / "a"))
     with pytest.raises(ConfigError, match="not empty"):
         show_replay(run, step=3, output=run)
-    with pytest.raises(ConfigError, match="no such script"):
+    with pytest.raises(ConfigError, match="script does not exist"):
         show_replay(run, step=3, output=str(tmp_path / "b"), script=["missing.py"])
     (home / "idle.py").write_text("print('nothing')")
     with pytest.raises(ConfigError, match=r"without a call of Trainer\.train"):

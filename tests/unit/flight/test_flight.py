@@ -16,7 +16,7 @@ from support.resuming import Stop, assert_same, outcome
 from support.tiny import Net, make_arguments, make_rows
 from torch.nn import functional as F
 
-from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback, set_seed
+from hftrain import ConfigError, FlightLog, Mixture, Trainer, TrainerCallback, set_seed
 from hftrain.flight.reading import read_ledger
 
 NUM_ROWS, SIZE = 50, 4
@@ -215,3 +215,30 @@ def test_streams_are_logged_without_samples_and_cannot_leave_any_out(tmp_path: P
     assert [line["samples"] for line in lines(tmp_path)] == [[None]] * 3
     with pytest.raises(ConfigError, match="Filter a stream itself"):
         make(tmp_path, rows=Stream(), max_steps=3, exclude_samples=[1]).train()
+
+
+def test_samples_without_a_number_cannot_be_left_out(tmp_path: Path) -> None:
+    """Those of a Mixture are pairs: a list of numbers would match none of them."""
+    mixture = Mixture({"a": make_rows(20), "b": make_rows(30)})
+    with pytest.raises(ConfigError, match="pairs"):
+        make(tmp_path, rows=mixture, max_steps=3, exclude_samples=[1]).train()
+
+
+def test_data_without_a_length_is_logged(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return make_rows(NUM_ROWS)[index]
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return range(NUM_ROWS)
+
+    args = make_arguments(tmp_path, max_steps=2, per_device_train_batch_size=SIZE)
+    Ordered(Net(), args, train_dataset=Endless(), flight_log=True).train()
+    assert [line["samples"] for line in lines(tmp_path)] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+
+
+@pytest.mark.parametrize("settings", [{"flush_every": 0}, {"rotate_bytes": 0}, {"hang_timeout_s": -1.0}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        FlightLog(**settings)
