@@ -71,11 +71,11 @@ def show_replay(
     after = read_ledger(folder)
     calls = json.loads((folder / "modules-rank0.json").read_text(encoding="utf-8"))
     done = f"Did step {step} again, from {'the start' if start is None else start.name}; see {folder}."
-    parted, names = first_parting(before, after)
+    parted, names, values = first_parting(before, after)
     if parted is None:
         is_same = "All steps since are the same to the bit."
     else:
-        is_same = f"Step {parted} is not the same: {_values(names, before[parted][0], after[parted][0])}."
+        is_same = f"Step {parted} is not the same: {values}."
     bad = first_not_finite(calls)
     lines = [done, is_same, *([f"The first value that is not finite: {bad}."] if bad else [])]
     return Answer(
@@ -96,15 +96,14 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
     if len(runs) != 2:
         raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
     ledgers = [_ledger_with(run) for run in runs]
-    step, names = first_parting(*ledgers)
+    step, names, values = first_parting(*ledgers)
     around = _differences_around(runs)
     if step is None:
         last = min(max(ledger) for ledger in ledgers)
         return Answer(
             [f"The runs are the same to the bit up to step {last}.", *around], {"step": None, "around": around}
         )
-    found = _values(names, *(ledger[step][0] for ledger in ledgers))
-    lines, where = [f"step {step}: {found}"], None
+    lines, where = [f"step {step}: {values}"], None
     if any(_session_of(run, step)["world_size"] > 1 for run in runs):
         lines.append(f"To see the modules, do step {step} of both again under torchrun: hftrain replay --help")
     elif names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
@@ -118,14 +117,13 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
     return Answer([*lines, *around], {"step": step, "differs": names, "where": where, "around": around})
 
 
-def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str]]:
-    """Return the first common step whose lines are not the same in all processes, and the names of what differs."""
+def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str], str]:
+    """Return the first common step whose lines differ in a process, the names of what differs, and two values."""
     for step in mine:
-        if step in other:
-            each = [differences(*pair) for pair in zip(mine[step], other[step], strict=False)]
-            if names := next(filter(None, each), None):
-                return step, names
-    return None, []
+        for pair in zip(mine[step], other.get(step, ()), strict=False):
+            if names := differences(*pair):
+                return step, names, _values(names, *pair)
+    return None, [], ""
 
 
 def _ledger_with(run: str, step: int | None = None) -> Lines:

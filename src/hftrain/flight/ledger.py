@@ -34,7 +34,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, total_loss
-from hftrain.flight.samples import ExcludeSamples, open_batches_of, opened
+from hftrain.flight.samples import ExcludeSamples, NotedFeed, open_batches_of, opened
 from hftrain.flight.stacks import StackDumps
 from hftrain.storage.remote import local_folder
 
@@ -131,7 +131,7 @@ class _Recorder:
     def watch(self, parts: Any) -> Any:
         """Return the loop's parts, which note what they do."""
         hooks, stepper, seconds = parts.hooks, parts.stepper, self.seconds
-        self._parts, feed = parts, _NotedFeed(parts.feed)
+        self._parts, feed = parts, NotedFeed(parts.feed)
         model, sample_losses = self._strategy.unwrap(parts.model), self._settings.sample_losses
         is_known = not is_partitioned(model) and parts.device.type != "xla"
         trained = [each for each in model.parameters() if each.requires_grad] if is_known else []
@@ -328,40 +328,6 @@ class _Timed:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._name] += time.perf_counter() - self._start_s
-
-
-class _NotedFeed:
-    """A feed that knows the samples of the batches that it has given."""
-
-    def __init__(self, feed: Any) -> None:
-        self.feed = feed
-        self._given: deque[list[Any] | None] = deque()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "feed":
-            raise AttributeError(name)
-        return getattr(self.feed, name)
-
-    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
-        """Return the pass's batches, see `Feed`."""
-        order = open_batches_of(self.feed.loader)
-        if order is not None:
-            order.noted = deque()
-        self._given.clear()
-        return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
-
-    def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:
-        for position, batch in enumerate(batches, first):
-            samples = None
-            while order is not None and order.noted and order.noted[0][0] <= position:
-                place, found = order.noted.popleft()
-                samples = found if place == position else None
-            self._given.append(samples)
-            yield batch
-
-    def next_samples(self) -> list[Any] | None:
-        """Return the samples of the batch that is trained on next."""
-        return self._given.popleft() if self._given else None
 
 
 def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:

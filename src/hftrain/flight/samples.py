@@ -97,6 +97,40 @@ def open_batches_of(loader: Any) -> OpenBatches | None:
     return order if isinstance(order, OpenBatches) else None
 
 
+class NotedFeed:
+    """A feed that knows the samples of the batches that it has given."""
+
+    def __init__(self, feed: Any) -> None:
+        self.feed = feed
+        self._given: deque[list[Any] | None] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "feed":
+            raise AttributeError(name)
+        return getattr(self.feed, name)
+
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
+        """Return the pass's batches, see `Feed`."""
+        order = open_batches_of(self.feed.loader)
+        if order is not None:
+            order.noted = deque()
+        self._given.clear()
+        return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
+
+    def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:
+        for position, batch in enumerate(batches, first):
+            samples = None
+            while order is not None and order.noted and order.noted[0][0] <= position:
+                place, found = order.noted.popleft()
+                samples = found if place == position else None
+            self._given.append(samples)
+            yield batch
+
+    def next_samples(self) -> list[Any] | None:
+        """Return the samples of the batch that is trained on next."""
+        return self._given.popleft() if self._given else None
+
+
 class ExcludeSamples(TrainerCallback):
     """Leave samples of the training data out: ``Trainer(exclude_samples=[17, 42])``, or the path of a list in JSON.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hftrain import ConfigError
-from hftrain.cli.replay import show_bisect, show_replay
+from hftrain.cli.replay import first_parting, show_bisect, show_replay
 from hftrain.flight.observing import first_difference, first_not_finite
 
 SCRIPT = """
@@ -181,3 +181,10 @@ def test_differences_of_observed_steps() -> None:
     assert first_difference(base, other) == "backward, the gradient of the output of b (Linear)"
     assert first_not_finite(base) is None
     assert first_not_finite([call("a", "1"), call("b", "2", is_finite=False)]) == "forward, b (Linear)"
+
+
+def test_the_process_that_differs_is_shown() -> None:
+    same = {"norm": 1.0, "losses": [0.5]}
+    mine, other = {3: [same, same]}, {3: [same, {**same, "norm": 2.0}]}
+    assert first_parting(mine, other) == (3, ["norm"], "norm 1.0 and 2.0")
+    assert first_parting(mine, {3: [same, same], 4: [same]}) == (None, [], "")
