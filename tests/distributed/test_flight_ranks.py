@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from unit.cli.test_replay import SCRIPT
 
 from hftrain import FlightLog, Trainer, TrainerCallback, set_seed
+from hftrain.cli.bisect import show_bisect
 from hftrain.cli.hangs import show_hangs
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.reading import read_ledger
@@ -106,6 +107,17 @@ def test_a_step_of_two_processes_is_done_again_to_the_bit(tmp_path: Path) -> Non
     done = run([*torchrun, *command, "replay", "run", "--step", "10", "-o", "again"])
     assert "All steps since are the same to the bit." in done.stdout
     assert {"batches-rank1.pt", "modules-rank1.json"} <= {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_the_module_that_differs_on_one_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py"]
+    for words in (["a"], ["b", "--fault", "gradient1"]):
+        subprocess.run([*torchrun, *words], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    where = "backward, the gradient of the output of blocks.2.1 (Dropout), on rank 1 only"
+    answer = show_bisect(["a", "b"])
+    assert (answer.data["step"], answer.data["where"]) == (13, where)
 
 
 class Nap(TrainerCallback):

@@ -164,7 +164,7 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: replay-step<N>")
     part.add_argument("script", nargs="*", metavar="SCRIPT", help="another script, with its arguments, after --")
     what = "find the first step, and the first module in it, in which two runs differ"
-    part = add("bisect", "replay:show_bisect", what)
+    part = add("bisect", "bisect:show_bisect", what)
     part.add_argument("runs", nargs=2, metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")
     what = "show where the processes of a run stand, and which stand apart, from the stacks that they wrote"

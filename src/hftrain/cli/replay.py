@@ -1,4 +1,4 @@
-"""`hftrain replay` and `hftrain bisect`: do a step of a run again, with every module looked at."""
+"""`hftrain replay`: do a step of a run again, with every module looked at."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.cli.answer import Answer
-from hftrain.cli.runs import read_runs
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
 from hftrain.flight.ledger import FlightLog
-from hftrain.flight.observing import Observer, first_difference, first_not_finite
-from hftrain.flight.reading import differences, read_ledger, read_sessions
+from hftrain.flight.observing import Observer, first_not_finite
+from hftrain.flight.reading import Lines, first_parting, read_ledger, read_sessions
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.trainer import Trainer
-
-Lines = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 class _Reached(BaseException):
@@ -49,27 +46,13 @@ def show_replay(
     Raises:
         ConfigError: The run has no flight log with this step, or the command cannot be run again.
     """
-    folder = Path(output or f"replay-step{step}").absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"Cannot replay into {folder}:", "it is not empty.", "Name another folder with -o.")
-    before = _ledger_with(run, step)
-    session, launch = _session_of(run, step), read_launch()
-    if launch.world_size != session["world_size"]:
-        number = session["world_size"]
-        raise ConfigError(
-            f"Cannot replay {run} with {launch.world_size} processes.",
-            f"It was trained with {number}.",
-            f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
-        )
-    start = _checkpoint_before(Path(run), step)
-    _train(
-        list(script) or session["command"][1:], session["folder"], folder=folder, resume=start, step=step,
-        changes=_parsed(changes),
-    )  # fmt: skip
-    if launch.rank:
+    folder = new_folder(output or f"replay-step{step}", what="replay")
+    before = ledger_with(run, step)
+    start = do_step(run, step, str(folder), script=script, changes=_parsed(changes))
+    if read_launch().rank:
         return Answer([], None)
     after = read_ledger(folder)
-    calls = json.loads((folder / "modules-rank0.json").read_text(encoding="utf-8"))
+    calls = calls_in(folder)[0]
     done = f"Did step {step} again, from {'the start' if start is None else start.name}; see {folder}."
     parted, names, values = first_parting(before, after)
     if parted is None:
@@ -83,50 +66,52 @@ def show_replay(
     )
 
 
-def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
-    """Find where two runs part: the first step, and by doing it again in both, the first module.
+def new_folder(path: str, *, what: str) -> Path:
+    """Return the path of a folder, which has to be new or empty."""
+    folder = Path(path).absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"Cannot {what} into {folder}:", "it is not empty.", "Name another folder with -o.")
+    return folder
 
-    Args:
-        runs: The output folders of two runs with flight logs.
-        output: A new folder for what was observed; None: ``bisect``.
 
-    Raises:
-        ConfigError: There are not two runs, or one has no flight log.
-    """
-    if len(runs) != 2:
-        raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
-    ledgers = [_ledger_with(run) for run in runs]
-    step, names, values = first_parting(*ledgers)
-    around = _differences_around(runs)
-    if step is None:
-        last = min(max(ledger) for ledger in ledgers)
-        return Answer(
-            [f"The runs are the same to the bit up to step {last}.", *around], {"step": None, "around": around}
+def do_step(
+    run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> Path | None:
+    """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start."""
+    session, launch = session_of(run, step), read_launch()
+    if launch.world_size != session["world_size"]:
+        number = session["world_size"]
+        raise ConfigError(
+            f"Cannot replay {run} with {launch.world_size} processes.",
+            f"It was trained with {number}.",
+            f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
-    lines, where = [f"step {step}: {values}"], None
-    if any(_session_of(run, step)["world_size"] > 1 for run in runs):
-        lines.append(f"To see the modules, do step {step} of both again under torchrun: hftrain replay --help")
-    elif names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
-        folder = Path(output or "bisect").absolute()
-        calls = []
-        for number, run in enumerate(runs):
-            _replay_apart(run, step, folder / "ab"[number])
-            calls.append(json.loads((folder / "ab"[number] / "modules-rank0.json").read_text(encoding="utf-8")))
-        where = first_difference(*calls)
-        lines.append(f"step {step}, {where}" if where else "No module of that step differs: the updates do.")
-    return Answer([*lines, *around], {"step": step, "differs": names, "where": where, "around": around})
+    start = _checkpoint_before(Path(run), step)
+    command = list(script) or session["command"][1:]
+    _train(command, session["folder"], folder=Path(folder), resume=start, step=step, changes=changes or {})
+    return start
 
 
-def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str], str]:
-    """Return the first common step whose lines differ in a process, the names of what differs, and two values."""
-    for step in mine:
-        for pair in zip(mine[step], other.get(step, ()), strict=False):
-            if names := differences(*pair):
-                return step, names, _values(names, *pair)
-    return None, [], ""
+def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
+    """Do a step again in as many processes as the run had, so that nothing is left of one run in another."""
+    number = session_of(run, step)["world_size"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(number), "--standalone", "--no-python"]
+    code = "import json, sys; from hftrain.cli.replay import do_step; do_step(**json.loads(sys.argv[1]))"
+    told = json.dumps({"run": run, "step": step, "folder": str(folder), **options})
+    words = [sys.executable, *([*launcher, sys.executable] if number > 1 else []), "-c", code, told]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
 
 
-def _ledger_with(run: str, step: int | None = None) -> Lines:
+def calls_in(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the calls of modules that an observed step has written, of each process."""
+    paths = sorted(folder.glob("modules-rank*.json"), key=lambda path: int(path.stem.removeprefix("modules-rank")))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def ledger_with(run: str, step: int | None = None) -> Lines:
+    """Return the flight log of a run, which has to have a step; `ConfigError` if it has not."""
     ledger = read_ledger(run)
     if not ledger or (step is not None and step not in ledger):
         known = f"Its flight log has the steps {min(ledger)} to {max(ledger)}." if ledger else "It has no flight log."
@@ -138,7 +123,7 @@ def _ledger_with(run: str, step: int | None = None) -> Lines:
     return ledger
 
 
-def _session_of(run: str, step: int) -> dict[str, Any]:
+def session_of(run: str, step: int) -> dict[str, Any]:
     """Return the line of the session that did a step last."""
     sessions = [line for line in read_sessions(run) if line["begin"] < step]
     if not sessions:
@@ -148,28 +133,6 @@ def _session_of(run: str, step: int) -> dict[str, Any]:
             "Name another run.",
         )
     return sessions[-1]
-
-
-def _values(names: Sequence[str], mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Describe the first two differences."""
-    return ", ".join(f"{name} {_short(mine.get(name))} and {_short(other.get(name))}" for name in names[:2])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _differences_around(runs: Sequence[str]) -> list[str]:
-    """Return which arguments and versions of two runs differ."""
-    mine, other = read_runs(runs)
-    lines = []
-    for what in ("arguments", "versions"):
-        one, two = (dict(getattr(each, what) or {}) for each in (mine, other))
-        for name in sorted(one.keys() | two.keys()):
-            if one.get(name) != two.get(name) and name not in ("output_dir", "logging_dir", "run_name"):
-                lines.append(f"{what[:-1]} {name}: {_short(one.get(name))} and {_short(two.get(name))}")
-    return lines
 
 
 def _checkpoint_before(run: Path, step: int) -> Path | None:
@@ -188,15 +151,6 @@ def _parsed(changes: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name.removeprefix("args.")] = value
     return found
-
-
-def _replay_apart(run: str, step: int, folder: Path) -> None:
-    """Replay in a process of its own, so that nothing is left of one run in the other."""
-    code = "from hftrain.cli.commands import main; main()"
-    words = [sys.executable, "-c", code, "replay", run, "--step", str(step), "-o", str(folder)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
 
 
 def _train(

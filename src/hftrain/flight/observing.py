@@ -117,24 +117,43 @@ def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def first_difference(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> str | None:
+Calls = list[dict[str, Any]]
+
+
+def first_difference(mine: list[Calls], other: list[Calls]) -> str | None:
     """Return the first module of two observed steps whose outputs or gradients differ, in words; None if there is none.
 
     Forward, the first call in the order in which calls end, so a module comes before those that contain it. Backward,
-    the last such call, whose gradient comes first.
+    the last such call, whose gradient comes first. Named are the ranks, if not all differ in it.
+
+    Args:
+        mine: The calls of each process.
+        other: Those of the other run, in as many processes.
     """
-    for one, two in zip(mine, other, strict=False):
+    found = [_first_difference(*pair) for pair in zip(mine, other, strict=True)]
+    first = min((each for each in found if each is not None), default=None)
+    if first is None:
+        return None
+    ranks = [str(rank) for rank, each in enumerate(found) if each is not None and each[:2] == first[:2]]
+    is_everywhere = len(ranks) == len(found)
+    return first[2] if is_everywhere else f"{first[2]}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} only"
+
+
+def _first_difference(mine: Calls, other: Calls) -> tuple[bool, int, str] | None:
+    """Return of one process's first difference whether it is in the backward pass, its place there, and its words."""
+    for place, (one, two) in enumerate(zip(mine, other, strict=False)):
         if (one["module"], one["type"]) != (two["module"], two["type"]):
-            return f"forward, {one['module']} ({one['type']}) and {two['module']} ({two['type']}) are called"
+            words = f"forward, {one['module']} ({one['type']}) and {two['module']} ({two['type']}) are called"
+            return False, place, words
         if one["outputs"] != two["outputs"]:
             what = "" if one["settings"] == two["settings"] else f": {one['settings']} and {two['settings']}"
             what = what or (": its inputs differ already" if one["inputs"] != two["inputs"] else "")
-            return f"forward, {one['module']} ({one['type']}){what}"
+            return False, place, f"forward, {one['module']} ({one['type']}){what}"
     if len(mine) != len(other):
-        return f"forward, {len(mine)} and {len(other)} calls of modules"
-    for one, two in zip(reversed(mine), reversed(other), strict=True):
+        return False, len(mine), f"forward, {len(mine)} and {len(other)} calls of modules"
+    for place, (one, two) in enumerate(zip(reversed(mine), reversed(other), strict=True)):
         if one["gradients"] != two["gradients"]:
             # A module that returns what an inner one does ends later: the inner one says more.
             one = next(each for each in mine if all(each[name] == one[name] for name in ("outputs", "gradients")))
-            return f"backward, the gradient of the output of {one['module']} ({one['type']})"
+            return True, place, f"backward, the gradient of the output of {one['module']} ({one['type']})"
     return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+Lines = Mapping[int, Sequence[Mapping[str, Any]]]
 FOLDER = "flight"
 # A step is compared with so many before it, and not before there are so many.
 WINDOW, MIN_STEPS = 128, 16
@@ -26,6 +27,22 @@ def read_sessions(run: str | Path) -> list[dict[str, Any]]:
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of what differs between two lines of a step, in the order in which it comes about."""
     return [name for name in EXACT if json.dumps(mine.get(name)) != json.dumps(other.get(name))]
+
+
+def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str], str]:
+    """Return the first common step whose lines differ in a process, the names of what differs, and two values."""
+    for step in mine:
+        for one, two in zip(mine[step], other.get(step, ()), strict=False):
+            if names := differences(one, two):
+                values = (f"{name} {shortened(one.get(name))} and {shortened(two.get(name))}" for name in names[:2])
+                return step, names, ", ".join(values)
+    return None, [], ""
+
+
+def shortened(value: Any) -> str:
+    """Return a value as JSON of at most 60 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:

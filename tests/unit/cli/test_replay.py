@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from hftrain import ConfigError
-from hftrain.cli.replay import first_parting, show_bisect, show_replay
+from hftrain.cli.bisect import show_bisect
+from hftrain.cli.replay import show_replay
 from hftrain.flight.observing import first_difference, first_not_finite
+from hftrain.flight.reading import first_parting
 
 SCRIPT = """
 import argparse
+import os
 import torch
 from torch import nn
-from hftrain import SpikeGuard, Trainer, TrainingArguments, set_seed
+from hftrain import Trainer, TrainingArguments, set_seed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
@@ -52,7 +55,7 @@ class Net(nn.Module):
         self.steps += self.training
         for block in self.blocks:
             x = torch.tanh(block(x))
-        if options.fault == "gradient" and self.steps == 13:
+        if options.fault in ("gradient", "gradient" + os.environ.get("RANK", "")) and self.steps == 13:
             x.register_hook(lambda gradient: gradient * 1.5)
         y = self.head(x).squeeze(1)
         if options.fault == "nan" and self.steps == 13:
@@ -173,14 +176,27 @@ def call(module: str, bits: str, *, gradient: str = "0", is_finite: bool = True,
 
 def test_differences_of_observed_steps() -> None:
     base = [call("a", "1"), call("b", "2")]
-    assert first_difference(base, json.loads(json.dumps(base))) is None
-    assert first_difference(base, [call("a", "1"), call("b", "3", settings="p=2")]) == "forward, b (Linear):  and p=2"
-    assert first_difference(base, [call("a", "1")]) == "forward, 2 and 1 calls of modules"
-    assert "are called" in str(first_difference(base, [call("c", "1"), call("b", "2")]))
+
+    def differ(other: list[dict[str, Any]]) -> str:
+        return str(first_difference([base], [other]))
+
+    assert differ(json.loads(json.dumps(base))) == "None"
+    assert differ([call("a", "1"), call("b", "3", settings="p=2")]) == "forward, b (Linear):  and p=2"
+    assert differ([call("a", "1")]) == "forward, 2 and 1 calls of modules"
+    assert "are called" in differ([call("c", "1"), call("b", "2")])
     other = [call("a", "1", gradient="5"), call("b", "2", gradient="5")]
-    assert first_difference(base, other) == "backward, the gradient of the output of b (Linear)"
+    assert differ(other) == "backward, the gradient of the output of b (Linear)"
     assert first_not_finite(base) is None
     assert first_not_finite([call("a", "1"), call("b", "2", is_finite=False)]) == "forward, b (Linear)"
+
+
+def test_differences_name_the_ranks() -> None:
+    base = [call("a", "1"), call("b", "2")]
+    late, later = [base[0], call("b", "3")], [call("a", "1", gradient="5"), base[1]]
+    assert first_difference([base] * 3, [late, base, base]) == "forward, b (Linear), on rank 0 only"
+    assert first_difference([base] * 3, [base, late, late]) == "forward, b (Linear), on ranks 1, 2 only"
+    assert first_difference([base] * 2, [later, late]) == "forward, b (Linear), on rank 1 only"
+    assert first_difference([base] * 2, [late] * 2) == "forward, b (Linear)"
 
 
 def test_the_process_that_differs_is_shown() -> None:
