@@ -21,7 +21,8 @@ class Observer(TrainerCallback):
     """End a run after a step, and write down what each module computed in it.
 
     `folder` gets, for each process, ``modules-rank0.json``, a list of the calls of modules in order (with fingerprints
-    of inputs, outputs and the gradients of outputs, the largest magnitude of each, and whether all are finite), and
+    of inputs, outputs and the gradients of outputs, the largest magnitude of each, and whether all are finite), after
+    them the parameters with their gradients, as each backward pass left them and as the update got them, and
     ``batches-rank0.pt``, the micro-batches.
 
     Args:
@@ -34,22 +35,45 @@ class Observer(TrainerCallback):
         self._is_on = False
         self._calls: list[dict[str, Any]] = []
         self._batches: list[Any] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+
+    def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
+        """Look at the gradients after each backward pass."""
+
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            stepper.backward(loss, **options)
+            self._look_at_gradients()
+
+        return replace(stepper, backward=backward)
 
     def wrap_parts(self, parts: Any) -> Any:
-        """Keep the batches of the step."""
-        train = parts.hooks.training_step
+        """Keep the batches of the step, and look at the gradients that make the update."""
+        train, update = parts.hooks.training_step, parts.stepper.step
+
+        def update_observed() -> Any:
+            self._look_at_gradients()
+            return update()
 
         def step(model: Any, batch: Any, num_items: Any) -> Any:
             if self._is_on:
                 self._batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
             return train(model, batch, num_items)
 
-        return replace(parts, hooks=replace(parts.hooks, training_step=step))
+        changed = replace(parts.hooks, training_step=step)
+        return replace(parts, hooks=changed, stepper=replace(parts.stepper, step=update_observed))
+
+    def _look_at_gradients(self) -> None:
+        if self._is_on:
+            empty: dict[str, Any] = {"type": "Parameter", "settings": "", "inputs": [], "outputs": []}
+            for name, each in reversed(self._parameters):
+                if each.grad is not None:
+                    self._calls.append({"module": name, **empty, "gradients": [_facts(each.grad)]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to look."""
         if state.global_step == self.step - 1:
             self._is_on = True
+            self._parameters = list(kwargs["model"].named_parameters())
             for name, module in kwargs["model"].named_modules():
                 self._handles.append(module.register_forward_hook(self._watcher(name), with_kwargs=True))
 
@@ -99,10 +123,17 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:
     tensor = tensor.detach()
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": of_tensor(tensor)}
     if tensor.is_floating_point() and tensor.numel():
         facts |= {"max": float(tensor.abs().max()), "is_finite": bool(tensor.isfinite().all())}
     return facts
+
+
+def _backward(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what has gradients in the order in which they come about: first those of outputs."""
+    outputs = [each for each in calls if each["type"] != "Parameter"]
+    return [*reversed(outputs), *(each for each in calls if each["type"] == "Parameter")]
 
 
 def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
@@ -111,9 +142,10 @@ def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
         outputs, inputs = ([each.get("is_finite", True) for each in call[name]] for name in ("outputs", "inputs"))
         if all(inputs) and not all(outputs):
             return f"forward, {call['module']} ({call['type']})"
-    for call in reversed(calls):
+    for call in _backward(calls):
         if not all(each.get("is_finite", True) for each in call["gradients"]):
-            return f"backward, the gradient of the output of {call['module']} ({call['type']})"
+            of = "" if call["type"] == "Parameter" else "the output of "
+            return f"backward, the gradient of {of}{call['module']} ({call['type']})"
     return None
 
 
@@ -151,9 +183,10 @@ def _first_difference(mine: Calls, other: Calls) -> tuple[bool, int, str] | None
             return False, place, f"forward, {one['module']} ({one['type']}){what}"
     if len(mine) != len(other):
         return False, len(mine), f"forward, {len(mine)} and {len(other)} calls of modules"
-    for place, (one, two) in enumerate(zip(reversed(mine), reversed(other), strict=True)):
+    for place, (one, two) in enumerate(zip(_backward(mine), _backward(other), strict=True)):
         if one["gradients"] != two["gradients"]:
             # A module that returns what an inner one does ends later: the inner one says more.
             one = next(each for each in mine if all(each[name] == one[name] for name in ("outputs", "gradients")))
-            return True, place, f"backward, the gradient of the output of {one['module']} ({one['type']})"
+            of = "" if one["type"] == "Parameter" else "the output of "
+            return True, place, f"backward, the gradient of {of}{one['module']} ({one['type']})"
     return None
