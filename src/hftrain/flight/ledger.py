@@ -34,7 +34,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, total_loss
-from hftrain.flight.samples import ExcludeSamples, NotedFeed, open_batches_of, opened
+from hftrain.flight.samples import ExcludeSamples, NotedFeed, noted
 from hftrain.flight.stacks import StackDumps
 from hftrain.storage.remote import local_folder
 
@@ -78,9 +78,8 @@ class FlightLog(TrainerCallback):
         self._recorder: Any = None
 
     def wrap_loader(self, loader: Any) -> Any:
-        """Return the loader, with its batches noted if they are known by indices."""
-        changed = loader if open_batches_of(loader) is not None else opened(loader)
-        return loader if changed is None else changed
+        """Return the loader, with the samples of its batches noted if they are known."""
+        return noted(loader)
 
     def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, **_: Any) -> Any:
         """Note where to write, and take the time of backward passes."""

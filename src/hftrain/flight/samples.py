@@ -1,4 +1,4 @@
-"""Which samples of map-style data a batch has, and leaving some of them out."""
+"""Which samples a batch has, and leaving some of them out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.datasets import has_length
-from hftrain.data.samplers import pick
+from hftrain.data.mixing import MixtureSampler
+from hftrain.data.samplers import pick, samplers_of
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.sharding import RankLoader, rebuild_loader
+from hftrain.data.sharding import DispatchLoader, RankLoader, rebuild_loader
+from hftrain.flight.identities import Named, NamingCollator
+
+_KINDS: dict[type, str] = {int: "indices", tuple: "pairs of dataset and index", str: "hashes of their content"}
 
 
 class OpenBatches(Sampler[list[Any]]):
@@ -29,7 +33,7 @@ class OpenBatches(Sampler[list[Any]]):
 
     passes_batches_on = True
 
-    def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[int] = frozenset()) -> None:
+    def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[Any] = frozenset()) -> None:
         self.batch_sampler = batch_sampler
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
@@ -48,38 +52,40 @@ class OpenBatches(Sampler[list[Any]]):
         if self.noted is not None:
             self.noted.clear()
         for position, batch in enumerate(batches, start):
-            if self._excluded and not all(isinstance(each, Integral) for each in batch):
-                raise ConfigError(
-                    f"Cannot leave samples out of a batch of {batch!r:.100}.",
-                    "exclude_samples has numbers, and this data names its samples otherwise, as a Mixture by pairs.",
-                    "Leave them out of the datasets themselves.",
-                )
             left = [each for each in batch if each not in self._excluded] if self._excluded else batch
             left = left or [self._next_after(batch[0])]
             if self.noted is not None:
                 self.noted.append((position, list(left)))
             yield left
 
-    def _next_after(self, index: int) -> int:
+    def _next_after(self, index: Any) -> int:
+        if not isinstance(index, Integral):
+            raise TaskError(
+                "A batch has nothing left.",
+                f"All its samples are in exclude_samples, and which one comes after {index} is not known.",
+                "Use larger batches, or leave the samples out of the datasets themselves.",
+            )
         num = len(self._dataset)
-        following = ((index + step) % num for step in range(1, num))
+        following = ((int(index) + step) % num for step in range(1, num))
         return next(other for other in following if other not in self._excluded)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
 
-def opened(loader: Any, *, excluded: frozenset[int] = frozenset()) -> Any:
-    """Return a loader whose batches go through an `OpenBatches`; None if they are not known by their indices.
+def opened(loader: Any, *, excluded: frozenset[Any] = frozenset()) -> Any:
+    """Return a loader whose samples are known, and some of them left out; None if it is not one of hftrain's.
 
-    Known are those of hftrain's own loaders of map-style data.
+    Samples of map-style data are known by what their sampler draws, an index or the pair of a Mixture; those of streams
+    and of data that the main process reads for all by `hash_of`.
     """
-    if (
-        not isinstance(loader, RankLoader)
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, IterableDataset)
-    ):
+    kind: Any = type(loader)
+    if kind is DispatchLoader:
+        return loader.with_loader(_naming(loader.loader, excluded))
+    if kind not in (RankLoader, DataLoader):
         return None
+    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        return _naming(loader, excluded)
     order: Any = loader.batch_sampler
     options: dict[str, Any] = {"dataset": loader.dataset, "excluded": excluded}
     if isinstance(order, SeededBatches):
@@ -87,14 +93,31 @@ def opened(loader: Any, *, excluded: frozenset[int] = frozenset()) -> Any:
         order.batch_sampler = inner
     else:
         order = OpenBatches(order, **options)
-    return rebuild_loader(loader, order=order)
+    return rebuild_loader(loader, kind=kind, order=order)
+
+
+def _naming(loader: Any, excluded: frozenset[Any]) -> Any:
+    collator = NamingCollator(loader.collate_fn, is_whole=loader.batch_size is None, excluded=excluded)
+    return rebuild_loader(loader, kind=type(loader), collate_fn=collator)
+
+
+def noted(loader: Any) -> Any:
+    """Return a loader whose samples are noted, or itself if they are not known."""
+    changed = loader if open_batches_of(loader) or naming_of(loader) else opened(loader)
+    if (naming := naming_of(changed)) is not None:
+        naming.is_naming = True
+    return loader if changed is None else changed
+
+
+def naming_of(loader: Any) -> NamingCollator | None:
+    """Return the collator of a loader that notes its samples, None if it has none."""
+    collator = getattr(loader, "collate_fn", None)  # of the inner loader of one that dispatches
+    return collator if isinstance(collator, NamingCollator) else None
 
 
 def open_batches_of(loader: Any) -> OpenBatches | None:
     """Return the outermost `OpenBatches` of a loader, None if it has none."""
-    order = getattr(loader, "batch_sampler", None)
-    order = order.batch_sampler if isinstance(order, SeededBatches) else order
-    return order if isinstance(order, OpenBatches) else None
+    return next((part for part in samplers_of(loader) if isinstance(part, OpenBatches)), None)
 
 
 class NotedFeed:
@@ -123,6 +146,8 @@ class NotedFeed:
             while order is not None and order.noted and order.noted[0][0] <= position:
                 place, found = order.noted.popleft()
                 samples = found if place == position else None
+            if isinstance(batch, Named):
+                batch, samples = batch
             self._given.append(samples)
             yield batch
 
@@ -135,11 +160,13 @@ class ExcludeSamples(TrainerCallback):
     """Leave samples of the training data out: ``Trainer(exclude_samples=[17, 42])``, or the path of a list in JSON.
 
     All other samples stay in their batches, in every pass, so a run resumed from before a sample's first use goes on
-    as if the sample had never been there.
+    as if the sample had never been there. Samples are named as in the flight log: by index, by the pair of a Mixture,
+    or by the hash of what a stream yields.
 
     Raises:
-        ConfigError: The list cannot be read or names no sample, the processes have different ones, or the data is not
-            map-style data that hftrain's own loader reads.
+        ConfigError: The list cannot be read or names no sample, the processes have different ones, or the data does
+            not come from a loader of hftrain's.
+        TaskError: A batch of a stream or Mixture has no other sample.
     """
 
     def __init__(self, samples: Any) -> None:
@@ -147,7 +174,7 @@ class ExcludeSamples(TrainerCallback):
 
     def wrap_stepper(self, stepper: Any, *, strategy: Any, **_: Any) -> Any:
         """Compare the lists of all processes."""
-        lists = strategy.gather_object(sorted(self.samples))
+        lists = strategy.gather_object(sorted(map(repr, self.samples)))
         if any(each != lists[0] for each in lists):
             raise ConfigError(
                 "Cannot leave samples out.",
@@ -159,24 +186,34 @@ class ExcludeSamples(TrainerCallback):
     def wrap_loader(self, loader: Any) -> Any:
         """Return the loader without the samples."""
         changed = opened(loader, excluded=self.samples)
-        if changed is None or not has_length(loader.dataset):
+        if changed is None:
             raise ConfigError(
-                f"Cannot use exclude_samples with a {type(loader).__name__} of a "
-                f"{type(getattr(loader, 'dataset', None)).__name__}.",
-                "Samples are known by their index in a map-style dataset that hftrain's own loader reads.",
-                "Filter a stream itself; leave dispatch_batches out; or return the dataset's loader unchanged.",
+                f"Cannot use exclude_samples with a {type(loader).__name__}.",
+                "Samples are known in the loaders of hftrain and in those of torch that it takes over.",
+                "Return such a loader, or leave the samples out of the data itself.",
             )
-        num = len(loader.dataset)
+        is_paired = any(isinstance(part, MixtureSampler) for part in samplers_of(changed))
+        kind = str if naming_of(changed) else tuple if is_paired else int
+        if wrong := [each for each in self.samples if type(each) is not kind]:
+            raise ConfigError(
+                f"Cannot leave out sample {wrong[0]!r}.",
+                f"This data names its samples by {_KINDS[kind]}, as in the flight log.",
+                "Pass the list that hftrain blame writes for a run with this data.",
+            )
+        if kind is int and has_length(loader.dataset):
+            self._check_indices(len(loader.dataset))
+        return changed
+
+    def _check_indices(self, num: int) -> None:
         if unknown := sorted(each for each in self.samples if not 0 <= each < num):
             raise ConfigError(
                 f"Cannot leave out sample {unknown[0]}.", f"The dataset has {num} samples.", "Correct exclude_samples."
             )
         if len(self.samples) >= num:
             raise ConfigError("Cannot leave out all samples.", "Nothing would be trained on.", "Shorten the list.")
-        return changed
 
 
-def _read(samples: Any) -> frozenset[int]:
+def _read(samples: Any) -> frozenset[Any]:
     if isinstance(samples, (str, Path)):
         try:
             samples = json.loads(Path(samples).read_text(encoding="utf-8"))
@@ -184,10 +221,14 @@ def _read(samples: Any) -> frozenset[int]:
             raise ConfigError(
                 f"Cannot read exclude_samples={str(samples)!r}.",
                 f"{error}.",
-                "Pass a JSON file with a list of indices.",
+                "Pass a JSON file with a list of samples.",
             ) from error
-    if not isinstance(samples, (list, tuple, set, frozenset, range)) or not all(type(each) is int for each in samples):
+    is_list = isinstance(samples, (list, tuple, set, frozenset, range))
+    found = [tuple(each) if isinstance(each, list) else each for each in samples] if is_list else []
+    if not is_list or not all(type(each) in _KINDS for each in found):
         raise ConfigError(
-            f"Cannot use exclude_samples={samples!r:.100}.", "It is not a list of whole numbers.", "Pass indices."
+            f"Cannot use exclude_samples={samples!r:.100}.",
+            "It is not a list of whole numbers, pairs or hashes.",
+            "Pass the samples as in the flight log.",
         )
-    return frozenset(samples)
+    return frozenset(found)

@@ -63,10 +63,10 @@ class RunData:
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed
         loader = self._open_loader(*dataset)
-        loader = drawing_on(loader, rank=strategy.rank) if self._draws_on else loader
-        loader = resumable_loader(loader, seed=seed, rank=strategy.rank)
         for callback in self._events.callbacks:
             loader = callback.wrap_loader(loader) if hasattr(callback, "wrap_loader") else loader
+        loader = drawing_on(loader, rank=strategy.rank) if self._draws_on else loader
+        loader = resumable_loader(loader, seed=seed, rank=strategy.rank)
         if dataset:
             end_workers(self.feed.loader)
         make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed

@@ -16,7 +16,7 @@ from support.resuming import Stop, assert_same, outcome
 from support.tiny import Net, make_arguments, make_rows
 from torch.nn import functional as F
 
-from hftrain import ConfigError, FlightLog, Mixture, Trainer, TrainerCallback, set_seed
+from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback, set_seed
 from hftrain.flight.reading import read_ledger
 
 NUM_ROWS, SIZE = 50, 4
@@ -24,7 +24,7 @@ NUM_ROWS, SIZE = 50, 4
 
 def make(folder: Path, *callbacks: Any, rows: Any = None, **options: Any) -> Trainer:
     set_seed(3)
-    own = {name: options.pop(name) for name in ("flight_log", "exclude_samples") if name in options}
+    own = {name: options.pop(name) for name in ("flight_log", "exclude_samples", "worker_seeds") if name in options}
     settings = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": SIZE,
@@ -204,24 +204,6 @@ def test_a_list_given_at_a_resume_counts_from_there_on(tmp_path: Path) -> None:
 def test_lists_are_checked(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, exclude_samples=value).train()
-
-
-def test_streams_are_logged_without_samples_and_cannot_leave_any_out(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(make_rows(NUM_ROWS))
-
-    make(tmp_path, rows=Stream(), max_steps=3).train()
-    assert [line["samples"] for line in lines(tmp_path)] == [[None]] * 3
-    with pytest.raises(ConfigError, match="Filter a stream itself"):
-        make(tmp_path, rows=Stream(), max_steps=3, exclude_samples=[1]).train()
-
-
-def test_samples_without_a_number_cannot_be_left_out(tmp_path: Path) -> None:
-    """Those of a Mixture are pairs: a list of numbers would match none of them."""
-    mixture = Mixture({"a": make_rows(20), "b": make_rows(30)})
-    with pytest.raises(ConfigError, match="pairs"):
-        make(tmp_path, rows=mixture, max_steps=3, exclude_samples=[1]).train()
 
 
 def test_data_without_a_length_is_logged(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""The hashes of samples that have no index: those of streams, and of data that the main process reads for all."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hftrain.core.errors import TaskError
+from hftrain.data.columns import CollatorWrapper
+
+
+class Named(NamedTuple):
+    """A batch on its way from a loader, with the hashes of its samples."""
+
+    batch: Any
+    samples: list[str | None]
+
+
+class NamingCollator(CollatorWrapper):
+    """Collate without excluded samples, and say which ones were collated; runs where the samples are read.
+
+    Args:
+        is_whole: It gets whole samples or batches, one each (`batch_size=None`), not lists of them.
+        excluded: The hashes of samples to leave out.
+
+    Attributes:
+        is_naming: Whether to return `Named` batches.
+    """
+
+    def __init__(self, data_collator: Any, *, is_whole: bool, excluded: frozenset[Any]) -> None:
+        super().__init__(data_collator)
+        self.is_naming = False
+        self._is_whole, self._excluded = is_whole, excluded
+
+    def __call__(self, samples: Any) -> Any:
+        names = [hash_of(each) for each in ([samples] if self._is_whole else samples)]
+        if not self._excluded.isdisjoint(names):
+            kept = [place for place, name in enumerate(names) if name not in self._excluded]
+            if not kept:
+                raise TaskError(
+                    "A batch of a stream has nothing left.",
+                    f"All its {len(names)} samples are in exclude_samples.",
+                    "Use larger batches, or leave the samples out of the stream itself.",
+                )
+            samples, names = [samples[place] for place in kept], [names[place] for place in kept]
+        batch = self.data_collator(samples)
+        return Named(batch, names) if self.is_naming else batch
+
+
+def hash_of(sample: Any) -> str | None:
+    """Return a hash of a sample's content, 16 hexadecimal digits; None if it has parts that cannot be compared.
+
+    Example:
+        >>> hash_of({"x": torch.ones(2), "id": 7}) == hash_of({"id": 7, "x": torch.ones(2)})
+        True
+    """
+    found = hashlib.blake2b(digest_size=8)
+    try:
+        _add(found, sample)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None
+    return found.hexdigest()
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            found.update(repr(name).encode())
+            _add(found, value[name])
+    elif isinstance(value, torch.Tensor):
+        tensor = value.detach().cpu().contiguous()
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        found.update(f"{value.dtype}{value.shape}".encode())
+        found.update(value.tobytes())
+    elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str, bytes)) for each in value):
+        found.update(f"[{len(value)}".encode())
+        for each in value:
+            _add(found, each)
+    elif isinstance(value, (int, float, str, bytes, list, tuple, type(None))):
+        found.update(repr(value).encode())
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of Pillow
+        found.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    else:
+        found.update(pickle.dumps(value, protocol=4))
