@@ -14,7 +14,7 @@ import torch
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
-from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, read_ledger, total_loss
+from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, flight_folder, limit_of, read_ledger, total_loss
 
 _MOST_TOKENS = 60
 _NEAR = 32
@@ -141,7 +141,7 @@ def show_blame(run: str, *, step: int | None = None, top: int = 5, output: str |
     for each in suspects:
         each.spikes = [step for step in each.steps if step in spikes]
     suspects.sort(key=_rank)
-    _show_contents(Path(run), ledger, suspects[:top])
+    _show_contents(flight_folder(run).parent, ledger, suspects[:top])
     lines = [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
     lines += [f"and {len(looked_at) - top} more" for _ in range(len(looked_at) > top)]
     lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]

@@ -22,7 +22,6 @@ from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs,
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 from hftrain.flight.reading import read_ledger
-from hftrain.storage.remote import is_url
 from hftrain.storage.space import readable_bytes
 
 _MAX_POINTS = 2000
@@ -187,7 +186,7 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
     final = next(reversed(run.log.values("loss")), None)
     begin = _last_begin(run)
     limits = begin.get("plan", {}).get("limits")
-    spikes = [] if is_url(run.folder) else [*find_spikes(read_ledger(run.folder))]
+    spikes = [*find_spikes(read_ledger(run.folder))]
     shown = ", ".join(map(str, spikes[:_MAX_NAMED])) + ", ..." * (len(spikes) > _MAX_NAMED)
     facts = [
         ("Status", status, mood),

@@ -14,16 +14,11 @@ The batches of the last steps whose loss or norm stood out are in the folder ``s
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +27,11 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
+from hftrain.flight.files import Ledger, Quiet, Steps
 from hftrain.flight.fingerprint import Fingerprint
-from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of, total_loss
+from hftrain.flight.reading import total_loss
 from hftrain.flight.samples import ExcludeSamples, NotedFeed, noted
 from hftrain.flight.stacks import StackDumps
-from hftrain.storage.remote import local_folder
 
 _KEPT_SPIKES = 20
 
@@ -83,8 +78,7 @@ class FlightLog(TrainerCallback):
 
     def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, **_: Any) -> Any:
         """Note where to write, and take the time of backward passes."""
-        folder = local_folder(args.output_dir, start=Path.cwd())  # of a remote one the copy that is uploaded
-        self._recorder = recorder = _Recorder(self, strategy, folder / FOLDER)
+        self._recorder = recorder = _Recorder(self, args, strategy)
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
             with _Timed(recorder.seconds, "backward"):
@@ -104,6 +98,10 @@ class FlightLog(TrainerCallback):
         """Write everything, so that no step before a checkpoint is missing."""
         self._recorder.finish()
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write everything, before the folder is uploaded for the last time."""
+        self._recorder.finish()
+
     def close_run(self) -> None:
         """Write what is left, also after an error."""
         if self._recorder is not None:
@@ -114,9 +112,10 @@ class FlightLog(TrainerCallback):
 class _Recorder:
     """The lines of one session of a run, in one process."""
 
-    def __init__(self, settings: FlightLog, strategy: Any, folder: Path) -> None:
-        self._settings, self._strategy, self._folder = settings, strategy, folder
-        self._path = folder / f"rank{strategy.rank}.jsonl"
+    def __init__(self, settings: FlightLog, args: Any, strategy: Any) -> None:
+        self._settings, self._strategy = settings, strategy
+        self._ledger = Ledger(args.output_dir, strategy=strategy, rotate_bytes=settings.rotate_bytes)
+        self._folder = self._ledger.folder
         self.seconds = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         self._lines: list[dict[str, Any]] = []
         self._micro_steps: list[dict[str, Any]] = []
@@ -138,8 +137,8 @@ class _Recorder:
         if sample_losses is not None:
             self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
         self._begin(parts)
-        with _Quiet(self._folder):
-            path = self._folder / f"stacks-{self._path.stem}.txt"
+        with Quiet(self._folder):
+            path = self._folder / f"stacks-{self._ledger.name}.txt"
             self._stacks = StackDumps(path, timeout_s=self._settings.hang_timeout_s)
 
         def take(*args: Any) -> Any:
@@ -213,12 +212,13 @@ class _Recorder:
             self._compare()
             self._write()
 
-    def finish(self) -> None:
+    def finish(self, *, is_last: bool = False) -> None:
         """Write all lines."""
         if self._pending is not None:
             done, self._pending = self._pending, None
             self._note(done)
         self._write()
+        self._ledger.send(is_last=is_last)
 
     def close(self) -> None:
         """Write all lines, and take the hook off the model."""
@@ -226,7 +226,7 @@ class _Recorder:
             self._hook.remove()
         if self._stacks is not None:
             self._stacks.close()
-        self.finish()
+        self.finish(is_last=True)
 
     def _note(self, done: dict[str, Any]) -> None:
         micro_steps = done["micro_steps"]
@@ -252,10 +252,10 @@ class _Recorder:
         """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
         batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
-        with _Quiet(self._folder):
+        with Quiet(self._folder):
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(batches, folder / f"step{step:08d}-{self._path.stem}.pt")
-            for old in sorted(folder.glob(f"step*-{self._path.stem}.pt"))[:-_KEPT_SPIKES]:
+            torch.save(batches, folder / f"step{step:08d}-{self._ledger.name}.pt")
+            for old in sorted(folder.glob(f"step*-{self._ledger.name}.pt"))[:-_KEPT_SPIKES]:
                 old.unlink()
 
     def _compare(self) -> None:
@@ -274,46 +274,7 @@ class _Recorder:
         lines, self._lines = self._lines, []
         if not lines:
             return
-        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-        with _Quiet(self._folder):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            is_torn = self._path.exists() and self._path.stat().st_size and _last_byte(self._path) != b"\n"
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" + text if is_torn else text)
-            if self._path.stat().st_size > self._settings.rotate_bytes:
-                _compress(self._path)
-
-
-class Steps:
-    """The losses and norms of the last 128 steps."""
-
-    def __init__(self) -> None:
-        self._windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
-
-    def add(self, loss: float, norm: float | None) -> bool:
-        """Return whether a step stands out from those before it, and add it to them."""
-        is_spike = False
-        for value, window in zip((loss, 0.0 if norm is None else norm), self._windows, strict=True):
-            is_spike |= len(window) >= MIN_STEPS and not value <= limit_of(window)
-            if math.isfinite(value):
-                window.append(value)
-        return is_spike
-
-
-class _Quiet:
-    """Turn a failed write into one warning."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, (OSError, RuntimeError)):
-            warn_once(f"Some of the flight log could not be written to {self._folder}: {error}. Training continues.")
-            return True
-        return False
+        self._ledger.append(lines)
 
 
 class _Timed:
@@ -350,19 +311,6 @@ def _hexadecimal(value: torch.Tensor | None) -> str | None:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read()
-
-
-def _compress(path: Path) -> None:
-    number = len(list(path.parent.glob(f"{path.stem}.*.jsonl.gz")))
-    target = path.with_name(f"{path.stem}.{number:04d}.jsonl.gz")
-    target.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
-    path.unlink()
 
 
 def make_flight(flight_log: bool | TrainerCallback, exclude_samples: Any) -> list[TrainerCallback]:

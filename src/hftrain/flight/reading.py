@@ -10,7 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hftrain.storage.remote import RemoteFolder, is_url, mirror_of
+
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
+
 FOLDER = "flight"
 # A step is compared with so many before it, and not before there are so many.
 WINDOW, MIN_STEPS = 128, 16
@@ -19,9 +22,21 @@ _SIGMAS, _DEVIATION = 6.0, 1.4826
 EXACT = ("samples", "sample_losses", "losses", "items", "norm", "gradients", "rate", "skipped", "weights")
 
 
+def flight_folder(run: str | Path) -> Path:
+    """Return the folder of a run's flight log; of a remote run that of a local copy, brought up to date."""
+    if not is_url(run):
+        return Path(str(run).removeprefix("file://")) / FOLDER
+    mirror, remote = mirror_of(str(run).rstrip("/")), RemoteFolder(str(run))
+    folder = mirror.with_name(f"{mirror.name}-read") / FOLDER
+    for name, size in remote.sizes(FOLDER).items():
+        if not (folder / name).exists() or (folder / name).stat().st_size != size:
+            remote.download(f"{FOLDER}/{name}", folder / name)
+    return folder
+
+
 def read_sessions(run: str | Path) -> list[dict[str, Any]]:
     """Return the lines with which the sessions of a run began, of its first process."""
-    return [line for line in _lines_of(Path(run) / FOLDER, "rank0") if isinstance(line.get("begin"), int)]
+    return [line for line in _lines_of(flight_folder(run), "rank0") if isinstance(line.get("begin"), int)]
 
 
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -52,7 +67,7 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
     those after the last one's first step are left out.
     """
     found: dict[int, dict[str, dict[str, Any]]] = {}
-    folder = Path(run) / FOLDER
+    folder = flight_folder(run)
     ranks = sorted({path.name.split(".")[0] for path in folder.glob("rank*.jsonl*")}, key=lambda name: int(name[4:]))
     for rank in ranks:
         own: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,110 @@
+"""The files of a flight log: lines that are appended, compressed and uploaded, with failures that end no run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.core.log import warn_once
+from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of
+from hftrain.storage.remote import RemoteFolder, is_url, local_folder
+
+
+class Ledger:
+    """The lines of one process, ``rank0.jsonl`` and older ones compressed next to it.
+
+    With a remote output folder they are written into its local mirror, which continues the remote file, and which the
+    run uploads on the main process's machine. On others they are uploaded here.
+
+    Args:
+        rotate_bytes: A file that has become larger is compressed, and another begun.
+
+    Attributes:
+        folder: Where the file is.
+    """
+
+    def __init__(self, output_dir: str, *, strategy: Any, rotate_bytes: int) -> None:
+        self.folder = local_folder(output_dir, start=Path.cwd()) / FOLDER
+        self.name = f"rank{strategy.rank}"
+        self._path = self.folder / f"{self.name}.jsonl"
+        self._rotate_bytes = rotate_bytes
+        self._remote = RemoteFolder(output_dir) if is_url(output_dir) else None
+        self._sends = self._remote is not None and strategy.rank != strategy.local_rank
+        if self._remote is not None:
+            with Quiet(self.folder):
+                self._continue(self._remote)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write lines; after a line that a killed process left unfinished, on a new one."""
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        with Quiet(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            is_torn = self._path.exists() and self._path.stat().st_size and _last_byte(self._path) != b"\n"
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("\n" + text if is_torn else text)
+            if self._path.stat().st_size > self._rotate_bytes:
+                _compress(self._path)
+
+    def send(self, *, is_last: bool = False) -> None:
+        """Upload what this process has written, if nobody else does: on another machine, or after the run's end."""
+        if self._remote is not None and (self._sends or is_last):
+            with Quiet(self.folder):
+                for path in self.folder.glob(f"*{self.name}.*"):
+                    self._remote.upload(path, f"{FOLDER}/{path.name}")
+
+    def _continue(self, remote: RemoteFolder) -> None:
+        """Fetch what the run has written on another machine: a file only ever grows."""
+        for name, size in remote.sizes(FOLDER).items():
+            path = self.folder / name
+            if name.startswith(f"{self.name}.") and (not path.exists() or path.stat().st_size < size):
+                remote.download(f"{FOLDER}/{name}", path)
+
+
+class Steps:
+    """The losses and norms of the last 128 steps."""
+
+    def __init__(self) -> None:
+        self._windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+
+    def add(self, loss: float, norm: float | None) -> bool:
+        """Return whether a step stands out from those before it, and add it to them."""
+        is_spike = False
+        for value, window in zip((loss, 0.0 if norm is None else norm), self._windows, strict=True):
+            is_spike |= len(window) >= MIN_STEPS and not value <= limit_of(window)
+            if math.isfinite(value):
+                window.append(value)
+        return is_spike
+
+
+class Quiet:
+    """Turn a failed write into one warning."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, (OSError, RuntimeError)):
+            warn_once(f"Some of the flight log could not be written to {self._folder}: {error}. Training continues.")
+            return True
+        return False
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read()
+
+
+def _compress(path: Path) -> None:
+    number = len(list(path.parent.glob(f"{path.stem}.*.jsonl.gz")))
+    target = path.with_name(f"{path.stem}.{number:04d}.jsonl.gz")
+    target.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    path.unlink()
