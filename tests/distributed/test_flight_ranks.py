@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, Stream, make_arguments, make_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from unit.cli.test_replay import SCRIPT
@@ -35,16 +35,60 @@ class Drift(TrainerCallback):
                 next(kwargs["model"].parameters())[0, 0] += 1e-3
 
 
-def train(folder: Path, strategy: str, *callbacks: Any, **options: Any) -> Trainer:
+def train(folder: Path, strategy: str, *callbacks: Any, kind: Any = Trainer, rows: Any = None, **options: Any) -> Any:
     set_seed(3)
-    args = make_arguments(folder, num_train_epochs=2, per_device_train_batch_size=3, learning_rate=0.01)
-    trainer = Trainer(
-        Net(), args, train_dataset=make_rows(30), strategy=strategy, callbacks=list(callbacks),
-        **{"flight_log": True, **options},
-    )  # fmt: skip
+    parts = {"flight_log": FlightLog(flush_every=3)}
+    parts |= {name: options.pop(name) for name in ("flight_log", "exclude_samples") if name in options}
+    settings = {"num_train_epochs": 2, "per_device_train_batch_size": 3, "learning_rate": 0.01, **options}
+    args, rows = make_arguments(folder, **settings), make_rows(30) if rows is None else rows
+    trainer = kind(Net(), args, train_dataset=rows, strategy=strategy, callbacks=list(callbacks), **parts)
     trainer.train()
     trainer.strategy.close()
     return trainer
+
+
+class Unshared(Trainer):
+    """Say that the data is shared already, which it is not."""
+
+    def get_train_dataloader(self) -> Any:
+        sampler: Any = torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+        sampler.rank, sampler.num_replicas = self.args.process_index, 2
+        return torch.utils.data.DataLoader(self.train_dataset, 3, sampler=sampler, collate_fn=self.data_collator)
+
+
+def warnings_of(folder: Path, kind: Any = Trainer, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(folder, kind=kind, **options)
+    return [str(each.message) for each in caught]
+
+
+def train_warned(folder: str) -> dict[str, list[str]]:
+    home = Path(folder)
+    stream = {"rows": Stream(make_rows(30)), "max_steps": 8}
+    return {
+        "ddp": warnings_of(home / "ddp", strategy="ddp"),
+        "fsdp": warnings_of(home / "fsdp", strategy="fsdp", gradient_accumulation_steps=2),
+        "stream": warnings_of(home / "stream", strategy="ddp", **stream),
+        "undispatched": warnings_of(
+            home / "own", strategy="ddp", **stream, accelerator_config={"dispatch_batches": False}
+        ),
+        "copies": warnings_of(home / "copies", Unshared, strategy="ddp"),
+    }
+
+
+def test_sound_runs_are_told_nothing_and_data_that_is_not_shared_is_named(run_distributed: Any, tmp_path: Path) -> None:
+    found = run_distributed(train_warned, folder=str(tmp_path))
+    for each in found:
+        assert [name for name, told in each.items() if told] == ["copies"]
+        assert each["copies"] == [
+            "The processes 0 and 1 read the same samples in the steps 1 to 2: the data is not split among them.",
+            "Sample 0 was read twice in a pass, in step 1, although its sampler draws each sample once.",
+        ]
+    for name in ("stream", "own"):
+        ledger = read_ledger(tmp_path / name)
+        samples = [each for step in range(1, 6) for line in ledger[step] for each in line["samples"][0]]
+        assert len(set(samples)) == 30
 
 
 def train_each(folder: str) -> dict[str, Any]:

@@ -4,7 +4,9 @@ With ``Trainer(flight_log=True)`` each process writes a file such as ``rank0.jso
 output folder: one JSON object per line. A line with ``begin`` starts each session, the others are steps:
 
 ``step``: the number of the step, from 1. A resumed run writes its steps again; the last line of a step counts.
-``samples``: per micro-batch, the indices of its samples in the dataset; null if unknown (streams, loaders of a user).
+``epoch``: the number of the pass over the data, from 0.
+``samples``: per micro-batch, the indices of its samples in the dataset, the pairs of a Mixture, or the hashes of what a
+stream yields; null if unknown (loaders that are not torch's).
 ``losses``: per micro-batch its loss, scaled to its share of the step. ``sample_losses``: that of each sample, likewise.
 ``items``: what the step's loss is a mean over, of all processes. ``norm``, ``rate``, ``skipped``: of the update.
 ``ms``: milliseconds of ``data``, ``forward``, ``backward`` and ``step`` on the host.
@@ -19,19 +21,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
-from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.flight.files import Ledger, Quiet, Steps
 from hftrain.flight.fingerprint import Fingerprint
+from hftrain.flight.invariants import Invariants
 from hftrain.flight.reading import total_loss
 from hftrain.flight.samples import ExcludeSamples, NotedFeed, noted
 from hftrain.flight.stacks import StackDumps
+from hftrain.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
 
@@ -45,13 +49,14 @@ class FlightLog(TrainerCallback):
     Args:
         sample_losses: ``f(outputs, batch) -> tensor [samples]``: the loss of each sample, from what the model's forward
             returned. Called in each micro-step. Without it, a spike is known by its micro-batches.
-        flush_every: Steps between writes. Replicas then compare the fingerprints of their weights.
+        flush_every: Steps between writes, at which `Invariants` are checked.
+        on_broken: What to do when one of those does not hold: ``"warn"`` once, or ``"stop"`` the run with an error.
         rotate_bytes: A file that has become larger is compressed, and another begun.
         hang_timeout_s: If no step ends for so many seconds, evaluations and saves included, each process writes the
             stacks of its threads, for `hftrain hangs`. It does so on SIGQUIT, too.
 
     Raises:
-        ConfigError: A number is not above 0.
+        ConfigError: A number is not above 0, or `on_broken` is neither.
     """
 
     def __init__(
@@ -61,14 +66,17 @@ class FlightLog(TrainerCallback):
         flush_every: int = 10,
         rotate_bytes: int = 64 * 2**20,
         hang_timeout_s: float | None = None,
+        on_broken: str = "warn",
     ) -> None:
+        if on_broken not in ("warn", "stop"):
+            raise ConfigError(f"Cannot use {on_broken=}.", "It is 'warn' or 'stop'.", "Correct it.")
         if min(flush_every, rotate_bytes, 1 if hang_timeout_s is None else hang_timeout_s) <= 0:
             raise ConfigError(
                 f"Cannot use FlightLog({flush_every=}, {rotate_bytes=}, {hang_timeout_s=}).",
                 "They are steps, bytes and seconds, all above 0.",
                 "Correct them, or leave them out.",
             )
-        self.hang_timeout_s = hang_timeout_s
+        self.hang_timeout_s, self.on_broken = hang_timeout_s, on_broken
         self.sample_losses, self.flush_every, self.rotate_bytes = sample_losses, flush_every, rotate_bytes
         self._recorder: Any = None
 
@@ -113,11 +121,12 @@ class _Recorder:
     """The lines of one session of a run, in one process."""
 
     def __init__(self, settings: FlightLog, args: Any, strategy: Any) -> None:
-        self._settings, self._strategy = settings, strategy
+        self._settings, self._args, self._strategy = settings, args, strategy
         self._ledger = Ledger(args.output_dir, strategy=strategy, rotate_bytes=settings.rotate_bytes)
         self._folder = self._ledger.folder
         self.seconds = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         self._lines: list[dict[str, Any]] = []
+        self._unchecked: list[dict[str, Any]] = []
         self._micro_steps: list[dict[str, Any]] = []
         self._pending: dict[str, Any] | None = None
         self._update: dict[str, Any] = {"gradients": None, "weights": None, "skipped": None}
@@ -129,13 +138,18 @@ class _Recorder:
     def watch(self, parts: Any) -> Any:
         """Return the loop's parts, which note what they do."""
         hooks, stepper, seconds = parts.hooks, parts.stepper, self.seconds
-        self._parts, feed = parts, NotedFeed(parts.feed)
+        self._parts, self._feed = parts, NotedFeed(parts.feed)
+        feed = self._feed
         model, sample_losses = self._strategy.unwrap(parts.model), self._settings.sample_losses
         is_known = not is_partitioned(model) and parts.device.type != "xla"
-        trained = [each for each in model.parameters() if each.requires_grad] if is_known else []
-        self._print = fingerprint = Fingerprint(trained)
+        trained = [each for each in model.named_parameters() if each[1].requires_grad] if is_known else []
+        self._print = fingerprint = Fingerprint([each for _, each in trained])
         if sample_losses is not None:
             self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
+        self._invariants = invariants = Invariants(
+            self._strategy, replace(parts, feed=feed), trained, args=self._args, settings=self._settings,
+            is_replicated=self._strategy.world_size > 1 and not fingerprint.is_split,
+        )  # fmt: skip
         self._begin(parts)
         with Quiet(self._folder):
             path = self._folder / f"stacks-{self._ledger.name}.txt"
@@ -158,6 +172,7 @@ class _Recorder:
             return loss
 
         def step() -> bool:
+            invariants.look()
             gradients = fingerprint.of(parts.progress.step, of_gradients=True)
             with _Timed(seconds, "step"):
                 is_updated = bool(stepper.step())
@@ -166,12 +181,8 @@ class _Recorder:
             self._update = {**self._update, **prints, "skipped": not is_updated}
             return is_updated
 
-        def make_feed(dataset: Any) -> Any:
-            feed.feed = hooks.make_feed(dataset)
-            return feed
-
-        changed = replace(hooks, get_batch_samples=take, training_step=train, make_feed=make_feed)
-        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, step=step))
+        changed = replace(hooks, get_batch_samples=take, training_step=train, make_feed=partial(feed.change, hooks))
+        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, clip=invariants.clip, step=step))
 
     def _begin(self, parts: Any) -> None:
         """Note the session."""
@@ -181,7 +192,8 @@ class _Recorder:
                 "at": round(time.time(), 3),
                 "rank": self._strategy.rank,
                 "world_size": self._strategy.world_size,
-                "dataset": type(parts.dataset).__name__,
+                "data": data_of(parts.dataset),
+                "environment": environment_of(parts.device),
                 "command": sys.orig_argv,
                 "folder": os.getcwd(),
                 "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
@@ -196,6 +208,7 @@ class _Recorder:
         losses, done = self._parts.losses, self._pending
         self._pending = {
             "step": step,
+            "epoch": self._feed.epoch,
             "micro_steps": self._micro_steps,
             "norm": losses.grad_norm,
             "rate": losses.learning_rate,
@@ -209,8 +222,11 @@ class _Recorder:
         if done is not None:
             self._note(done)
         if step % self._settings.flush_every == 0:
-            self._compare()
-            self._write()
+            try:
+                self._invariants.check(self._unchecked)
+            finally:
+                self._unchecked = []
+                self._write()
 
     def finish(self, *, is_last: bool = False) -> None:
         """Write all lines."""
@@ -232,6 +248,7 @@ class _Recorder:
         micro_steps = done["micro_steps"]
         line = {
             "step": done["step"],
+            "epoch": done["epoch"],
             "samples": [each["samples"] for each in micro_steps],
             "losses": _numbers([each["loss"] for each in micro_steps]),
             "items": _number(micro_steps[-1]["items"]) if micro_steps else None,
@@ -247,6 +264,7 @@ class _Recorder:
         if self._seen.add(total_loss(line), line["norm"]):
             self._keep(line["step"], [each["batch"] for each in micro_steps])
         self._lines.append(line)
+        self._unchecked.append(line)
 
     def _keep(self, step: int, batches: list[Any]) -> None:
         """Store the batches of a spike; the oldest ones go."""
@@ -257,18 +275,6 @@ class _Recorder:
             torch.save(batches, folder / f"step{step:08d}-{self._ledger.name}.pt")
             for old in sorted(folder.glob(f"step*-{self._ledger.name}.pt"))[:-_KEPT_SPIKES]:
                 old.unlink()
-
-    def _compare(self) -> None:
-        """Warn if replicas are not equal; collective."""
-        if self._strategy.world_size == 1 or self._print.is_split:
-            return
-        told = self._strategy.gather_object({line["step"]: line["weights"] for line in self._lines if "step" in line})
-        for step in sorted(set(told[0]).intersection(*told)):
-            if len({each[step] for each in told}) > 1:
-                warn_once(
-                    f"The processes have different weights after step {step}, which replicas never have: a parameter "
-                    "was changed on one of them only, or their models have the parameters in another order."
-                )
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []

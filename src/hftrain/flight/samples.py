@@ -29,6 +29,9 @@ class OpenBatches(Sampler[list[Any]]):
 
     The other samples stay in their batches. A batch with nothing left gets the next sample of the dataset that is not
     excluded, so that every process still has a batch.
+
+    Attributes:
+        replaces: Whether a batch got such a sample.
     """
 
     passes_batches_on = True
@@ -38,7 +41,7 @@ class OpenBatches(Sampler[list[Any]]):
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.noted: deque[tuple[int, list[Any]]] | None = None
-        self._dataset, self._excluded = dataset, excluded
+        self._dataset, self._excluded, self.replaces = dataset, excluded, False
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._pass_on(self.batch_sampler, 0)
@@ -53,7 +56,8 @@ class OpenBatches(Sampler[list[Any]]):
             self.noted.clear()
         for position, batch in enumerate(batches, start):
             left = [each for each in batch if each not in self._excluded] if self._excluded else batch
-            left = left or [self._next_after(batch[0])]
+            if not left:
+                left, self.replaces = [self._next_after(batch[0])], True
             if self.noted is not None:
                 self.noted.append((position, list(left)))
             yield left
@@ -121,10 +125,16 @@ def open_batches_of(loader: Any) -> OpenBatches | None:
 
 
 class NotedFeed:
-    """A feed that knows the samples of the batches that it has given."""
+    """A feed that knows the samples of the batches that it has given.
+
+    Attributes:
+        epoch: The number of the pass.
+        num_opened: How often a pass was begun, or a part of one.
+    """
 
     def __init__(self, feed: Any) -> None:
         self.feed = feed
+        self.num_opened = self.epoch = 0
         self._given: deque[list[Any] | None] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -132,12 +142,18 @@ class NotedFeed:
             raise AttributeError(name)
         return getattr(self.feed, name)
 
+    def change(self, hooks: Any, dataset: Any) -> NotedFeed:
+        """Read another dataset from now on."""
+        self.feed = hooks.make_feed(dataset)
+        return self
+
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Return the pass's batches, see `Feed`."""
         order = open_batches_of(self.feed.loader)
         if order is not None:
             order.noted = deque()
         self._given.clear()
+        self.num_opened, self.epoch = self.num_opened + 1, epoch
         return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
 
     def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:

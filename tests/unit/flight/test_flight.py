@@ -17,7 +17,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch.nn import functional as F
 
 from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback, set_seed
-from hftrain.flight.reading import read_ledger
+from hftrain.flight.reading import read_ledger, read_sessions
 
 NUM_ROWS, SIZE = 50, 4
 
@@ -220,7 +220,19 @@ def test_data_without_a_length_is_logged(tmp_path: Path) -> None:
     assert [line["samples"] for line in lines(tmp_path)] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 
-@pytest.mark.parametrize("settings", [{"flush_every": 0}, {"rotate_bytes": 0}, {"hang_timeout_s": -1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"flush_every": 0}, {"rotate_bytes": 0}, {"hang_timeout_s": -1.0}, {"on_broken": "ignore"}]
+)
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         FlightLog(**settings)
+
+
+def test_a_session_says_what_it_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    make(tmp_path, max_steps=1).train()
+    (session,) = read_sessions(tmp_path)
+    assert session["data"] == {"dataset": "list", "samples": NUM_ROWS, "fingerprint": None}
+    assert session["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert session["environment"]["threads"] == torch.get_num_threads()
+    assert session["environment"]["device"].startswith("cpu")

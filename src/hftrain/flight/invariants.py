@@ -1,0 +1,243 @@
+"""What holds in every sound run, checked while a flight log is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils import get_total_norm
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from hftrain.core.errors import HFTrainError
+from hftrain.core.log import warn_once
+from hftrain.core.types import Owns
+from hftrain.data.datasets import has_length
+from hftrain.data.grouping import LengthShuffledSampler
+from hftrain.data.samplers import (
+    EpochShuffleSampler,
+    EvenedSampler,
+    GlobalShuffleSampler,
+    RankBatches,
+    samplers_of,
+)
+from hftrain.flight.samples import open_batches_of
+
+# Samplers that draw each sample once in a pass, and what shares their samples and fills up the last batches.
+_ONCE = (SequentialSampler, RandomSampler, EpochShuffleSampler, GlobalShuffleSampler, LengthShuffledSampler)
+_AROUND = (BatchSampler, RankBatches, EvenedSampler)
+_NUM_LOOKS = 3
+_TOLERANCE = 1e-3
+_MOST_NAMES = 5
+_UNUSED = "Nothing that was trained on uses them; freeze them with requires_grad_(False) if that is right."
+_STILL = "The optimizer does not have them, their rate is 0, or their dtype is too coarse for such updates."
+
+
+class Invariants:
+    """Check a run every few steps, and warn about what does not hold, or stop the run.
+
+    Replicas have equal weights; trained parameters change; gradients are clipped; processes read different samples, and
+    no sample is read twice in a pass, apart from its last step, which may be filled up. Each is checked only where it
+    must hold: not of samplers that may repeat, nor of parameters whose gradient is zero.
+
+    Args:
+        parts: The loop's parts.
+        trained: The trained parameters with their names; empty if their values are not at hand.
+        args: Its `max_grad_norm` counts.
+        settings: The `FlightLog`.
+        is_replicated: Whether all processes have the same weights.
+    """
+
+    def __init__(
+        self, strategy: Any, parts: Any, trained: Sequence[tuple[str, torch.Tensor]], *, args: Any, settings: Any,
+        is_replicated: bool,
+    ) -> None:  # fmt: skip
+        self._strategy, self._parts, self._args, self._settings = strategy, parts, args, settings
+        self._trained, self._is_replicated = list(trained), is_replicated
+        self._clips = Owns.CLIP not in strategy.owns
+        self._looks: list[tuple[int, Any]] = []
+        self._norms: list[tuple[int, Any]] = []
+        self._reads = Reads()
+        self._told: set[str] = set()
+
+    def _is_due(self) -> bool:
+        """Whether this step is the last one whose numbers are ready at the next check."""
+        step: int = self._parts.progress.step
+        every: int = self._settings.flush_every
+        return (step + 2) % every == 0
+
+    def clip(self) -> Any:
+        """Clip the gradients, and note at times what their norm is after that."""
+        stepper, limit = self._parts.stepper, self._args.max_grad_norm
+        if not (self._clips and limit and limit > 0 and self._is_due()):
+            return stepper.clip()
+        before = self._norm()
+        norm = stepper.clip()
+        if before is not None and norm is not None:
+            self._norms = [(self._parts.progress.step + 1, torch.stack([before, norm.to(before), self._norm()]))]
+        return norm
+
+    @torch.no_grad()
+    def _norm(self) -> Any:
+        groups = self._parts.optimizer.param_groups
+        found = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+        if not found or any(hasattr(each, "full_tensor") for each in found[1:]) != hasattr(found[0], "full_tensor"):
+            return None
+        norm: Any = get_total_norm(found)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Before an update, note at times one weight of each parameter: that with the largest gradient at first."""
+        groups = self._parts.optimizer.param_groups
+        if not self._trained or not self._is_due() or not any(group["lr"] > 0 for group in groups):
+            return
+        first = self._looks[0][1] if self._looks else {}
+        found: dict[str, Any] = {}
+        for name, parameter in self._trained:
+            weights, gradient = _local(parameter).reshape(-1), parameter.grad
+            if not weights.numel() or not parameter.requires_grad or (gradient is not None and gradient.is_sparse):
+                continue
+            if gradient is None:
+                found[name] = None
+            elif first.get(name) is not None:
+                place = first[name][0]
+                found[name] = place, weights.take(place).clone()
+            else:
+                sizes = _local(gradient).reshape(-1).abs()
+                place = sizes.argmax()
+                found[name] = place, weights.take(place).clone(), sizes.take(place) > 0
+        if any(each is not None for each in found.values()):  # else they are updated in the backward pass
+            self._looks.append((self._parts.progress.step + 1, found))
+
+    def check(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Check the steps since the last time. Collective.
+
+        Raises:
+            HFTrainError: Something does not hold, and the run is to be stopped.
+        """
+        broken = [*self._broken_norms(), *self._broken_parameters()]
+        steps = {line["step"]: [line["weights"], line["epoch"], line["samples"]] for line in lines}
+        told = self._strategy.gather_object((broken, steps)) if self._strategy.world_size > 1 else [(broken, steps)]
+        found = list(chain.from_iterable(each for each, _ in told))
+        common = sorted(set(told[0][1]).intersection(*(each for _, each in told)))
+        if self._is_replicated:
+            found += _broken_replicas({step: [each[step][0] for _, each in told] for step in common})
+        found += self._reads.broken(self._parts.feed, {step: [each[step][1:] for _, each in told] for step in common})
+        for kind, text in found:
+            if kind not in self._told:
+                self._told.add(kind)
+                self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        if self._settings.on_broken == "stop":
+            raise HFTrainError(text, "FlightLog(on_broken='stop') ends the run.", "Correct it, or leave on_broken out.")
+        warn_once(text)
+
+    def _broken_norms(self) -> Iterator[tuple[str, str]]:
+        for step, norms in self._norms:
+            before, told, after = norms.tolist()
+            limit = self._args.max_grad_norm
+            # Where another norm was clipped, or scaled gradients, nothing is known about this one.
+            is_known = math.isfinite(before) and abs(before - told) <= _TOLERANCE * told
+            if is_known and limit and after > limit * (1 + _TOLERANCE):
+                yield "norm", f"The gradient norm after clipping was {after:.4g} in step {step}, above {limit}."
+        self._norms = []
+
+    def _broken_parameters(self) -> Iterator[tuple[str, str]]:
+        if len(self._looks) < _NUM_LOOKS:
+            return
+        (_, first), *_ = self._looks
+        named = ", ".join(str(step) for step, _ in self._looks)
+        found = {name: [look.get(name, ()) for _, look in self._looks] for name in first}
+        without = [name for name, each in found.items() if not any(look is not None for look in each)]
+        still = [name for name, each in found.items() if all(each) and _is_still(each)]
+        self._trained, self._looks = [], []
+        if without:
+            yield "gradient", f"Trained parameters had no gradient in the steps {named}: {_names(without)}. {_UNUSED}"
+        if still:
+            yield "weights", f"Trained parameters did not change between the steps {named}: {_names(still)}. {_STILL}"
+
+
+class Reads:
+    """Which sample was read when in a pass."""
+
+    def __init__(self) -> None:
+        self._opening: Any = None
+        self._when: Any = None
+        self._held: tuple[int, Any] | None = None
+
+    def broken(self, feed: Any, steps: Mapping[int, Sequence[Any]]) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the samples of steps: by step, for each process the pass and its micro-batches."""
+        rows = {step: [list(_flat(samples)) for _, samples in each] for step, each in steps.items()}
+        yield from _copies(rows)
+        for step, each in steps.items():
+            if (feed.num_opened, each[0][0]) != self._opening:
+                self._opening, self._held = (feed.num_opened, each[0][0]), None
+                num = len(feed.loader.dataset) if draws_once(feed.loader) else 0
+                self._when = np.zeros(num, np.int32)
+            # The last step of a pass is never looked at: it may be filled up from the start.
+            if self._held is not None and len(self._when):
+                yield from self._repeats(*self._held)
+            self._held = step, rows[step]
+
+    def _repeats(self, step: int, rows: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str]]:
+        for sample in chain.from_iterable(rows):
+            if self._when[sample]:
+                steps = f"the steps {self._when[sample]} and {step}" if self._when[sample] != step else f"step {step}"
+                text = f"Sample {sample} was read twice in a pass, in {steps}, although"
+                yield "repeat", f"{text} its sampler draws each sample once."
+                return
+            self._when[sample] = step
+
+
+def draws_once(loader: Any) -> bool:
+    """Return whether a loader of map-style data is known to draw each sample once in a pass."""
+    noted = open_batches_of(loader)
+    if noted is None or noted.replaces or not has_length(loader.dataset):
+        return False
+    samplers = samplers_of(noted)
+    last, num = samplers[-1], len(loader.dataset)
+    is_plain = type(last) in _ONCE and not getattr(last, "replacement", False)
+    return is_plain and len(last) <= num and all(type(part) in (*_AROUND, *_ONCE) for part in samplers)
+
+
+def _copies(rows: Mapping[int, Sequence[Sequence[Any]]]) -> Iterator[tuple[str, str]]:
+    """Find processes that read the same samples in all these steps."""
+    by_rank = list(zip(*rows.values(), strict=True))
+    for one, other in combinations(range(len(by_rank)), 2):
+        mine = list(chain.from_iterable(by_rank[one]))
+        if len(rows) > 1 and len(set(map(str, mine))) > 1 and by_rank[one] == by_rank[other]:
+            text = f"The processes {one} and {other} read the same samples in the steps {min(rows)} to {max(rows)}"
+            yield "copies", f"{text}: the data is not split among them."
+            return
+
+
+def _broken_replicas(weights: Mapping[int, Sequence[Any]]) -> Iterator[tuple[str, str]]:
+    for step, each in weights.items():
+        if len(set(each)) > 1:
+            text = f"The processes have different weights after step {step}, which replicas never have: a parameter was"
+            yield "replicas", f"{text} changed on one of them only, or they have the parameters in another order."
+            return
+
+
+def _is_still(looks: Sequence[Any]) -> bool:
+    """Whether a weight whose gradient was not zero was the same each time."""
+    (_, first, is_reached), *others = looks
+    return bool(torch.stack([is_reached, *(first == each[1] for each in others)]).all())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.detach()
+
+
+def _flat(samples: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(each or () for each in samples)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
