@@ -86,6 +86,8 @@ def _add(found: Any, value: Any) -> None:
         found.update(repr(value).encode())
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of Pillow
         found.update(f"{value.mode}{value.size}".encode() + value.tobytes())
-    else:
+    elif not callable(value):
         found.update(type(value).__qualname__.encode())
         _add(found, vars(value))
+    else:
+        raise TypeError(value)
