@@ -14,9 +14,10 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hftrain.arguments import TrainingArguments
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.checkpoint.rotation import by_commit
+from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
@@ -59,6 +60,11 @@ def show_replay(
         is_same = "All steps since are the same to the bit."
     else:
         is_same = f"Step {parted} is not the same: {values}."
+        if (number := session_of(run, step).get("training", 1)) > 1 and not script:
+            is_same += (
+                f" It was made by training number {number} of its script, and the first one was done again: name "
+            )
+            is_same += "a script after -- that does this training only."
     bad = first_not_finite(calls)
     lines = [done, is_same, *([f"The first value that is not finite: {bad}."] if bad else [])]
     return Answer(
@@ -79,6 +85,7 @@ def do_step(
 ) -> Path | None:
     """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start."""
     session, launch = session_of(run, step), read_launch()
+    start = _checkpoint_before(Path(run).absolute(), step, session)
     if launch.world_size != session["world_size"]:
         number = session["world_size"]
         raise ConfigError(
@@ -86,10 +93,8 @@ def do_step(
             f"It was trained with {number}.",
             f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
-    start = _checkpoint_before(Path(run), step)
     command = list(script) or session["command"][1:]
-    _train(command, session["folder"], folder=Path(folder), resume=start, step=step, changes=changes or {})
-    return start
+    return _train(command, session, folder=Path(folder), start=start, step=step, changes=changes or {})
 
 
 def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
@@ -135,9 +140,14 @@ def session_of(run: str, step: int) -> dict[str, Any]:
     return sessions[-1]
 
 
-def _checkpoint_before(run: Path, step: int) -> Path | None:
-    found = [path for path in by_commit(run) if (checkpoint_step(path.name) or 0) < step] if run.is_dir() else []
-    return max(found, key=lambda path: checkpoint_step(path.name) or 0, default=None)
+def _checkpoint_before(run: Path, step: int, session: Mapping[str, Any]) -> Path | None:
+    """Return the last checkpoint before a step that its session has saved, or from which it was resumed."""
+    found = {}
+    for name, manifest in LocalCheckpoints(run).manifests().items():
+        at, saved_at_s = checkpoint_step(name) or 0, manifest.facts.get("saved_at_s", 0.0) if manifest else 0.0
+        if at == session["begin"] or (session["begin"] < at < step and saved_at_s >= session["at"]):
+            found[at] = run / name
+    return found[max(found)] if found else None
 
 
 def _parsed(changes: Sequence[str]) -> dict[str, Any]:
@@ -154,37 +164,44 @@ def _parsed(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _train(
-    command: Sequence[str], cwd: str, *, folder: Path, resume: Path | None, step: int, changes: Mapping[str, Any]
-) -> None:
-    """Run a command up to its first training, and end it after a step of that, which writes into a folder only."""
-    train, observer, is_done = Trainer.train, Observer(step, folder), []
-    resume = None if resume is None else resume.absolute()
+    command: Sequence[str], session: Mapping[str, Any], *, folder: Path, start: Path | None, step: int,
+    changes: Mapping[str, Any],
+) -> Path | None:  # fmt: skip
+    """Run a command up to its first training, and end it after a step of that, which writes into a folder only.
 
-    def stand_in(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    Returns:
+        The checkpoint from which: `start`, or one elsewhere that the script names and the session began with.
+    """
+    train, observer, starts = Trainer.train, Observer(step, folder), list[Path | None]()
+
+    def stand_in(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
         Trainer.train = train  # type: ignore[method-assign]
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = without_trackers(callbacks)
         if not any(isinstance(each, FlightLog) for each in callbacks):
             trainer.add_callback(FlightLog())
         trainer.add_callback(observer)
-        train(trainer, resume_from_checkpoint=None if resume is None else str(resume))
-        is_done.append(True)
+        given = Path(resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else "").absolute()
+        starts.append(given if start is None and checkpoint_step(given.name) == session["begin"] else start)
+        train(trainer, None if starts[0] is None else str(starts[0]), *args, **kwargs)
         raise _Reached
 
     Trainer.train = stand_in  # type: ignore[method-assign, assignment]
     try:
-        with _in_place_of(command, cwd), _with_arguments(folder, changes), redirect_stdout(sys.stderr):
+        with _in_place_of(command, session["folder"]), _with_arguments(folder, changes), redirect_stdout(sys.stderr):
             _execute(command)
     except _Reached:
         pass
     finally:
         Trainer.train = train  # type: ignore[method-assign]
-    if not is_done:
+    if step not in read_ledger(folder):
+        what = f"Its training ended, or stopped writing, before step {step}." if starts else ""
         raise ConfigError(
             f"Cannot run {' '.join(command)!r} again.",
-            "It ended without a call of Trainer.train in this process.",
+            what or "It ended without a call of Trainer.train in this process.",
             "Name the script and its arguments after --.",
         )
+    return starts[0]
 
 
 @contextmanager
@@ -195,14 +212,13 @@ def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
 
     def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(trainer, *args, **kwargs)
-        given = bound.arguments.get("args")
-        if given is not None:
-            kind = type(given)
-            if changes:
-                given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
-            given = bound.arguments["args"] = copy.copy(given)
-            given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
-            given.save_strategy, given.load_best_model_at_end = type(given.save_strategy)("no"), False
+        given = bound.arguments.get("args") or TrainingArguments(str(folder))
+        kind = type(given)
+        if changes:
+            given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
+        given = bound.arguments["args"] = copy.copy(given)
+        given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
+        given.save_strategy, given.load_best_model_at_end = type(given.save_strategy)("no"), False
         build(*bound.args, **bound.kwargs)
 
     Trainer.__init__ = init  # type: ignore[method-assign, assignment]

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from hftrain.flight.stacks import StackDumps
 from hftrain.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
+_STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports
+_TRAININGS = count(1)
 
 
 class FlightLog(TrainerCallback):
@@ -195,7 +198,8 @@ class _Recorder:
                 "data": data_of(parts.dataset),
                 "environment": environment_of(parts.device),
                 "command": sys.orig_argv,
-                "folder": os.getcwd(),
+                "folder": _STARTED_IN,
+                "training": next(_TRAININGS),
                 "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
             }
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +38,8 @@ def flight_folder(run: str | Path) -> Path:
 
 def read_sessions(run: str | Path) -> list[dict[str, Any]]:
     """Return the lines with which the sessions of a run began, of its first process."""
-    return [line for line in _lines_of(flight_folder(run), "rank0") if isinstance(line.get("begin"), int)]
+    lines = _lines_of(flight_folder(run), "rank0")
+    return [line for line in lines if all(isinstance(line.get(name), int) for name in ("begin", "world_size"))]
 
 
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -64,8 +67,9 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
     """Return the lines of each step of a run, one per process that wrote it; damaged lines are left out.
 
     A step that a resumed run did again is there once, as it was done last. Of lines that a resume has left behind,
-    those after the last one's first step are left out.
+    those after the last one's first step are left out, and those of ranks that it does not have.
     """
+    sessions = read_sessions(run)
     found: dict[int, dict[str, dict[str, Any]]] = {}
     folder = flight_folder(run)
     ranks = sorted({path.name.split(".")[0] for path in folder.glob("rank*.jsonl*")}, key=lambda name: int(name[4:]))
@@ -77,17 +81,20 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
             elif isinstance(step := line.get("step"), int):
                 own[step] = line
         for step, line in own.items():
-            found.setdefault(step, {})[rank] = line
+            sizes = [each["world_size"] for each in sessions if each["begin"] < step]
+            if not sizes or int(rank[4:]) < sizes[-1]:
+                found.setdefault(step, {})[rank] = line
     return {step: list(found[step].values()) for step in sorted(found)}
 
 
 def _lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
     for path in [*sorted(folder.glob(f"{rank}.*.jsonl.gz")), folder / f"{rank}.jsonl"]:
-        if path.exists():
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            for text in data.decode("utf-8", errors="replace").splitlines():
+        reading = gzip.open if path.suffix == ".gz" else open
+        # Of a damaged archive what is before the damage.
+        with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), reading(path, "rb") as file:
+            for text in file:
                 try:
-                    line = json.loads(text)
+                    line = json.loads(text.decode("utf-8", errors="replace"))
                 except ValueError:
                     continue
                 if isinstance(line, dict):
