@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -17,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from unit.cli.test_replay import SCRIPT
 
-from hftrain import FlightLog, Trainer, TrainerCallback, set_seed
+from hftrain import FlightLog, Trainer, TrainerCallback, default_data_collator, set_seed
 from hftrain.cli.bisect import show_bisect
 from hftrain.cli.hangs import show_hangs
+from hftrain.cli.sample_losses import SampleObserver
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.reading import read_ledger
 
@@ -162,6 +165,38 @@ def test_the_module_that_differs_on_one_rank_is_named(tmp_path: Path, monkeypatc
     where = "backward, the gradient of the output of blocks.2.1 (Dropout), on rank 1 only"
     answer = show_bisect(["a", "b"])
     assert (answer.data["step"], answer.data["where"]) == (13, where)
+
+
+def collate_but(num: int, rows: list[Any]) -> Any:
+    """Leave the last samples out, so that the processes have different numbers of them."""
+    return default_data_collator(rows[: len(rows) - num])
+
+
+def observe_each(folder: str) -> None:
+    for name in ("ddp", "fsdp"):
+        set_seed(3)
+        path = Path(folder) / name
+        args = make_arguments(path, num_train_epochs=2, per_device_train_batch_size=3, learning_rate=0.01)
+        shorten = partial(collate_but, int(os.environ["RANK"]))
+        trainer = Trainer(
+            Net(), args, train_dataset=make_rows(30), strategy=name, flight_log=True, data_collator=shorten
+        )
+        trainer.add_callback(SampleObserver(5, path, trainer))
+        trainer.train()
+        trainer.strategy.close()
+
+
+def test_processes_compute_their_samples_alone(run_distributed: Any, tmp_path: Path) -> None:
+    run_distributed(observe_each, folder=str(tmp_path))
+    losses = []
+    for name in ("ddp", "fsdp"):
+        found = [json.loads((tmp_path / name / f"samples-rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert [len(each["samples"]) for each in found] == [3, 2]
+        assert [each["norm"] is None for part in found for each in part["samples"]] == [name == "fsdp"] * 5
+        losses.append([each["loss"] for part in found for each in part["samples"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    lines = read_ledger(tmp_path / "ddp")[5]
+    assert sum(losses[0]) / 5 == pytest.approx(sum(line["losses"][0] for line in lines) / 2, rel=1e-5)
 
 
 class Nap(TrainerCallback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.replay import calls_in, do_step_apart, ledger_with, new_folder
+from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_ranks
 from hftrain.cli.runs import read_runs
 from hftrain.core.errors import ConfigError
 from hftrain.flight.observing import first_difference
@@ -36,8 +36,8 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
     if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
         folder = new_folder(output or "bisect", what="observe")
         for run, name in zip(runs, "ab", strict=True):
-            do_step_apart(run, step, folder / name)
-        where = first_difference(calls_in(folder / "a"), calls_in(folder / "b"))
+            do_step_apart(run, step, folder / name, has_samples=False)
+        where = first_difference(*(read_ranks(folder / name, "modules") for name in "ab"))
         lines.append(f"step {step}, {where}" if where else "No module of that step differs: the updates do.")
     return Answer([*lines, *around], {"step": step, "differs": names, "where": where, "around": around})
 

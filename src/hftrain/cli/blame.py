@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,23 @@ from typing import Any
 import torch
 
 from hftrain.cli.answer import Answer
+from hftrain.cli.replay import do_step_apart, read_ranks
 from hftrain.core.errors import ConfigError
-from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, flight_folder, limit_of, read_ledger, total_loss
+from hftrain.flight.reading import (
+    FOLDER,
+    MIN_STEPS,
+    WINDOW,
+    Lines,
+    first_parting,
+    flight_folder,
+    limit_of,
+    read_ledger,
+    total_loss,
+)
 
 _MOST_TOKENS = 60
 _NEAR = 32
+_MOST_REPLAYS = 3
 
 
 @dataclass
@@ -28,6 +41,7 @@ class Suspect:
         sample: Its index.
         loss: Its own loss in the spike, or that of its micro-batch.
         is_own: Whether the loss is its own.
+        norm: The norm of its own gradient; None if the step was not replayed.
         steps: The steps that had it.
         spikes: Those of them that are spikes.
         shown: Its content in words, or the path of a picture; None if it was not kept.
@@ -37,13 +51,19 @@ class Suspect:
     sample: Any
     loss: float
     is_own: bool
+    norm: float | None = None
     steps: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     shown: str | None = None
     twins: list[Any] = field(default_factory=list)
 
+    @property
+    def size(self) -> float:
+        """What it is sorted by: the norm, or the loss."""
+        return self.loss if self.norm is None else self.norm
 
-def find_spikes(ledger: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, tuple[float, float]]:
+
+def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
     """Return the steps whose mean loss over the processes, or whose norm, stand out.
 
     A step is compared with the 128 steps before it; one of the first 16 with the first 32.
@@ -68,49 +88,75 @@ def _as_float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def suspects_of(ledger: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> list[Suspect]:
-    """Return the samples of some steps whose loss stands out among those of 32 steps before and after.
+def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
+    """Return the samples of some steps whose loss or norm stands out among those of 32 steps before and after.
 
-    If none does, the one with the highest loss of each step; without losses of samples, those of the micro-batch with
-    the highest loss of each step.
+    If none does, the first one of each step; without losses of samples, those of the micro-batch with the highest loss
+    of each step.
     """
     found: dict[str, Suspect] = {}
     others: list[Suspect] = []
     for step in steps:
-        entries = [entry for line in ledger[step] for entry in _entries(line)]
-        worst = max((math.inf if math.isnan(loss) else loss for _, loss, _ in entries), default=0.0)
+        entries = [each for line in ledger[step] for each in _entries(line)]
+        worst = max((math.inf if math.isnan(each.size) else each.size for each in entries), default=0.0)
         near = [line for other in range(step - _NEAR, step + _NEAR + 1) for line in ledger.get(other, ())]
-        limit = limit_of(loss for line in near for _, loss, is_own in _entries(line) if is_own)
-        for sample, loss, is_own in entries:
-            if not loss <= (limit if is_own else math.nextafter(worst, -math.inf)):
-                one = found.setdefault(json.dumps(sample), Suspect(sample, loss, is_own))
-                one.loss = loss if math.isnan(loss) else max(one.loss, loss)
-            elif loss >= worst:
-                others.append(Suspect(sample, loss, is_own))
+        own = [each for line in near for each in _entries(line) if each.is_own]
+        limit, most = limit_of(each.loss for each in own), limit_of(each.norm for each in own if each.norm is not None)
+        for one in entries:
+            is_out = not one.loss <= (limit if one.is_own else math.nextafter(worst, -math.inf))
+            if is_out or (one.norm is not None and not one.norm <= most):
+                first = found.setdefault(json.dumps(one.sample), one)
+                found[json.dumps(one.sample)] = max(first, one, key=lambda each: (math.isnan(each.size), each.size))
+            elif one.size >= worst:
+                others.append(one)
     found = found or {json.dumps(each.sample): each for each in others}
     uses: dict[str, list[int]] = defaultdict(list)
     for step, lines in ledger.items():
-        for line in lines:
-            for sample, _, _ in _entries(line):
-                uses[json.dumps(sample)].append(step)
+        for each in (each for line in lines for each in _entries(line)):
+            uses[json.dumps(each.sample)].append(step)
     for name, suspect in found.items():
         suspect.steps = sorted(set(uses[name]))
     return list(found.values())
 
 
-def _entries(line: Mapping[str, Any]) -> Iterator[tuple[Any, float, bool]]:
-    """Yield each known sample of a process's step, its loss, and whether that is its own."""
-    losses, each = line.get("losses") or [], line.get("sample_losses") or []
+def _entries(line: Mapping[str, Any]) -> Iterator[Suspect]:
+    """Yield each known sample of a process's step."""
+    losses, each, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
     for number, samples in enumerate(line.get("samples") or []):
         own = each[number] if number < len(each) else None
         for place, sample in enumerate(samples or []):
             if isinstance(own, list) and len(own) == len(samples):
-                yield sample, float(own[place]), True
+                yield Suspect(sample, float(own[place]), True, norms[number][place] if norms else None)
             elif number < len(losses):
-                yield sample, float(losses[number]), False
+                yield Suspect(sample, float(losses[number]), False)
 
 
-def show_blame(run: str, *, step: int | None = None, top: int = 5, output: str | None = None) -> Answer:
+def _replay_each(run: str, ledger: Lines, steps: Sequence[int]) -> tuple[Lines, list[str]]:
+    """Do steps again; return the ledger with the loss and norm of each of their samples, and what there is to say."""
+    changed, lines = dict(ledger), [f"Replayed step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}."]
+    for step in steps:
+        with tempfile.TemporaryDirectory() as folder:
+            do_step_apart(run, step, Path(folder))
+            found = read_ranks(Path(folder), "samples")
+            _, _, values = first_parting({step: ledger[step]}, read_ledger(folder))
+        lines += [f"step {step} is not the same when it is replayed: {values}" for _ in range(bool(values))]
+        lines += [f"step {step}: no losses of samples: {each['problem']}" for each in found[:1] if each["problem"]]
+        changed[step] = [_with_losses(line, each["samples"]) for line, each in zip(ledger[step], found, strict=True)]
+    return changed, lines
+
+
+def _with_losses(line: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return a process's line of a step with the losses and norms of its samples, if they are the same samples."""
+    parts = [[each for each in found if each["micro_batch"] == number] for number in range(len(line["samples"]))]
+    if [[each["sample"] for each in part] for part in parts] != line["samples"]:
+        return line
+    losses, norms = ([[each[name] for each in part] for part in parts] for name in ("loss", "norm"))
+    return {**line, "sample_losses": losses, "sample_norms": norms}
+
+
+def show_blame(
+    run: str, *, step: int | None = None, top: int = 5, output: str | None = None, replay: bool = False
+) -> Answer:
     """Show the samples behind the spikes of a run that has a flight log, and write a list of them.
 
     Args:
@@ -118,11 +164,13 @@ def show_blame(run: str, *, step: int | None = None, top: int = 5, output: str |
         step: Look at this step instead of the spikes.
         top: How many samples to show.
         output: A JSON file to write the samples to, for ``Trainer(exclude_samples=...)``.
+        replay: Look at the first three spikes only, and do them again for the loss and the gradient norm of each
+            sample; see `hftrain replay`.
 
     Raises:
-        ConfigError: The run has no flight log, or the step is not in it.
+        ConfigError: The run has no flight log, the step is not in it, or it cannot be done again.
     """
-    ledger = read_ledger(run)
+    ledger: Lines = read_ledger(run)
     if not ledger:
         raise ConfigError(
             f"Cannot blame {run}.", "It has no flight log.", "Train with Trainer(..., flight_log=True) to have one."
@@ -137,33 +185,49 @@ def show_blame(run: str, *, step: int | None = None, top: int = 5, output: str |
     looked_at = [step] if step is not None else list(spikes)
     if not looked_at:
         return Answer(["No step stands out from those before it."], {"spikes": [], "suspects": []})
+    lines: list[str] = []
+    if replay:
+        looked_at = looked_at[:_MOST_REPLAYS]
+        ledger, lines = _replay_each(run, ledger, looked_at)
     suspects = suspects_of(ledger, looked_at)
     for each in suspects:
         each.spikes = [step for step in each.steps if step in spikes]
     suspects.sort(key=_rank)
     _show_contents(flight_folder(run).parent, ledger, suspects[:top])
-    lines = [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
+    lines += [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
     lines += [f"and {len(looked_at) - top} more" for _ in range(len(looked_at) > top)]
-    lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
-    lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
-    if not suspects:
-        lines.append("The samples of these steps are not known: streams and own loaders have no indices.")
-    elif not all(each.is_own for each in suspects):
-        lines += ["", "Losses are known by micro-batch. For those of samples: FlightLog(sample_losses=...)."]
+    lines += ["", *_describe_all(suspects, top)]
     if output is not None:
-        Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
-        first = min((each.steps[0] for each in suspects), default=looked_at[0])
-        lines += ["", f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint"]
-        lines += [f"before step {first}, with Trainer(..., exclude_samples={output!r})."]
+        lines += ["", *_write(output, suspects, looked_at[0])]
     data = [vars(each) for each in suspects]
     return Answer(lines, {"spikes": [{"step": each, "loss": spikes.get(each, (None,))[0]} for each in looked_at],
                           "suspects": data})  # fmt: skip
 
 
+def _describe_all(suspects: Sequence[Suspect], top: int) -> list[str]:
+    lines = [line for suspect in suspects[:top] for line in _describe(suspect)]
+    lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
+    if not suspects:
+        return ["The samples of these steps are not known: streams and own loaders have no indices."]
+    if not all(each.is_own for each in suspects):
+        lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
+        lines += ["train with FlightLog(sample_losses=...)."]
+    return lines
+
+
+def _write(output: str, suspects: Sequence[Suspect], first: int) -> list[str]:
+    Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
+    first = min((each.steps[0] for each in suspects), default=first)
+    return [
+        f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint",
+        f"before step {first}, with Trainer(..., exclude_samples={output!r}).",
+    ]
+
+
 def _rank(suspect: Suspect) -> tuple[Any, ...]:
-    """Return a sort key: NaN first; then the highest own losses, or those that spikes had most often."""
+    """Return a sort key: NaN first; then the largest norms or losses, or those that spikes had most often."""
     share = 0.0 if suspect.is_own else len(suspect.spikes) / max(1, len(suspect.steps))
-    return not math.isnan(suspect.loss), -share, -suspect.loss
+    return not math.isnan(suspect.size), -share, -suspect.size
 
 
 def _describe_step(step: int, spikes: Mapping[int, Any], ledger: Mapping[int, Any]) -> str:
@@ -176,7 +240,8 @@ def _describe_step(step: int, spikes: Mapping[int, Any], ledger: Mapping[int, An
 def _describe(suspect: Suspect) -> list[str]:
     whose = "loss" if suspect.is_own else "loss of its micro-batch"
     spikes, steps = len(suspect.spikes), len(suspect.steps)
-    text = f"sample {suspect.sample}: {whose} {suspect.loss:.4g}, "
+    norm = "" if suspect.norm is None else f"gradient norm {suspect.norm:.4g}, "
+    text = f"sample {suspect.sample}: {whose} {suspect.loss:.4g}, {norm}"
     text += f"in {spikes} spike{'s' * (spikes != 1)} of {steps} step{'s' * (steps != 1)} that had it"
     if suspect.twins:
         text += f"; same content as {', '.join(map(str, suspect.twins))}"
@@ -186,7 +251,7 @@ def _describe(suspect: Suspect) -> list[str]:
 # -- what samples look like ------------------------------------------------------------------------------------------
 
 
-def _show_contents(run: Path, ledger: Mapping[int, Sequence[Mapping[str, Any]]], suspects: Sequence[Suspect]) -> None:
+def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> None:
     """Find suspects in the batches that were kept, and say what they look like."""
     rows: dict[str, dict[str, torch.Tensor]] = {}
     for step in sorted({step for each in suspects for step in each.steps}):

@@ -153,6 +153,8 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
     part.add_argument("--step", type=int, metavar="N", help="look at this step instead of those that stand out")
     part.add_argument("--top", type=int, metavar="N", default=5, help="how many samples to show; default: 5")
+    what = "do the first three of them again for the loss and gradient norm of each sample"
+    part.add_argument("--replay", action="store_true", help=what)
     what = "write their indices into a JSON file, for Trainer(exclude_samples=...)"
     part.add_argument("-o", "--output", metavar="FILE", help=what)
     what = "do a step of a run again to the bit, with every module looked at"

@@ -9,7 +9,8 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,13 +20,16 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
+from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
 from hftrain.flight.ledger import FlightLog
 from hftrain.flight.observing import Observer, first_not_finite
-from hftrain.flight.reading import Lines, first_parting, read_ledger, read_sessions
+from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.trainer import Trainer
+
+_NONE: Mapping[str, Any] = {}
 
 
 class _Reached(BaseException):
@@ -53,7 +57,7 @@ def show_replay(
     if read_launch().rank:
         return Answer([], None)
     after = read_ledger(folder)
-    calls = calls_in(folder)[0]
+    calls = read_ranks(folder, "modules")[0]
     done = f"Did step {step} again, from {'the start' if start is None else start.name}; see {folder}."
     parted, names, values = first_parting(before, after)
     if parted is None:
@@ -67,9 +71,10 @@ def show_replay(
             is_same += "a script after -- that does this training only."
     bad = first_not_finite(calls)
     lines = [done, is_same, *([f"The first value that is not finite: {bad}."] if bad else [])]
-    return Answer(
-        lines, {"step": step, "folder": str(folder), "parted": parted, "differs": names, "first_not_finite": bad}
-    )
+    problem = read_ranks(folder, "samples")[0]["problem"]
+    lines += [f"No losses of samples: {problem}"] if problem else []
+    facts = {"step": step, "folder": str(folder), "parted": parted, "differs": names, "first_not_finite": bad}
+    return Answer(lines, facts)
 
 
 def new_folder(path: str, *, what: str) -> Path:
@@ -81,9 +86,13 @@ def new_folder(path: str, *, what: str) -> Path:
 
 
 def do_step(
-    run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] | None = None
-) -> Path | None:
-    """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start."""
+    run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] = _NONE,
+    has_samples: bool = True,
+) -> Path | None:  # fmt: skip
+    """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start.
+
+    With `has_samples`, also compute each of its samples alone, see `SampleObserver`.
+    """
     session, launch = session_of(run, step), read_launch()
     start = _checkpoint_before(Path(run).absolute(), step, session)
     if launch.world_size != session["world_size"]:
@@ -94,7 +103,26 @@ def do_step(
             f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
     command = list(script) or session["command"][1:]
-    return _train(command, session, folder=Path(folder), start=start, step=step, changes=changes or {})
+
+    def observe(trainer: Any) -> Observer:
+        return SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
+
+    start = _train(command, session, folder=Path(folder), start=start, step=step, observe=observe, changes=changes)
+    if has_samples:
+        _name_samples(Path(folder), f"rank{launch.rank}", step)
+    return start
+
+
+def _name_samples(folder: Path, rank: str, step: int) -> None:
+    """Add to each sample of a process its index in the data; null if it is not known."""
+    path = folder / f"samples-{rank}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    names = next(line["samples"] for line in lines_of(folder / FOLDER, rank) if line.get("step") == step)
+    sizes = Counter(each["micro_batch"] for each in found["samples"] if each["row"] is not None)
+    for each in found["samples"]:
+        own = names[each["micro_batch"]]
+        each["sample"] = own[each["row"]] if own and len(own) == sizes[each["micro_batch"]] else None
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
@@ -109,9 +137,9 @@ def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
         raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
 
 
-def calls_in(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the calls of modules that an observed step has written, of each process."""
-    paths = sorted(folder.glob("modules-rank*.json"), key=lambda path: int(path.stem.removeprefix("modules-rank")))
+def read_ranks(folder: Path, name: str) -> list[Any]:
+    """Return what each process has written of an observed step: ``"modules"`` or ``"samples"``."""
+    paths = sorted(folder.glob(f"{name}-rank*.json"), key=lambda path: int(path.stem.removeprefix(f"{name}-rank")))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
@@ -165,14 +193,14 @@ def _parsed(changes: Sequence[str]) -> dict[str, Any]:
 
 def _train(
     command: Sequence[str], session: Mapping[str, Any], *, folder: Path, start: Path | None, step: int,
-    changes: Mapping[str, Any],
+    observe: Callable[[Any], Observer], changes: Mapping[str, Any],
 ) -> Path | None:  # fmt: skip
-    """Run a command up to its first training, and end it after a step of that, which writes into a folder only.
+    """Run a command up to its first training, which writes into a folder only and which an observer ends.
 
     Returns:
         The checkpoint from which: `start`, or one elsewhere that the script names and the session began with.
     """
-    train, observer, starts = Trainer.train, Observer(step, folder), list[Path | None]()
+    train, starts = Trainer.train, list[Path | None]()
 
     def stand_in(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
         Trainer.train = train  # type: ignore[method-assign]
@@ -180,7 +208,7 @@ def _train(
         callbacks[:] = without_trackers(callbacks)
         if not any(isinstance(each, FlightLog) for each in callbacks):
             trainer.add_callback(FlightLog())
-        trainer.add_callback(observer)
+        trainer.add_callback(observe(trainer))
         given = Path(resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else "").absolute()
         starts.append(given if start is None and checkpoint_step(given.name) == session["begin"] else start)
         train(trainer, None if starts[0] is None else str(starts[0]), *args, **kwargs)

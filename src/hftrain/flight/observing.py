@@ -34,7 +34,9 @@ class Observer(TrainerCallback):
         self._handles: list[Any] = []
         self._is_on = False
         self._calls: list[dict[str, Any]] = []
-        self._batches: list[Any] = []
+        # The micro-batches on the CPU, and the item count that each was given.
+        self.batches: list[Any] = []
+        self.num_items: list[Any] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
@@ -56,7 +58,8 @@ class Observer(TrainerCallback):
 
         def step(model: Any, batch: Any, num_items: Any) -> Any:
             if self._is_on:
-                self._batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
+                self.batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
+                self.num_items.append(num_items)
             return train(model, batch, num_items)
 
         changed = replace(parts.hooks, training_step=step)
@@ -84,7 +87,7 @@ class Observer(TrainerCallback):
             self.folder.mkdir(parents=True, exist_ok=True)
             rank = args.process_index
             (self.folder / f"modules-rank{rank}.json").write_text(json.dumps(self._calls, indent=1), encoding="utf-8")
-            torch.save(self._batches, self.folder / f"batches-rank{rank}.pt")
+            torch.save(self.batches, self.folder / f"batches-rank{rank}.pt")
             control.should_training_stop = True
 
     def close_run(self) -> None:

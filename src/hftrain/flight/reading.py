@@ -38,7 +38,7 @@ def flight_folder(run: str | Path) -> Path:
 
 def read_sessions(run: str | Path) -> list[dict[str, Any]]:
     """Return the lines with which the sessions of a run began, of its first process."""
-    lines = _lines_of(flight_folder(run), "rank0")
+    lines = lines_of(flight_folder(run), "rank0")
     return [line for line in lines if all(isinstance(line.get(name), int) for name in ("begin", "world_size"))]
 
 
@@ -75,7 +75,7 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
     ranks = sorted({path.name.split(".")[0] for path in folder.glob("rank*.jsonl*")}, key=lambda name: int(name[4:]))
     for rank in ranks:
         own: dict[int, dict[str, Any]] = {}
-        for line in _lines_of(folder, rank):
+        for line in lines_of(folder, rank):
             if isinstance(begin := line.get("begin"), int):
                 own = {step: each for step, each in own.items() if step <= begin}
             elif isinstance(step := line.get("step"), int):
@@ -87,7 +87,8 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
     return {step: list(found[step].values()) for step in sorted(found)}
 
 
-def _lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
+def lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
+    """Yield the undamaged lines of a process in a folder of a flight log, such as those of ``rank0``."""
     for path in [*sorted(folder.glob(f"{rank}.*.jsonl.gz")), folder / f"{rank}.jsonl"]:
         reading = gzip.open if path.suffix == ".gz" else open
         # Of a damaged archive what is before the damage.

@@ -15,7 +15,7 @@ from hftrain import ConfigError
 from hftrain.cli.bisect import show_bisect
 from hftrain.cli.replay import show_replay
 from hftrain.flight.observing import first_difference, first_not_finite
-from hftrain.flight.reading import first_parting
+from hftrain.flight.reading import first_parting, read_ledger
 
 SCRIPT = """
 import argparse
@@ -100,6 +100,11 @@ def test_a_step_is_done_again_to_the_bit(home: Path, tmp_path: Path, options: li
         assert ("from the start" in answer[0]) == (step == 3)
         batches = torch.load(tmp_path / str(step) / "batches-rank0.pt")
         assert [batch["x"].shape for batch in batches] == [(4, 8)] * (2 if "--accumulation" in options else 1)
+        samples = json.loads((tmp_path / str(step) / "samples-rank0.json").read_text())["samples"]
+        assert [each["sample"] for each in samples] == [
+            sample for part in read_ledger(run)[step][0]["samples"] for sample in part
+        ]
+        assert all(each["loss"] > 0 and each["norm"] > 0 for each in samples)
     assert sorted(path.name for path in Path(run).rglob("*")) == before
 
 
