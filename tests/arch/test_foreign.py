@@ -10,10 +10,12 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import GradientState, PartialState
 from arch.test_house import FOREIGN
 from support.source import PACKAGE, modules
 from torch import nn
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -40,6 +42,9 @@ WHERE: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("_milestones", "_schedulers"), lambda: dir(sequential())),
     "_get_lr_called_within_step": lambda: dir(lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(1, 1).parameters()))),
     "_lazy_clone": lambda: dir(torch),
+    "_dump_fr_trace_json": lambda: dir(c10d),
+    # Builds for CPUs have no NCCL.
+    "_dump_nccl_trace_json": lambda: dir(c10d) if dist.is_nccl_available() else ["_dump_nccl_trace_json"],
     "_comm_hooks": source("torch.nn.parallel.distributed"),
     "_register_comm_hook": lambda: dir(torch.distributed),
     "_HYBRID_SHARD_ZERO2": lambda: dir(ShardingStrategy),

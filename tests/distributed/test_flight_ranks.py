@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from unit.cli.test_replay import SCRIPT
 
 from hftrain import FlightLog, Trainer, TrainerCallback, default_data_collator, set_seed
 from hftrain.cli.bisect import show_bisect
-from hftrain.cli.hangs import show_hangs
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.reading import read_ledger
@@ -197,26 +195,3 @@ def test_processes_compute_their_samples_alone(run_distributed: Any, tmp_path: P
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     lines = read_ledger(tmp_path / "ddp")[5]
     assert sum(losses[0]) / 5 == pytest.approx(sum(line["losses"][0] for line in lines) / 2, rel=1e-5)
-
-
-class Nap(TrainerCallback):
-    """Keep the second process from its step for a while."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4 and args.process_index == 1:
-            self.take_a_nap()
-
-    def take_a_nap(self) -> None:
-        time.sleep(4)
-
-
-def train_hanging(folder: str) -> None:
-    train(Path(folder), "ddp", Nap(), flight_log=FlightLog(hang_timeout_s=1.5))
-
-
-def test_the_rank_that_keeps_the_others_waiting_is_named(run_distributed: Any, tmp_path: Path) -> None:
-    run_distributed(train_hanging, folder=str(tmp_path))
-    stacks = {each["ranks"][0]: [name for _, _, name in each["frames"]] for each in show_hangs(str(tmp_path)).data}
-    assert stacks[1][0] == "take_a_nap"
-    assert "take_a_nap" not in stacks[0]
-    assert "run_step" in stacks[0]

@@ -1,39 +1,68 @@
-"""`hftrain hangs`: where the processes of a run stand, and which of them stand apart."""
+"""`hftrain hangs`: where the processes of a run stand, which of them stand apart, and which one the others wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
-from hftrain.flight.reading import FOLDER, read_ledger
-from hftrain.flight.stacks import read_stacks
+from hftrain.flight.reading import FOLDER, read_ledger, read_sessions
+from hftrain.flight.split import PHASES, read_split
+from hftrain.flight.stacks import Stack, read_phases, read_stacks
 
 _MOST_FRAMES = 8
 
 
 def show_hangs(run: str) -> Answer:
-    """Group the processes of a run by the stacks that they wrote last.
+    """Group the processes of a run by the places where they stood when they wrote last, and compare their times.
 
     Args:
         run: Its output folder; the run has a flight log.
 
     Raises:
-        ConfigError: No process has written a stack.
+        ConfigError: No process has written a stack or a step.
     """
-    stacks = read_stacks(Path(run) / FOLDER)
-    if not stacks:
+    folder = Path(run) / FOLDER
+    stacks, split, phases = read_stacks(folder), read_split(run), read_phases(folder)
+    if not stacks and split is None:
         raise ConfigError(
             f"Cannot say where the processes of {run} stand.",
-            "None has written its stack.",
+            "None has written its stack, or a step.",
             "Train with flight_log=True and send them SIGQUIT (kill -QUIT), or with FlightLog(hang_timeout_s=600).",
         )
-    ledger = read_ledger(run)
+    ledger, sizes = read_ledger(run), [each.get("world_size", 1) for each in read_sessions(run)]
     lines = [f"The last step in the flight log is {max(ledger)}."] if ledger else []
-    for number, stack in enumerate(stacks):
-        ranks = ", ".join(map(str, stack.ranks))
-        apart = ", apart from the others" if number and len(stacks[0].ranks) > len(stack.ranks) else ""
-        lines += ["", f"rank{'s' * (len(stack.ranks) > 1)} {ranks}{apart}:"]
-        lines += [f"    {function}  {Path(file).name}:{line}" for file, line, function in stack.frames[:_MOST_FRAMES]]
-        lines += ["    ..."] * (len(stack.frames) > _MOST_FRAMES)
-    return Answer(lines, [{"ranks": each.ranks, "frames": each.frames} for each in stacks])
+    for stack in stacks:
+        # Of two equally large groups, the one that waits in a collective waits for the other one.
+        is_less = len(stack.ranks) < len(stacks[0].ranks) or (stacks[0].collective and stack.collective == "")
+        lines += ["", *_place(stack, ", apart from the others" if is_less else "")]
+    missing = set(range(sizes[-1] if sizes and stacks else 0)).difference(*(each.ranks for each in stacks))
+    silent = {rank: phases.get(rank, "unknown") for rank in sorted(missing)}
+    lines += [f"rank {rank} has written no stack. Its last phase: {phase}." for rank, phase in silent.items()]
+    lines += [] if split is None else ["", *_table(split)]
+    data = {"stacks": [asdict(each) for each in stacks], "silent": silent, "split": split}
+    return Answer(lines, data)
+
+
+def _place(stack: Stack, apart: str) -> Iterator[str]:
+    yield f"rank{'s' * (len(stack.ranks) > 1)} {', '.join(map(str, stack.ranks))}{apart}:"
+    collective = "unknown" if stack.collective is None else stack.collective or "none"
+    yield f"    {stack.phase}; collective: {collective}"
+    for file, line, function in stack.frames[:_MOST_FRAMES]:
+        yield f"    {function}  {Path(file).name}:{line}"
+    if len(stack.frames) > _MOST_FRAMES:
+        yield "    ..."
+
+
+def _table(split: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Mean milliseconds on the host, of the last {split['steps']} steps:"
+    yield "rank" + "".join(map("{:>11}".format, PHASES))
+    for rank, ms in enumerate(split["ms"]):
+        yield f"{rank:>4}" + "".join(f"{ms[name]:>11.1f}" for name in PHASES)
+    if waited := split["waited"]:
+        often = f"rank {waited['rank']} was waited for in {waited['steps']} of {split['steps']} steps"
+        where = "between the steps" if waited["phase"] == "between" else f"in {waited['phase']}"
+        yield f"{often}, {where}: {waited['ms']:.0f} ms, the others {waited['others']:.0f} ms."

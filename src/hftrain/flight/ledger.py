@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ContextDecorator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -35,7 +36,7 @@ from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.invariants import Invariants
 from hftrain.flight.reading import total_loss
 from hftrain.flight.samples import ExcludeSamples, NotedFeed, noted
-from hftrain.flight.stacks import StackDumps
+from hftrain.flight.stacks import Phase, StackDumps
 from hftrain.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
@@ -56,7 +57,7 @@ class FlightLog(TrainerCallback):
         on_broken: What to do when one of those does not hold: ``"warn"`` once, or ``"stop"`` the run with an error.
         rotate_bytes: A file that has become larger is compressed, and another begun.
         hang_timeout_s: If no step ends for so many seconds, evaluations and saves included, each process writes the
-            stacks of its threads, for `hftrain hangs`. It does so on SIGQUIT, too.
+            stacks of its threads, for `hftrain hangs`. It does so on SIGQUIT, too, and if another process fails.
 
     Raises:
         ConfigError: A number is not above 0, or `on_broken` is neither.
@@ -92,7 +93,7 @@ class FlightLog(TrainerCallback):
         self._recorder = recorder = _Recorder(self, args, strategy)
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
-            with _Timed(recorder.seconds, "backward"):
+            with _Timed(recorder, "backward"):
                 stepper.backward(loss, **options)
 
         return replace(stepper, backward=backward)
@@ -137,6 +138,7 @@ class _Recorder:
         self._outputs: Any = None
         self._hook: Any = None
         self._stacks: StackDumps | None = None
+        self.phase = Phase()
 
     def watch(self, parts: Any) -> Any:
         """Return the loop's parts, which note what they do."""
@@ -154,17 +156,15 @@ class _Recorder:
             is_replicated=self._strategy.world_size > 1 and not fingerprint.is_split,
         )  # fmt: skip
         self._begin(parts)
-        with Quiet(self._folder):
-            path = self._folder / f"stacks-{self._ledger.name}.txt"
-            self._stacks = StackDumps(path, timeout_s=self._settings.hang_timeout_s)
 
         def take(*args: Any) -> Any:
-            with _Timed(seconds, "data"):
+            self.phase.step = parts.progress.step + 1
+            with _Timed(self, "data"):
                 return hooks.get_batch_samples(*args)
 
         def train(model: Any, batch: Any, num_items: Any) -> Any:
             before = seconds["backward"]
-            with _Timed(seconds, "forward"):
+            with _Timed(self, "forward"):
                 loss = hooks.training_step(model, batch, num_items)
             seconds["forward"] -= seconds["backward"] - before
             micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
@@ -177,18 +177,20 @@ class _Recorder:
         def step() -> bool:
             invariants.look()
             gradients = fingerprint.of(parts.progress.step, of_gradients=True)
-            with _Timed(seconds, "step"):
+            with _Timed(self, "step"):
                 is_updated = bool(stepper.step())
             weights = fingerprint.of(parts.progress.step, of_gradients=False)
             prints = {"gradients": gradients, "weights": weights} if trained else {}
             self._update = {**self._update, **prints, "skipped": not is_updated}
             return is_updated
 
-        changed = replace(hooks, get_batch_samples=take, training_step=train, make_feed=partial(feed.change, hooks))
+        acts = {name: _Timed(self, name)(getattr(hooks, name)) for name in ("evaluate", "save")}
+        feeds = {"get_batch_samples": take, "make_feed": partial(feed.change, hooks)}
+        changed = replace(hooks, training_step=train, **feeds, **acts)
         return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, clip=invariants.clip, step=step))
 
     def _begin(self, parts: Any) -> None:
-        """Note the session."""
+        """Note the session, and where the process stands from now on."""
         self._lines.append(
             {
                 "begin": parts.progress.step,
@@ -203,6 +205,10 @@ class _Recorder:
                 "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
             }
         )
+        self._write()
+        with Quiet(self._folder):
+            timeout_s = self._settings.hang_timeout_s
+            self._stacks = StackDumps(self._folder, self._strategy, self.phase, timeout_s=timeout_s)
 
     def _note_outputs(self, module: Any, inputs: Any, outputs: Any) -> None:
         self._outputs = outputs
@@ -287,17 +293,20 @@ class _Recorder:
         self._ledger.append(lines)
 
 
-class _Timed:
-    """Add the seconds within a context to an entry."""
+class _Timed(ContextDecorator):
+    """Tell that a phase goes on, and add its seconds to its entry if it has one."""
 
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
+    def __init__(self, recorder: _Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
 
     def __enter__(self) -> None:
+        self._outer = self._recorder.phase.begin(self._name)
         self._start_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += time.perf_counter() - self._start_s
+        if self._name in self._recorder.seconds:
+            self._recorder.seconds[self._name] += time.perf_counter() - self._start_s
+        self._recorder.phase.begin(self._outer)
 
 
 def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +49,7 @@ class RankWatch:
     Attributes:
         where: Returns a description of what this process is doing; called when another rank asks.
         chore: Called by the thread at each poll; None for nothing.
+        before_end: Called before this process is ended because another one failed; must not block. None for nothing.
     """
 
     def __init__(self, board: Board, *, rank: int, world_size: int, link_timeout_s: float = 0.0) -> None:
@@ -55,6 +57,7 @@ class RankWatch:
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
         self.chore: Callable[[], None] | None = None
+        self.before_end: Callable[[], None] | None = None
         self.has_failed = False
         self._board = board
         self._watched = threading.get_ident()
@@ -201,6 +204,9 @@ class RankWatch:
 
     def _end_line(self, failure: str) -> None:
         print(f"[rank{self.rank}]: ended, because {failure}", file=sys.stderr, flush=True)
+        with suppress(Exception):
+            if self.before_end is not None:
+                self.before_end()
 
     def _post(self, key: str, text: str) -> None:
         try:

@@ -100,6 +100,30 @@ def test_broken_exchange_without_a_failure_is_printed_as_it_is(
     assert "Traceback of [gloo" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("way", ["failure", "link"])
+def test_something_can_be_written_before_a_process_is_ended(
+    watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    first, second = watches
+    done: list[str] = []
+
+    def write() -> None:
+        done.append("written")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(watch, "_GRACE_S", 0.0)
+    monkeypatch.setattr(watch, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(watch, "end_process", lambda status: done.append(f"ended {status}"))
+    second.before_end = write
+    if way == "link":
+        second._lose("rank 0 is gone")
+    else:
+        first._report(ValueError, ValueError("boom"), None)
+        second._thread.join(30)
+    assert done == ["written", "ended 1"]
+    assert "[rank1]: ended, because rank 0 " in capsys.readouterr().err
+
+
 def test_interrupt_is_no_failure(watches: tuple[RankWatch, RankWatch]) -> None:
     watches[0]._report(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert watches[1].failure_elsewhere() is None
