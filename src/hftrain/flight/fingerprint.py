@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 import torch
 
@@ -60,42 +59,52 @@ class Fingerprint:
         return len(self._windows)
 
     @torch.no_grad()
-    def of(self, step: int, *, of_gradients: bool) -> torch.Tensor:
-        """Return the number of a step's part of this process, a 0-d int64 tensor."""
-        total: torch.Tensor | int = 0
-        pieces, places = list[torch.Tensor](), list[tuple[int, int]]()
+    def of(self, step: int) -> torch.Tensor:
+        """Return the numbers of a step's part of this process: of the gradients, and of the weights; int64 [2].
+
+        A parameter without a gradient counts as one whose gradient is zero.
+        """
+        gradients, weights, places = list[torch.Tensor](), list[torch.Tensor](), list[tuple[int, int]]()
         for number, first, end in self._windows[step % len(self._windows)] if self._windows else ():
             parameter, own = self.parameters[number], self._own[number]
-            values = parameter.grad if of_gradients else parameter
-            if values is None or own is None or first >= own.stop or end <= own.start:
+            if own is None or first >= own.stop or end <= own.start:
                 continue
-            values = values.to_local() if hasattr(values, "to_local") else values
             first, end, start = max(first, own.start), min(end, own.stop), self._starts[number]
-            if pieces and pieces[-1].dtype is not values.dtype:
-                total, pieces, places = total + _sum(pieces, places), [], []
-            pieces.append(values.reshape(-1)[first - own.start : end - own.start])
+            part = slice(first - own.start, end - own.start)
             places.append((start + first, start + end))
-        if pieces:
-            total = total + _sum(pieces, places)
-        return total if isinstance(total, torch.Tensor) else torch.zeros((), dtype=torch.int64)
+            weights.append(_local(parameter)[part])
+            gradient = parameter.grad
+            gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
+        if not places:
+            return torch.zeros(2, dtype=torch.int64)
+        return (_bits([*gradients, *weights]).view(2, -1) * _factors(places, weights[0].device)).sum(1)
 
 
 def of_tensor(tensor: torch.Tensor) -> str:
     """Return the fingerprint of one tensor, of this process's part of it, as hexadecimal text; synchronises."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    flat = torch.view_as_real(local.detach()).reshape(-1) if local.is_complex() else local.detach().reshape(-1)
-    return f"{int(_sum([flat.view(torch.uint8) if flat.dtype is torch.bool else flat], [(0, len(flat))])) % 2**64:016x}"
+    local = _local(tensor)
+    flat = torch.view_as_real(local).reshape(-1) if local.is_complex() else local
+    bits = _bits([flat.view(torch.uint8) if flat.dtype is torch.bool else flat])
+    return f"{int((bits * _factors([(0, len(bits))], bits.device)).sum()) % 2**64:016x}"
 
 
-def _sum(pieces: list[torch.Tensor], places: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the sum of the bits of all elements times the numbers of their places."""
-    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if all(end == start for (_, end), (start, _) in pairwise(places)):
-        place = torch.arange(places[0][0], places[-1][1], device=flat.device)
-    else:
-        place = torch.cat([torch.arange(*each, device=flat.device) for each in places])
-    bits = flat.contiguous().view(_BITS[flat.element_size()]).to(torch.int64)
-    return (bits * ((place * _MIX) | 1)).sum()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.detach().reshape(-1)
+
+
+def _bits(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Return the bits of all elements; as few calls as possible, because each is cold in a step."""
+    if len({each.dtype for each in pieces}) > 1:
+        return torch.cat([_bits([each]) for each in pieces])
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+    return flat.view(_BITS[flat.element_size()]).to(torch.int64)
+
+
+def _factors(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Return the odd numbers of places in the model."""
+    found = [torch.arange(*each, device=device) for each in places]
+    return ((found[0] if len(found) == 1 else torch.cat(found)) * _MIX) | 1
 
 
 def _own_range(parameter: torch.Tensor) -> range | None:

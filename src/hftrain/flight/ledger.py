@@ -10,7 +10,7 @@ stream yields; null if unknown (loaders that are not torch's).
 ``losses``: per micro-batch its loss, scaled to its share of the step. ``sample_losses``: that of each sample, likewise.
 ``items``: what the step's loss is a mean over, of all processes. ``norm``, ``rate``, ``skipped``: of the update.
 ``ms``: milliseconds of ``data``, ``forward``, ``backward`` and ``step`` on the host.
-``weights``, ``gradients``: fingerprints of a part of them after the update and before it; see `Fingerprint`.
+``gradients``, ``weights``: fingerprints of a part of them, after the update; see `Fingerprint`.
 The batches of the last steps whose loss or norm stood out are in the folder ``spikes`` there.
 """
 
@@ -42,6 +42,7 @@ from hftrain.flight.surroundings import data_of, environment_of
 _KEPT_SPIKES = 20
 _STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports
 _TRAININGS = count(1)
+_PRINTS = ("gradients", "weights")
 
 
 class FlightLog(TrainerCallback):
@@ -133,7 +134,7 @@ class _Recorder:
         self._unchecked: list[dict[str, Any]] = []
         self._micro_steps: list[dict[str, Any]] = []
         self._pending: dict[str, Any] | None = None
-        self._update: dict[str, Any] = {"gradients": None, "weights": None, "skipped": None}
+        self._update: dict[str, Any] = {"prints": None, "skipped": None}
         self._seen = Steps()
         self._outputs: Any = None
         self._hook: Any = None
@@ -176,12 +177,10 @@ class _Recorder:
 
         def step() -> bool:
             invariants.look()
-            gradients = fingerprint.of(parts.progress.step, of_gradients=True)
             with _Timed(self, "step"):
                 is_updated = bool(stepper.step())
-            weights = fingerprint.of(parts.progress.step, of_gradients=False)
-            prints = {"gradients": gradients, "weights": weights} if trained else {}
-            self._update = {**self._update, **prints, "skipped": not is_updated}
+            prints = fingerprint.of(parts.progress.step) if trained else None
+            self._update = {"prints": prints, "skipped": not is_updated}
             return is_updated
 
         acts = {name: _Timed(self, name)(getattr(hooks, name)) for name in ("evaluate", "save")}
@@ -266,9 +265,10 @@ class _Recorder:
             "rate": _number(done["rate"]),
             "skipped": done["skipped"],
             "ms": {name: round(1e3 * value, 3) for name, value in done["ms"].items()},
-            "gradients": _hexadecimal(done["gradients"]),
-            "weights": _hexadecimal(done["weights"]),
+            **dict.fromkeys(_PRINTS),
         }
+        if done["prints"] is not None:
+            line |= {name: f"{each % 2**64:016x}" for name, each in zip(_PRINTS, done["prints"].tolist(), strict=True)}
         if any("each" in each for each in micro_steps):
             line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
         if self._seen.add(total_loss(line), line["norm"]):
@@ -322,10 +322,6 @@ def _numbers(tensors: list[Any]) -> list[float]:
         found: list[float] = torch.stack([each.detach().float().reshape(()) for each in tensors]).tolist()
         return found
     return [float(each) for each in tensors]
-
-
-def _hexadecimal(value: torch.Tensor | None) -> str | None:
-    return None if value is None else f"{int(value) % 2**64:016x}"
 
 
 def _number(value: Any) -> float | None:
