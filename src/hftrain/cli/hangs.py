@@ -26,25 +26,25 @@ def show_hangs(run: str) -> Answer:
         ConfigError: No process has written a stack or a step.
     """
     folder = Path(run) / FOLDER
-    stacks, split, phases = read_stacks(folder), read_split(run), read_phases(folder)
+    session = [{}, *read_sessions(run)][-1]
+    stacks, split, phases = read_stacks(folder, since=session.get("at", 0.0)), read_split(run), read_phases(folder)
     if not stacks and split is None:
         raise ConfigError(
             f"Cannot say where the processes of {run} stand.",
-            "None has written its stack, or a step.",
+            "None has written its stack since the last session began, or a step.",
             "Train with flight_log=True and send them SIGQUIT (kill -QUIT), or with FlightLog(hang_timeout_s=600).",
         )
-    ledger, sizes = read_ledger(run), [each.get("world_size", 1) for each in read_sessions(run)]
+    ledger = read_ledger(run)
     lines = [f"The last step in the flight log is {max(ledger)}."] if ledger else []
     for stack in stacks:
         # Of two equally large groups, the one that waits in a collective waits for the other one.
         is_less = len(stack.ranks) < len(stacks[0].ranks) or (stacks[0].collective and stack.collective == "")
         lines += ["", *_place(stack, ", apart from the others" if is_less else "")]
-    missing = set(range(sizes[-1] if sizes and stacks else 0)).difference(*(each.ranks for each in stacks))
+    missing = set(range(session.get("world_size", 0) if stacks else 0)).difference(*(each.ranks for each in stacks))
     silent = {rank: phases.get(rank, "unknown") for rank in sorted(missing)}
     lines += [f"rank {rank} has written no stack. Its last phase: {phase}." for rank, phase in silent.items()]
     lines += [] if split is None else ["", *_table(split)]
-    data = {"stacks": [asdict(each) for each in stacks], "silent": silent, "split": split}
-    return Answer(lines, data)
+    return Answer(lines, {"stacks": [asdict(each) for each in stacks], "silent": silent, "split": split})
 
 
 def _place(stack: Stack, apart: str) -> Iterator[str]:

@@ -156,15 +156,15 @@ class Stack:
     collective: str | None
 
 
-def read_stacks(folder: Path) -> list[Stack]:
+def read_stacks(folder: Path, *, since: float = 0.0) -> list[Stack]:
     """Return where processes stood when they wrote last, those at the same place together, the most frequent first.
 
-    Of equally frequent places, one that waits in a collective comes first.
+    Of equally frequent places, one that waits in a collective comes first. `since` is a time, in seconds since 1970.
     """
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for path in folder.glob("stacks-rank*.txt"):
         name, data = _FILE.fullmatch(path.name), path.read_bytes()
-        if name and (frames := _main_thread(data.decode("utf-8", errors="replace"))):
+        if name and path.stat().st_mtime >= since and (frames := _main_thread(data.decode("utf-8", errors="replace"))):
             phase, collective = read_phases(folder).get(int(name[1]), ""), None
             with suppress(OSError, ValueError, LookupError, TypeError):
                 place = json.loads((folder / f"place-rank{name[1]}.json").read_bytes())

@@ -104,6 +104,19 @@ def test_equal_stacks_in_another_collective_or_phase_stand_apart(tmp_path: Path)
     assert "rank 5 has written no stack. Its last phase: step 3, data." in answer
 
 
+def test_stacks_of_an_earlier_session_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "flight"
+    for rank in range(2):
+        write_place(folder, rank, WAITING)
+    begin(folder, {}, world_size=2)
+    at = (folder / "stacks-rank1.txt").stat().st_mtime
+    (folder / "rank0.jsonl").write_text(json.dumps({"begin": 4, "world_size": 2, "at": at}) + "\n")
+    os.utime(folder / "stacks-rank0.txt", (at - 1, at - 1))
+    data = show_hangs(str(tmp_path)).data
+    assert [each["ranks"] for each in data["stacks"]] == [[1]]
+    assert list(data["silent"]) == [0]
+
+
 def test_of_two_ranks_the_one_in_no_collective_stands_apart(tmp_path: Path) -> None:
     for rank, pending in enumerate([[], ["gloo:all_reduce 7"]]):
         write_place(tmp_path / "flight", rank, WAITING, phase="step 8, backward", collectives=pending)
