@@ -3,52 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_ranks
-from hftrain.cli.runs import read_runs
+from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_ranks, session_of
+from hftrain.cli.rounding import first_apart, first_module_apart
+from hftrain.cli.runs import read_run
 from hftrain.core.errors import ConfigError
 from hftrain.flight.observing import first_difference
-from hftrain.flight.reading import first_parting, shortened
+from hftrain.flight.reading import first_parting, read_ledger, read_sessions, shortened
+
+# What rounds all numbers differently, and a unit in the last place of 1 in types coarser than float32.
+_ROUNDED = ("argument bf16", "argument fp16", "argument tf32", "precision", "strategy", "world_size")
+_UNITS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "tf32": 2.0**-10}
 
 
-def show_bisect(runs: Sequence[str], *, output: str | None = None) -> Answer:
+def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | None = None) -> Answer:
     """Find where two runs part: the first step, and by doing it again in both, the first module.
+
+    Runs of other precisions, strategies or numbers of processes part where they are farther apart than ten times what
+    a change of all weights of the first run by one unit in the last place makes; it is done again for that.
 
     Args:
         runs: The output folders of two runs with flight logs.
         output: A new folder for what was observed; None: ``bisect``.
+        steps: How many steps to compare; None: all, or 200 if the runs round differently.
 
     Raises:
         ConfigError: There are not two runs, or one has no flight log or cannot be done again.
     """
     if len(runs) != 2:
         raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
-    ledgers = [ledger_with(run) for run in runs]
-    step, names, values = first_parting(*ledgers)
-    around = _differences_around(runs)
+    ledgers, around = [ledger_with(run) for run in runs], _differences_around(runs)
+    told = [f"{name}: {shortened(one)} and {shortened(two)}" for name, (one, two) in around.items()]
+    causes = [name for name in _ROUNDED if name in around]
+    most = 200 if causes and steps is None else steps
+    ledgers = [{at: each for at, each in ledger.items() if most is None or at <= most} for ledger in ledgers]
+    last = min(max(ledger, default=0) for ledger in ledgers)
+    lines, where, how, folder = list[str](), None, "to the bit", new_folder(output or "bisect", what="observe")
+    if causes:
+        how = "up to rounding"
+        lines = [f"Compared up to rounding, and to step {last}, because these differ: {', '.join(causes)}"]
+        types = f"{causes} {[session_of(run, last).get('precision') for run in runs]}"
+        unit = max((unit for kind, unit in _UNITS.items() if kind in types), default=0.0)
+        perturbed = do_step_apart(runs[0], last, folder / "perturbed", unit=unit)
+        step, names, values = first_apart(ledgers[0], ledgers[1], read_ledger(perturbed))
+    else:
+        step, names, values = first_parting(*ledgers)
     if step is None:
-        last = min(max(ledger) for ledger in ledgers)
-        return Answer(
-            [f"The runs are the same to the bit up to step {last}.", *around], {"step": None, "around": around}
-        )
-    lines, where = [f"step {step}: {values}"], None
+        lines.append(f"The runs are the same {how} up to step {last}.")
+        return Answer([*lines, *told], {"step": None, "around": told})
+    lines.append(f"step {step}: {values}")
     if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
-        folder = new_folder(output or "bisect", what="observe")
-        for run, name in zip(runs, "ab", strict=True):
-            do_step_apart(run, step, folder / name, has_samples=False)
-        where = first_difference(*(read_ranks(folder / name, "modules") for name in "ab"))
-        lines.append(f"step {step}, {where}" if where else "No module of that step differs: the updates do.")
-    return Answer([*lines, *around], {"step": step, "differs": names, "where": where, "around": around})
+        found = [do_step_apart(run, step, folder / name) for run, name in zip(runs, "ab", strict=True)]
+        found += [do_step_apart(runs[0], step, folder / "perturbed-step", unit=unit)] if causes else []
+        modules = [read_ranks(each, "modules") for each in found]
+        if causes:
+            has_backward = "world_size" not in causes and "fp16" not in types
+            where = first_module_apart(modules, has_backward=has_backward)
+            how += "" if has_backward else ", whose gradients are not compared"
+        else:
+            where = first_difference(*modules)
+        lines.append(f"step {step}, {where}" if where else f"All modules of that step are the same {how}.")
+    return Answer([*lines, *told], {"step": step, "differs": names, "where": where, "around": told})
 
 
-def _differences_around(runs: Sequence[str]) -> list[str]:
-    """Return which arguments and versions of two runs differ."""
-    mine, other = read_runs(runs)
-    lines = []
-    for what in ("arguments", "versions"):
-        one, two = (dict(getattr(each, what) or {}) for each in (mine, other))
-        for name in sorted(one.keys() | two.keys()):
-            if one.get(name) != two.get(name) and name not in ("output_dir", "logging_dir", "run_name"):
-                lines.append(f"{what[:-1]} {name}: {shortened(one.get(name))} and {shortened(two.get(name))}")
-    return lines
+def _differences_around(runs: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Return which arguments, versions, data and environment of two runs differ, as far as both have them."""
+    found: dict[str, tuple[Any, Any]] = {}
+    mine, other = ({**read_sessions(run)[-1], **vars(read_run(run, name=run))} for run in runs)
+    for what in ("arguments", "versions", "data", "environment"):
+        one, two = mine.get(what), other.get(what)
+        if one is not None and two is not None:
+            for name in sorted({*one, *two} - {"output_dir", "logging_dir", "run_name"}):
+                found[f"{what.removesuffix('s')} {name}"] = one.get(name), two.get(name)
+    for name in ("precision", "strategy", "world_size"):
+        found[name] = mine.get(name, other.get(name)), other.get(name, mine.get(name))
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.replay import do_step_apart, read_ranks
-from hftrain.core.errors import ConfigError
+from hftrain.cli.replay import do_step_apart, ledger_with, read_ranks
 from hftrain.flight.reading import (
     FOLDER,
     MIN_STEPS,
@@ -136,8 +135,7 @@ def _replay_each(run: str, ledger: Lines, steps: Sequence[int]) -> tuple[Lines, 
     changed, lines = dict(ledger), [f"Replayed step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}."]
     for step in steps:
         with tempfile.TemporaryDirectory() as folder:
-            do_step_apart(run, step, Path(folder))
-            found = read_ranks(Path(folder), "samples")
+            found = read_ranks(do_step_apart(run, step, Path(folder), has_samples=True), "samples")
             _, _, values = first_parting({step: ledger[step]}, read_ledger(folder))
         lines += [f"step {step} is not the same when it is replayed: {values}" for _ in range(bool(values))]
         lines += [f"step {step}: no losses of samples: {each['problem']}" for each in found[:1] if each["problem"]]
@@ -170,17 +168,7 @@ def show_blame(
     Raises:
         ConfigError: The run has no flight log, the step is not in it, or it cannot be done again.
     """
-    ledger: Lines = read_ledger(run)
-    if not ledger:
-        raise ConfigError(
-            f"Cannot blame {run}.", "It has no flight log.", "Train with Trainer(..., flight_log=True) to have one."
-        )
-    if step is not None and step not in ledger:
-        raise ConfigError(
-            f"Cannot look at step {step} of {run}.",
-            f"Its flight log has the steps {min(ledger)} to {max(ledger)}.",
-            "Name one of them.",
-        )
+    ledger = ledger_with(run, step)
     spikes = find_spikes(ledger)
     looked_at = [step] if step is not None else list(spikes)
     if not looked_at:
@@ -196,32 +184,21 @@ def show_blame(
     _show_contents(flight_folder(run).parent, ledger, suspects[:top])
     lines += [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
     lines += [f"and {len(looked_at) - top} more" for _ in range(len(looked_at) > top)]
-    lines += ["", *_describe_all(suspects, top)]
+    lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
+    lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
+    if not suspects:
+        lines.append("The samples of these steps are not known: streams and own loaders have no indices.")
+    elif not all(each.is_own for each in suspects):
+        lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
+        lines += ["train with FlightLog(sample_losses=...)."]
     if output is not None:
-        lines += ["", *_write(output, suspects, looked_at[0])]
+        Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
+        first = min((each.steps[0] for each in suspects), default=looked_at[0])
+        lines += ["", f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint"]
+        lines += [f"before step {first}, with Trainer(..., exclude_samples={output!r})."]
     data = [vars(each) for each in suspects]
     return Answer(lines, {"spikes": [{"step": each, "loss": spikes.get(each, (None,))[0]} for each in looked_at],
                           "suspects": data})  # fmt: skip
-
-
-def _describe_all(suspects: Sequence[Suspect], top: int) -> list[str]:
-    lines = [line for suspect in suspects[:top] for line in _describe(suspect)]
-    lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
-    if not suspects:
-        return ["The samples of these steps are not known: streams and own loaders have no indices."]
-    if not all(each.is_own for each in suspects):
-        lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
-        lines += ["train with FlightLog(sample_losses=...)."]
-    return lines
-
-
-def _write(output: str, suspects: Sequence[Suspect], first: int) -> list[str]:
-    Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
-    first = min((each.steps[0] for each in suspects), default=first)
-    return [
-        f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint",
-        f"before step {first}, with Trainer(..., exclude_samples={output!r}).",
-    ]
 
 
 def _rank(suspect: Suspect) -> tuple[Any, ...]:

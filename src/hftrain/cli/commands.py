@@ -169,6 +169,8 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part = add("bisect", "bisect:show_bisect", what)
     part.add_argument("runs", nargs=2, metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")
+    what = "compare the first N steps; default: all, or 200 if the runs round differently"
+    part.add_argument("--steps", type=int, metavar="N", help=what)
     what = "show where the processes of a run stand, which stand apart, and which one the others wait for"
     part = add("hangs", "hangs:show_hangs", what, "They write it on SIGQUIT, in a run with a flight log.")
     part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]

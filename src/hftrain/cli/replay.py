@@ -20,6 +20,7 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
+from hftrain.cli.rounding import Perturb
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
@@ -28,8 +29,6 @@ from hftrain.flight.observing import Observer, first_not_finite
 from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.trainer import Trainer
-
-_NONE: Mapping[str, Any] = {}
 
 
 class _Reached(BaseException):
@@ -53,7 +52,7 @@ def show_replay(
     """
     folder = new_folder(output or f"replay-step{step}", what="replay")
     before = ledger_with(run, step)
-    start = do_step(run, step, str(folder), script=script, changes=_parsed(changes))
+    start = do_step(run, step, str(folder), script=script, changes=_parsed(changes), has_samples=True)
     if read_launch().rank:
         return Answer([], None)
     after = read_ledger(folder)
@@ -86,15 +85,17 @@ def new_folder(path: str, *, what: str) -> Path:
 
 
 def do_step(
-    run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] = _NONE,
-    has_samples: bool = True,
+    run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] | None = None,
+    has_samples: bool = False, unit: float | None = None,
 ) -> Path | None:  # fmt: skip
     """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start.
 
-    With `has_samples`, also compute each of its samples alone, see `SampleObserver`.
+    With `has_samples`, also compute each of its samples alone, see `SampleObserver`. With a `unit`, begin at the start,
+    with changed weights, see `Perturb`.
     """
     session, launch = session_of(run, step), read_launch()
-    start = _checkpoint_before(Path(run).absolute(), step, session)
+    session = session if unit is None else {**session, "begin": 0}
+    start = _checkpoint_before(Path(run).absolute(), step, session) if unit is None else None
     if launch.world_size != session["world_size"]:
         number = session["world_size"]
         raise ConfigError(
@@ -102,12 +103,14 @@ def do_step(
             f"It was trained with {number}.",
             f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
-    command = list(script) or session["command"][1:]
 
     def observe(trainer: Any) -> Observer:
+        if unit is not None:
+            trainer.add_callback(Perturb(unit))
         return SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
 
-    start = _train(command, session, folder=Path(folder), start=start, step=step, observe=observe, changes=changes)
+    script = list(script) or session["command"][1:]
+    start = _train(script, session, folder=Path(folder), start=start, step=step, observe=observe, changes=changes or {})
     if has_samples:
         _name_samples(Path(folder), f"rank{launch.rank}", step)
     return start
@@ -118,14 +121,14 @@ def _name_samples(folder: Path, rank: str, step: int) -> None:
     path = folder / f"samples-{rank}.json"
     found = json.loads(path.read_text(encoding="utf-8"))
     names = next(line["samples"] for line in lines_of(folder / FOLDER, rank) if line.get("step") == step)
-    sizes = Counter(each["micro_batch"] for each in found["samples"] if each["row"] is not None)
+    sizes = Counter(each["micro_batch"] for each in found["samples"])
     for each in found["samples"]:
-        own = names[each["micro_batch"]]
-        each["sample"] = own[each["row"]] if own and len(own) == sizes[each["micro_batch"]] else None
+        own, size, row = names[each["micro_batch"]], sizes[each["micro_batch"]], each["row"]
+        each["sample"] = own[row] if own and row is not None and len(own) == size else None
     path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
-def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
+def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> Path:
     """Do a step again in as many processes as the run had, so that nothing is left of one run in another."""
     number = session_of(run, step)["world_size"]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(number), "--standalone", "--no-python"]
@@ -135,6 +138,7 @@ def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> None:
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
+    return folder
 
 
 def read_ranks(folder: Path, name: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,9 @@ from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors
 from hftrain.core.types import Owns
-from hftrain.flight.observing import Observer
+from hftrain.flight.observing import Observer, own_part
 from hftrain.run.parts import TrainerHooks
 from hftrain.trainer.micro_batches import split_batch
-
-# Of fp16, in which small gradients would be 0.
-_SCALE = 1024.0
 
 
 class SampleObserver(Observer):
@@ -28,11 +26,8 @@ class SampleObserver(Observer):
     sample, weights, buffers and random numbers from before the step, and the step's item count. Batch normalization
     uses its running statistics. All processes make as many calls. Sharded weights and engines have no norms.
 
-    `folder` also gets ``samples-rank0.json`` with ``samples`` (by micro-batch and row; null for a batch that cannot be
-    divided) and ``problem``, which says why there are none.
-
-    Args:
-        trainer: Whose step it is.
+    ``samples-rank0.json`` has ``samples`` (by micro-batch and row; null for a batch that cannot be divided) and
+    ``problem``, which says why there are none.
     """
 
     def __init__(self, step: int, folder: Path, trainer: TrainerHooks) -> None:
@@ -47,10 +42,9 @@ class SampleObserver(Observer):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the step changes."""
         super().on_step_begin(args, state, control, **kwargs)
-        task = self._trainer.task
-        if self._is_on and not is_partitioned(task):
-            tensors = {**dict(task.named_parameters()), **dict(task.named_buffers())}
-            self._before = {name: _local(each).detach().to("cpu", copy=True) for name, each in tensors.items()}
+        if self._is_on and not is_partitioned(task := self._trainer.task):
+            tensors = [*task.named_parameters(), *task.named_buffers()]
+            self._before = {name: own_part(each).to("cpu", copy=True) for name, each in tensors}
             self._random = capture_rng()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,17 +57,14 @@ class SampleObserver(Observer):
             path.write_text(json.dumps({"samples": samples, "problem": problem}, indent=1), encoding="utf-8")
 
     def _compute(self) -> tuple[list[dict[str, Any]], str | None]:
-        task, strategy = self._trainer.task, self._trainer.strategy
-        if is_partitioned(task):
-            return [], "ZeRO-3 has split the weights."
-        if not task.automatic_optimization:
-            return [], f"{type(task).__name__} steps its optimizers itself."
+        task, strategy, found = self._trainer.task, self._trainer.strategy, []
+        if is_partitioned(task) or not task.automatic_optimization:
+            return [], f"{type(task).__name__} steps its optimizers itself, or ZeRO-3 has split its weights."
         rows = [(number, *row) for number, batch in enumerate(self.batches) for row in _rows_of(batch)]
         self._put_back(task.named_parameters())
         for module in task.modules():
             if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)):
                 module.eval()
-        found = []
         try:
             for place in range(max(strategy.gather_object(len(rows)))):
                 number, row, batch = rows[min(place, len(rows) - 1)]
@@ -95,30 +86,22 @@ class SampleObserver(Observer):
                 loss = trainer._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
             if trainer.strategy.shards_model or Owns.BACKWARD in trainer.strategy.owns:
                 return float(loss.detach()), None
-            scale = _SCALE if trainer.precision.policy.loss_scaling else 1.0
+            scale = 1024.0 if trainer.precision.policy.loss_scaling else 1.0  # small gradients are 0 in fp16
             (loss * scale).backward()
-        gradients = [each.grad for each in trainer.task.parameters() if each.grad is not None]
-        norms = [torch.linalg.vector_norm(each.float()) for each in gradients]
+        gradients = [each.grad.float() for each in trainer.task.parameters() if each.grad is not None]
         trainer.task.zero_grad()
-        return float(loss.detach()), float(torch.linalg.vector_norm(torch.stack(norms))) / scale if norms else 0.0
+        return float(loss.detach()), math.hypot(*(float(each.norm()) for each in gradients)) / scale
 
     @torch.no_grad()
     def _put_back(self, named: Any) -> None:
         for name, tensor in named:
             if name in self._before:
-                _local(tensor).copy_(self._before[name])
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's part of a tensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+                own_part(tensor).copy_(self._before[name])
 
 
 def _rows_of(batch: Any) -> list[tuple[int | None, Any]]:
     """Return the samples of a batch with their places; the whole batch if its tensors are not as long as each other."""
     size, tensors = batch_size_of(batch), list[torch.Tensor]()
     map_tensors(batch, tensors.append)
-    if not size or not (is_samples(batch) or all(not each.dim() or len(each) == size for each in tensors)):
-        return [(None, batch)]
-    return list(enumerate(split_batch(batch, 1)))
+    is_even = is_samples(batch) or all(not each.dim() or len(each) == size for each in tensors)
+    return list(enumerate(split_batch(batch, 1))) if size and is_even else [(None, batch)]

@@ -89,9 +89,10 @@ class FlightLog(TrainerCallback):
         """Return the loader, with the samples of its batches noted if they are known."""
         return noted(loader)
 
-    def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, **_: Any) -> Any:
+    def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, precision: Any, **_: Any) -> Any:
         """Note where to write, and take the time of backward passes."""
         self._recorder = recorder = _Recorder(self, args, strategy)
+        recorder.precision = precision.policy.name
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
             with _Timed(recorder, "backward"):
@@ -129,6 +130,7 @@ class _Recorder:
         self._settings, self._args, self._strategy = settings, args, strategy
         self._ledger = Ledger(args.output_dir, strategy=strategy, rotate_bytes=settings.rotate_bytes)
         self._folder = self._ledger.folder
+        self.precision = ""
         self.seconds = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         self._lines: list[dict[str, Any]] = []
         self._unchecked: list[dict[str, Any]] = []
@@ -196,6 +198,8 @@ class _Recorder:
                 "at": round(time.time(), 3),
                 "rank": self._strategy.rank,
                 "world_size": self._strategy.world_size,
+                "strategy": self._strategy.name,
+                "precision": self.precision,
                 "data": data_of(parts.dataset),
                 "environment": environment_of(parts.device),
                 "command": sys.orig_argv,

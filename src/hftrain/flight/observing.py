@@ -21,9 +21,9 @@ class Observer(TrainerCallback):
     """End a run after a step, and write down what each module computed in it.
 
     `folder` gets, for each process, ``modules-rank0.json``, a list of the calls of modules in order (with fingerprints
-    of inputs, outputs and the gradients of outputs, the largest magnitude of each, and whether all are finite), after
-    them the parameters with their gradients, as each backward pass left them and as the update got them, and
-    ``batches-rank0.pt``, the micro-batches.
+    of inputs, outputs and the gradients of outputs, the largest magnitude and the norm of each, and whether all are
+    finite), after them the parameters with their gradients, as each backward pass left them and as the update got them,
+    and ``batches-rank0.pt``, the micro-batches.
 
     Args:
         step: The step, from 1.
@@ -70,7 +70,8 @@ class Observer(TrainerCallback):
             empty: dict[str, Any] = {"type": "Parameter", "settings": "", "inputs": [], "outputs": []}
             for name, each in reversed(self._parameters):
                 if each.grad is not None:
-                    self._calls.append({"module": name, **empty, "gradients": [_facts(each.grad)]})
+                    call = {"module": name, "micro_batch": len(self.batches), **empty}
+                    self._calls.append({**call, "gradients": [_facts(each.grad)]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to look."""
@@ -100,6 +101,7 @@ class Observer(TrainerCallback):
         def watch(module: nn.Module, inputs: Any, options: Any, outputs: Any) -> None:
             call: dict[str, Any] = {
                 "module": name or "(the model)",
+                "micro_batch": len(self.batches),
                 "type": type(module).__name__,
                 "settings": module.extra_repr(),
                 "inputs": [_facts(each) for each in _tensors([inputs, options])],
@@ -124,16 +126,22 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
     return iter(found)
 
 
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return this process's part of a tensor, detached."""
+    local: torch.Tensor = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:
-    tensor = tensor.detach()
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor = own_part(tensor)
     facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": of_tensor(tensor)}
     if tensor.is_floating_point() and tensor.numel():
-        facts |= {"max": float(tensor.abs().max()), "is_finite": bool(tensor.isfinite().all())}
+        norm = float(torch.linalg.vector_norm(tensor.float()))
+        facts |= {"max": float(tensor.abs().max()), "norm": norm, "is_finite": bool(tensor.isfinite().all())}
     return facts
 
 
-def _backward(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_backward(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what has gradients in the order in which they come about: first those of outputs."""
     outputs = [each for each in calls if each["type"] != "Parameter"]
     return [*reversed(outputs), *(each for each in calls if each["type"] == "Parameter")]
@@ -145,10 +153,9 @@ def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
         outputs, inputs = ([each.get("is_finite", True) for each in call[name]] for name in ("outputs", "inputs"))
         if all(inputs) and not all(outputs):
             return f"forward, {call['module']} ({call['type']})"
-    for call in _backward(calls):
+    for call in in_backward(calls):
         if not all(each.get("is_finite", True) for each in call["gradients"]):
-            of = "" if call["type"] == "Parameter" else "the output of "
-            return f"backward, the gradient of {of}{call['module']} ({call['type']})"
+            return in_words(call, call, is_backward=True)
     return None
 
 
@@ -181,15 +188,24 @@ def _first_difference(mine: Calls, other: Calls) -> tuple[bool, int, str] | None
             words = f"forward, {one['module']} ({one['type']}) and {two['module']} ({two['type']}) are called"
             return False, place, words
         if one["outputs"] != two["outputs"]:
-            what = "" if one["settings"] == two["settings"] else f": {one['settings']} and {two['settings']}"
-            what = what or (": its inputs differ already" if one["inputs"] != two["inputs"] else "")
-            return False, place, f"forward, {one['module']} ({one['type']}){what}"
+            return False, place, in_words(one, two)
     if len(mine) != len(other):
         return False, len(mine), f"forward, {len(mine)} and {len(other)} calls of modules"
-    for place, (one, two) in enumerate(zip(_backward(mine), _backward(other), strict=True)):
+    for place, (one, two) in enumerate(zip(in_backward(mine), in_backward(other), strict=True)):
         if one["gradients"] != two["gradients"]:
-            # A module that returns what an inner one does ends later: the inner one says more.
-            one = next(each for each in mine if all(each[name] == one[name] for name in ("outputs", "gradients")))
-            of = "" if one["type"] == "Parameter" else "the output of "
-            return True, place, f"backward, the gradient of {of}{one['module']} ({one['type']})"
+            return True, place, in_words(innermost(one, mine), two, is_backward=True)
     return None
+
+
+def innermost(call: dict[str, Any], calls: Calls) -> dict[str, Any]:
+    """Return the first call with the same tensors: a module that returns what an inner one does ends later."""
+    return next(each for each in calls if all(each[name] == call[name] for name in ("outputs", "gradients")))
+
+
+def in_words(one: dict[str, Any], two: dict[str, Any], *, is_backward: bool = False) -> str:
+    """Return which call it is, and what differs in another run's call of the same module."""
+    name = f"{one['module']} ({one['type']})"
+    if is_backward:
+        return f"backward, the gradient of {'the output of ' * (one['type'] != 'Parameter')}{name}"
+    what = "" if one["settings"] == two["settings"] else f": {one['settings']} and {two['settings']}"
+    return f"forward, {name}{what or (': its inputs differ already' if one['inputs'] != two['inputs'] else '')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ from hftrain import Trainer, TrainingArguments, set_seed
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--plain", action="store_true", help="without any random numbers")
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--bf16", action="store_true")
@@ -41,13 +44,14 @@ class Noisy(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         rows = torch.randn(60, 9, generator=torch.Generator().manual_seed(0))
-        return {"x": rows[index, :8] + 0.1 * torch.randn(8), "labels": rows[index, 8]}
+        return {"x": rows[index, :8] + 0.1 * (not options.plain) * torch.randn(8), "labels": rows[index, 8]}
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(options.dropout if i == 1 else 0.1)) for i in range(3)]
+        rates = [0.0] * 3 if options.plain else [0.1, options.dropout, 0.1]
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate)) for rate in rates]
         self.blocks, self.head = nn.ModuleList(layers), nn.Linear(8, 1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -57,6 +61,8 @@ class Net(nn.Module):
             x = torch.tanh(block(x))
         if options.fault in ("gradient", "gradient" + os.environ.get("RANK", "")) and self.steps == 13:
             x.register_hook(lambda gradient: gradient * 1.5)
+        if options.fault == "output" and self.steps == 13:
+            x = x * 1.1
         y = self.head(x).squeeze(1)
         if options.fault == "nan" and self.steps == 13:
             y = y.log()
@@ -65,9 +71,9 @@ class Net(nn.Module):
 
 set_seed(0)
 args = TrainingArguments(
-    options.folder, max_steps=20, per_device_train_batch_size=4, save_steps=6, logging_steps=10, report_to="none",
-    disable_tqdm=True, dataloader_num_workers=options.workers, bf16=options.bf16, learning_rate=options.rate,
-    gradient_accumulation_steps=options.accumulation, use_cpu=True,
+    options.folder, max_steps=20, per_device_train_batch_size=options.batch, save_steps=6, logging_steps=10,
+    report_to="none", disable_tqdm=True, dataloader_num_workers=options.workers, bf16=options.bf16,
+    learning_rate=options.rate, gradient_accumulation_steps=options.accumulation, use_cpu=True,
 )
 Trainer(Net(), args, train_dataset=Noisy(), flight_log=True).train()
 """
@@ -80,9 +86,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(home: Path, name: str, *options: str) -> str:
-    words = [sys.executable, "train.py", name, *options]
-    subprocess.run(words, cwd=home, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def train(home: Path, name: str, *options: str, **variables: str) -> str:
+    words, env = [sys.executable, "train.py", name, *options], {**os.environ, **variables}
+    subprocess.run(words, cwd=home, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return str(home / name)
 
 
@@ -149,6 +155,45 @@ def test_runs_that_differ_in_an_argument_or_not_at_all(home: Path, tmp_path: Pat
     assert not (tmp_path / "a").exists()
     answer = show_bisect([base, train(home, "same_again")], output=str(tmp_path / "a"))
     assert answer == ["The runs are the same to the bit up to step 20."]
+
+
+def test_what_differs_around_is_listed(home: Path, tmp_path: Path) -> None:
+    runs = [train(home, f"around{seed}", PYTHONHASHSEED=seed) for seed in "12"]
+    path = Path(runs[1]) / "flight" / "rank0.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"dataset": "Noisy", "samples": 60', '"dataset": "Noisy", "samples": 61'))
+    environment = 'environment PYTHONHASHSEED: "1" and "2"'
+    assert show_bisect(runs)[1:] == ["data samples: 60 and 61", environment]
+    path.write_text(text.replace('"data": {', '"other": {'))  # an older log
+    assert show_bisect(runs)[1:] == [environment]
+    assert show_bisect(runs, steps=7)[0] == "The runs are the same to the bit up to step 7."
+
+
+@pytest.fixture(scope="module")
+def precise(home: Path) -> str:
+    return train(home, "precise")
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "where"),
+    [
+        ([], None, None),
+        (["--dropout", "0.5"], 1, "forward, blocks.1.1 (Dropout): p=0.1, inplace=False and p=0.5, inplace=False"),
+        (["--fault", "gradient"], 13, "backward, the gradient of the output of blocks.2.1 (Dropout)"),
+        (["--fault", "output"], 13, "forward, head (Linear)"),
+    ],
+    ids=["equal", "dropout", "gradient", "output"],
+)
+def test_runs_of_other_precision_part_by_more_than_rounding(
+    home: Path, tmp_path: Path, precise: str, options: list[str], step: int | None, where: str | None
+) -> None:
+    run = train(home, "_".join(["coarse", *options]), "--bf16", *options)
+    answer = show_bisect([precise, run], output=str(tmp_path))
+    assert answer[0] == "Compared up to rounding, and to step 20, because these differ: argument bf16, precision"
+    assert (answer.data["step"], answer.data.get("where")) == (step, where)
+    if step is None:
+        assert answer[1] == "The runs are the same up to rounding up to step 20."
+    assert 'precision: "fp32" and "bf16"' in answer
 
 
 def test_what_cannot_be_replayed(home: Path, tmp_path: Path) -> None:
