@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftrain.core.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class TrainPlan:
+class TrainPlan(NamedTuple):
     """The length of a run; its fields are in the order that `Trainer.set_initial_training_values` returns.
 
     Units:

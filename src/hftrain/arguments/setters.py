@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
@@ -12,6 +13,34 @@ from hftrain.arguments.rules import check_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+# The settings of arguments that have another name.
+_OF_EVALUATION = {
+    "batch_size": "per_device_eval_batch_size",
+    "loss_only": "prediction_loss_only",
+    "jit_mode": "jit_mode_eval",
+}
+_OF_LOGGING = {
+    "report_to": "report_to",
+    "level": "log_level",
+    "on_each_node": "log_on_each_node",
+    "replica_level": "log_level_replica",
+}
+_OF_OPTIMIZER = {
+    "name": "optim",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "epsilon": "adam_epsilon",
+    "args": "optim_args",
+}
+_OF_LOADING = {
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "auto_find_batch_size": "auto_find_batch_size",
+    "ignore_data_skip": "ignore_data_skip",
+    "sampler_seed": "data_seed",
+}
 
 
 class ArgumentSetters(ArgumentFields):
@@ -49,17 +78,8 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_training`.
         """
-        return self._set(
-            do_train=True,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=batch_size,
-            weight_decay=weight_decay,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            seed=seed,
-            gradient_checkpointing=gradient_checkpointing,
-        )
+        self.do_train = True
+        return self._set(locals(), {"batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs"})
 
     def set_evaluate(
         self,
@@ -87,17 +107,8 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_evaluate`.
         """
-        strategy = IntervalStrategy(strategy)
-        return self._set(
-            eval_strategy=strategy,
-            do_eval=self.do_eval or strategy != IntervalStrategy.NO,
-            eval_steps=steps,
-            per_device_eval_batch_size=batch_size,
-            eval_accumulation_steps=accumulation_steps,
-            eval_delay=delay,
-            prediction_loss_only=loss_only,
-            jit_mode_eval=jit_mode,
-        )
+        self.do_eval = self.do_eval or IntervalStrategy(strategy) != IntervalStrategy.NO
+        return self._set(locals(), _OF_EVALUATION, prefix="eval_")
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False, jit_mode: bool = False) -> Self:
         """Set how to predict on a test set; also sets `do_predict`.
@@ -112,12 +123,8 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_testing`.
         """
-        return self._set(
-            do_predict=True,
-            per_device_eval_batch_size=batch_size,
-            prediction_loss_only=loss_only,
-            jit_mode_eval=jit_mode,
-        )
+        self.do_predict = True
+        return self._set(locals(), _OF_EVALUATION)
 
     def set_save(
         self,
@@ -139,9 +146,7 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_save`.
         """
-        return self._set(
-            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
-        )
+        return self._set(locals(), prefix="save_")
 
     def set_logging(
         self,
@@ -171,16 +176,7 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_logging`, with the defaults of its signature.
         """
-        return self._set(
-            logging_strategy=strategy,
-            logging_steps=steps,
-            report_to=report_to,
-            log_level=level,
-            logging_first_step=first_step,
-            logging_nan_inf_filter=nan_inf_filter,
-            log_on_each_node=on_each_node,
-            log_level_replica=replica_level,
-        )
+        return self._set(locals(), _OF_LOGGING, prefix="logging_")
 
     def set_push_to_hub(
         self,
@@ -203,15 +199,8 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_push_to_hub`.
         """
-        return self._set(
-            push_to_hub=True,
-            hub_model_id=model_id,
-            hub_strategy=strategy,
-            hub_token=token,
-            hub_private_repo=private_repo,
-            hub_always_push=always_push,
-            hub_revision=revision,
-        )
+        self.push_to_hub = True
+        return self._set(locals(), prefix="hub_")
 
     def set_optimizer(
         self,
@@ -239,15 +228,8 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_optimizer`.
         """
-        return self._set(
-            optim=current_optimizer(name),
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_epsilon=epsilon,
-            optim_args=args,
-        )
+        name = current_optimizer(name)
+        return self._set(locals(), _OF_OPTIMIZER)
 
     def set_lr_scheduler(
         self,
@@ -272,13 +254,7 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_lr_scheduler`.
         """
-        return self._set(
-            lr_scheduler_type=name,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            warmup_ratio=warmup_ratio,
-            warmup_steps=warmup_steps,
-        )
+        return self._set(locals(), {"name": "lr_scheduler_type", "num_epochs": "num_train_epochs"})
 
     def set_dataloader(
         self,
@@ -312,22 +288,13 @@ class ArgumentSetters(ArgumentFields):
 
         Source: the documented `TrainingArguments.set_dataloader`.
         """
-        return self._set(
-            per_device_train_batch_size=train_batch_size,
-            per_device_eval_batch_size=eval_batch_size,
-            dataloader_drop_last=drop_last,
-            dataloader_num_workers=num_workers,
-            dataloader_pin_memory=pin_memory,
-            dataloader_persistent_workers=persistent_workers,
-            dataloader_prefetch_factor=prefetch_factor,
-            auto_find_batch_size=auto_find_batch_size,
-            ignore_data_skip=ignore_data_skip,
-            data_seed=sampler_seed,
-        )
+        return self._set(locals(), _OF_LOADING, prefix="dataloader_")
 
-    def _set(self, **values: Any) -> Self:
-        for name, value in values.items():
-            setattr(self, name, value)
+    def _set(self, given: dict[str, Any], names: Mapping[str, str] | None = None, *, prefix: str = "") -> Self:
+        """Set what a method was given, by the names of the settings: those in `names`, else with the prefix."""
+        for name, value in given.items():
+            if name != "self":
+                setattr(self, (names or {}).get(name, prefix + name), value)
         normalize(self)
         convert_choices(self)
         check_values(self)

@@ -84,7 +84,7 @@ def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
     """Return the arguments of rank `src`: tensors on the device in nested tuples, lists and mappings. Collective.
 
     Raises:
-        StrategyError: They hold another type; raised on rank `src` alone; see `can_broadcast`.
+        StrategyError: They hold another type; raised on rank `src` alone.
     """
     leaves: list[Any] = []
     form: Any = None
@@ -107,15 +107,6 @@ def _kind(tensor: torch.Tensor) -> list[Any]:
 
 def _empty(kind: list[Any], device: torch.device) -> torch.Tensor:
     return torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
-
-
-def can_broadcast(tree: Any) -> bool:
-    """Return whether `broadcast_tree` can send these arguments."""
-    try:
-        _plain(tree)
-    except StrategyError:
-        return False
-    return True
 
 
 def _plain(tree: Any) -> Any:

@@ -1416,17 +1416,8 @@ class Trainer:
         if num_batches is not None and num_batches != length:
             per_batch = total_train_batch_size // args.gradient_accumulation_steps
             num_examples = min(num_examples or sys.maxsize, num_batches * per_batch)
-        plan = train_plan(
+        return train_plan(
             args, num_batches=num_batches, num_examples=num_examples, total_batch_size=total_train_batch_size
-        )
-        return (
-            plan.num_epochs,
-            plan.steps_per_epoch,
-            plan.num_examples,
-            plan.num_samples,
-            args.max_steps <= 0,
-            plan.num_batches,
-            plan.max_steps,
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
