@@ -139,9 +139,9 @@ def flight(session: nox.Session) -> None:
     for command in (
         ("python", script, "--output-dir", a),
         ("hftrain", "blame", a, "--output", found),
-        ("python", script, "--output-dir", b, "--dropout", "0.11"),
+        ("python", script, "--output-dir", b, "--dropout", "0.11", "--resume", f"{a}/checkpoint-60"),
         ("hftrain", "bisect", a, b, "--output", str(RUNS / "flight" / "bisect")),
-        ("python", script, "--output-dir", a, "--resume", "20", "--exclude", found),
+        ("python", script, "--output-dir", a, "--resume", f"{a}/checkpoint-20", "--exclude", found),
     ):
         session.run(*command, env=ENV)
 

@@ -2,7 +2,7 @@
 
 python examples/flight_log.py --output-dir runs/flight/a
 hftrain blame runs/flight/a --output exclude.json
-python examples/flight_log.py --output-dir runs/flight/a --resume 20 --exclude exclude.json
+python examples/flight_log.py --output-dir runs/flight/a --resume runs/flight/a/checkpoint-20 --exclude exclude.json
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--output-dir", default="runs/flight/a")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--resume", type=int, metavar="STEP", help="go on from the checkpoint of this step")
+    parser.add_argument("--resume", metavar="CHECKPOINT", help="go on from it, with this dropout")
     parser.add_argument("--exclude", metavar="FILE", help="a list of samples to leave out")
     options = parser.parse_args()
     set_seed(0)
@@ -65,7 +65,7 @@ def main() -> None:
         Digits(options.dropout), args, train_dataset=data, flight_log=FlightLog(sample_losses=sample_losses),
         exclude_samples=options.exclude,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=options.resume and f"{options.output_dir}/checkpoint-{options.resume}")
+    trainer.train(resume_from_checkpoint=options.resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     step = max(range(20, options.steps + 1), key=losses.__getitem__)
     print(f"The highest loss after step 19 is {losses[step]:.3f}, in step {step}.")

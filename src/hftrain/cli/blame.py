@@ -291,8 +291,13 @@ def _picture(run: Path, sample: Any, value: torch.Tensor) -> str:
         return f"tensor {tuple(value.shape)}"
     low, high = image.min(), image.max()
     pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8).numpy()
-    path = run / FOLDER / "spikes" / f"sample{'-'.join(map(str, sample)) if isinstance(sample, list) else sample}.png"
+    path = picture_path(run / FOLDER, sample)
     picture = Image.fromarray(pixels)
     scale = max(1, 128 // max(picture.size))
     picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
     return str(path)
+
+
+def picture_path(folder: Path, sample: Any) -> Path:
+    """Return where the picture of a sample is in the folder of a flight log."""
+    return folder / "spikes" / f"sample{'-'.join(map(str, sample)) if isinstance(sample, list) else sample}.png"

@@ -16,12 +16,11 @@ from typing import Any
 
 from hftrain.callbacks.lines import seconds_text
 from hftrain.cli.answer import Answer
-from hftrain.cli.blame import find_spikes
 from hftrain.cli.columns import is_number
+from hftrain.cli.flight_tables import tables_of
 from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
-from hftrain.flight.reading import read_ledger
 from hftrain.storage.space import readable_bytes
 
 _MAX_POINTS = 2000
@@ -177,6 +176,7 @@ def _about(run: RunRecord) -> dict[str, Any]:
         "no_arguments": _NO_ARGUMENTS if run.arguments is None else "None.",
         "environment": _rows(_environment(run)),
         "checkpoints": _rows(_saved(run)),
+        "flight": tables_of(run.folder),
     }
 
 
@@ -186,14 +186,11 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
     final = next(reversed(run.log.values("loss")), None)
     begin = _last_begin(run)
     limits = begin.get("plan", {}).get("limits")
-    spikes = [*find_spikes(read_ledger(run.folder))]
-    shown = ", ".join(map(str, spikes[:_MAX_NAMED])) + ", ..." * (len(spikes) > _MAX_NAMED)
     facts = [
         ("Status", status, mood),
         ("Steps", _steps(run), ""),
         ("Not all data", _value(limits) if limits else "", "bad"),
         ("Time", _duration(run), ""),
-        ("Steps that stand out", f"{shown} (see hftrain blame)" if spikes else "", "bad"),
         ("Last loss", "" if final is None else _number(final), ""),
         (f"Best {metric}", "" if best is None else f"{_number(best)} at step {step}", "good"),
         ("Median samples per second", _median_throughput(run), ""),

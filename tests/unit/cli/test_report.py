@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import Task, make_arguments, make_rows
 from unit.cli.test_curves import write_foreign
 
@@ -323,3 +324,28 @@ def test_memory_for_a_long_journal_is_small(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert len(run.points("loss")) == number
     assert peak < 200 * number
+
+
+def test_a_flight_log_has_its_spikes_samples_and_times(tmp_path: Path) -> None:
+    rows = [{"x": torch.rand(1, 4, 4), "labels": torch.tensor(index % 3)} for index in range(40)]
+    rows[30]["x"] = rows[30]["x"] * 1e3
+
+    class Pictures(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(16, 3)
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            return (torch.nn.functional.cross_entropy(self.layer(x.flatten(1)), labels),)
+
+    options = {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", "num_train_epochs": 1}
+    for name, log in (("a", True), ("b", False)):
+        arguments = make_arguments(tmp_path / name, save_steps=20, save_strategy="steps", **options)
+        Trainer(Pictures(), arguments, train_dataset=rows, flight_log=log).train()
+    text = write(tmp_path, tmp_path / "a", tmp_path / "b")
+    assert text.count("<h2>Flight log</h2>") == 1
+    assert "40 steps." in text
+    assert "Samples behind them" in text
+    assert "Where the time of a step went" in text
+    assert '<td class="number">31</td>' in text
+    assert "data:image/png;base64,iVBOR" in text
