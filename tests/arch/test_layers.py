@@ -74,6 +74,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "torchdata",
         "torchmetrics",
         "psutil",
+        "pyarrow",
         "tqdm.auto",
         "tqdm.notebook",
         "trackio",
