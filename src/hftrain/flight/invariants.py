@@ -120,13 +120,13 @@ class Invariants:
             HFTrainError: Something does not hold, and the run is to be stopped.
         """
         broken = [*self._broken_norms(), *self._broken_parameters()]
-        steps = {line["step"]: [line["weights"], line["epoch"], line["samples"]] for line in lines}
+        steps = [(line["step"], [line["weights"], line["epoch"], line["samples"]]) for line in lines]
         told = self._strategy.gather_object((broken, steps)) if self._strategy.world_size > 1 else [(broken, steps)]
-        found = list(chain.from_iterable(each for each, _ in told))
-        common = sorted(set(told[0][1]).intersection(*(each for _, each in told)))
+        found, ranks = [each for one, _ in told for each in one], [dict(each) for _, each in told]
+        common = sorted(set(ranks[0]).intersection(*ranks))
         if self._is_replicated:
-            found += _broken_replicas({step: [each[step][0] for _, each in told] for step in common})
-        found += self._reads.broken(self._parts.feed, {step: [each[step][1:] for _, each in told] for step in common})
+            found += _broken_replicas({step: [each[step][0] for each in ranks] for step in common})
+        found += self._reads.broken(self._parts.feed, {step: [each[step][1:] for each in ranks] for step in common})
         for kind, text in found:
             if kind not in self._told:
                 self._told.add(kind)
