@@ -215,6 +215,9 @@ def _train(
         trainer.add_callback(observe(trainer))
         given = Path(resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else "").absolute()
         starts.append(given if start is None and checkpoint_step(given.name) == session["begin"] else start)
+        if starts[0] is not None and not read_launch().rank:  # where SpikeGuard("rewind") looks for it
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / starts[0].name).symlink_to(starts[0])
         train(trainer, None if starts[0] is None else str(starts[0]), *args, **kwargs)
         raise _Reached
 
@@ -250,7 +253,9 @@ def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
             given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
         given = bound.arguments["args"] = copy.copy(given)
         given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
-        given.save_strategy, given.load_best_model_at_end = type(given.save_strategy)("no"), False
+        given.load_best_model_at_end = False
+        if given.save_strategy != "no":
+            given.save_strategy = type(given.save_strategy)("epoch")  # saves nothing at the end of the run
         build(*bound.args, **bound.kwargs)
 
     Trainer.__init__ = init  # type: ignore[method-assign, assignment]

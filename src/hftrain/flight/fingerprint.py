@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # An odd number; products of it with an index differ in all bits.
 _MIX = -7046029254386353131
 
@@ -62,7 +62,7 @@ class Fingerprint:
     def of(self, step: int) -> torch.Tensor:
         """Return the numbers of a step's part of this process: of the gradients, and of the weights; int64 [2].
 
-        A parameter without a gradient counts as one whose gradient is zero.
+        A parameter without a gradient, or with a sparse one, counts as one whose gradient is zero.
         """
         gradients, weights, places = list[torch.Tensor](), list[torch.Tensor](), list[tuple[int, int]]()
         for number, first, end in self._windows[step % len(self._windows)] if self._windows else ():
@@ -73,7 +73,7 @@ class Fingerprint:
             part = slice(first - own.start, end - own.start)
             places.append((start + first, start + end))
             weights.append(_local(parameter)[part])
-            gradient = parameter.grad
+            gradient = None if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
         if not places:
             return torch.zeros(2, dtype=torch.int64)
@@ -98,7 +98,8 @@ def _bits(pieces: list[torch.Tensor]) -> torch.Tensor:
     if len({each.dtype for each in pieces}) > 1:
         return torch.cat([_bits([each]) for each in pieces])
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-    return flat.view(_BITS[flat.element_size()]).to(torch.int64)
+    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
+    return bits if len(bits) == len(flat) else 3 * bits[::2] + bits[1::2]  # of complex128
 
 
 def _factors(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import map_tensors
 from hftrain.flight.fingerprint import of_tensor
+from hftrain.task.tracked_count import TrackedCount
 
 
 class Observer(TrainerCallback):
@@ -62,7 +63,10 @@ class Observer(TrainerCallback):
                 self.num_items.append(num_items)
             return train(model, batch, num_items)
 
-        changed = replace(parts.hooks, training_step=step)
+        def save_nothing() -> None:
+            parts.control.should_save = False
+
+        changed = replace(parts.hooks, training_step=step, save=save_nothing)
         return replace(parts, hooks=changed, stepper=replace(parts.stepper, step=update_observed))
 
     def _look_at_gradients(self) -> None:
@@ -116,8 +120,9 @@ class Observer(TrainerCallback):
         return watch
 
 
-def _note(found: list[dict[str, Any]], gradient: torch.Tensor) -> None:
-    found.append(_facts(gradient))
+def _note(found: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
+    if gradient is not None:  # which compiled code calls hooks with
+        found.append(_facts(gradient))
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
@@ -127,9 +132,10 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def own_part(tensor: Any) -> torch.Tensor:
-    """Return this process's part of a tensor, detached."""
-    local: torch.Tensor = tensor.detach()
-    return local.to_local() if hasattr(local, "to_local") else local
+    """Return this process's part of a tensor, detached and dense."""
+    # To read the item count would pass for the model's reading it, which decides how its loss is weighted.
+    local: torch.Tensor = (tensor.plain if isinstance(tensor, TrackedCount) else tensor).detach()
+    return local.to_local() if hasattr(local, "to_local") else local.to_dense() if local.is_sparse else local
 
 
 def _facts(tensor: torch.Tensor) -> dict[str, Any]:
