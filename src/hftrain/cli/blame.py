@@ -187,7 +187,7 @@ def show_blame(
     lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
     lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
     if not suspects:
-        lines.append("The samples of these steps are not known: streams and own loaders have no indices.")
+        lines.append("The samples of these steps are not known: their loader is not one of hftrain's or torch's.")
     elif not all(each.is_own for each in suspects):
         lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
         lines += ["train with FlightLog(sample_losses=...)."]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
-from hftrain.flight.reading import FOLDER, read_ledger, read_sessions
+from hftrain.flight.reading import flight_folder, read_ledger, read_sessions
 from hftrain.flight.split import PHASES, read_split
 from hftrain.flight.stacks import Stack, read_phases, read_stacks
 
@@ -25,7 +25,7 @@ def show_hangs(run: str) -> Answer:
     Raises:
         ConfigError: No process has written a stack or a step.
     """
-    folder = Path(run) / FOLDER
+    folder = flight_folder(run)
     session = [{}, *read_sessions(run)][-1]
     stacks, split, phases = read_stacks(folder, since=session.get("at", 0.0)), read_split(run), read_phases(folder)
     if not stacks and split is None:

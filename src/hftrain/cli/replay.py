@@ -27,6 +27,7 @@ from hftrain.core.launcher import read_launch
 from hftrain.flight.ledger import FlightLog
 from hftrain.flight.observing import Observer, first_not_finite
 from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
+from hftrain.storage.remote import is_url
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.trainer import Trainer
 
@@ -161,7 +162,10 @@ def ledger_with(run: str, step: int | None = None) -> Lines:
 
 
 def session_of(run: str, step: int) -> dict[str, Any]:
-    """Return the line of the session that did a step last."""
+    """Return the line of the session that did a step last; `ConfigError` if it cannot be done again from here."""
+    if is_url(run):
+        why = "Its checkpoints are in a remote store."
+        raise ConfigError(f"Cannot do step {step} of {run} again.", why, "Copy the folder to this machine.")
     sessions = [line for line in read_sessions(run) if line["begin"] < step]
     if not sessions:
         raise ConfigError(

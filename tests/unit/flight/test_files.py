@@ -13,8 +13,9 @@ import pytest
 from support.remote import URL, failing, listing
 from support.tiny import make_resumable
 
-from hftrain import FlightLog, TrainerCallback
+from hftrain import ConfigError, FlightLog, TrainerCallback
 from hftrain.cli.blame import show_blame
+from hftrain.cli.replay import show_replay
 from hftrain.flight.files import Ledger
 from hftrain.flight.reading import flight_folder, read_ledger, read_sessions
 from hftrain.storage.remote import mirror_of
@@ -52,6 +53,8 @@ def test_a_remote_log_is_whole_and_goes_on_on_another_machine(tmp_path: Path) ->
     assert steps(URL) == steps(tmp_path)
     assert [line["begin"] for line in read_sessions(URL)] == [0, 4]
     assert show_blame(URL, step=3).data["suspects"]
+    with pytest.raises(ConfigError, match="Copy the folder to this machine"):
+        show_replay(URL, step=3, output=str(tmp_path / "again"))
 
 
 def test_a_copy_is_brought_up_to_date(tmp_path: Path) -> None:
