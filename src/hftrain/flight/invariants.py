@@ -140,10 +140,10 @@ class Invariants:
     def _broken_norms(self) -> Iterator[tuple[str, str]]:
         for step, norms in self._norms:
             before, told, after = norms.tolist()
-            limit = self._args.max_grad_norm
+            limit, rounded = self._args.max_grad_norm, max(_TOLERANCE, 4 * torch.finfo(norms.dtype).eps)
             # Where another norm was clipped, or scaled gradients, nothing is known about this one.
-            is_known = math.isfinite(before) and abs(before - told) <= _TOLERANCE * told
-            if is_known and limit and after > limit * (1 + _TOLERANCE):
+            is_known = math.isfinite(before) and abs(before - told) <= rounded * told
+            if is_known and limit and after > limit * (1 + rounded):
                 yield "norm", f"The gradient norm after clipping was {after:.4g} in step {step}, above {limit}."
         self._norms = []
 
