@@ -34,6 +34,8 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
     """
     if len(runs) != 2:
         raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"Cannot compare {steps} steps.", "One can differ.", "Leave --steps out, or name more.")
     ledgers, around = [ledger_with(run) for run in runs], _differences_around(runs)
     told = [f"{name}: {shortened(one)} and {shortened(two)}" for name, (one, two) in around.items()]
     causes = [name for name in _ROUNDED if name in around]

@@ -34,11 +34,6 @@ class SampleObserver(Observer):
         super().__init__(step, folder)
         self._trainer = trainer
 
-    def wrap_parts(self, parts: Any) -> Any:
-        """Keep the batches of the step."""
-        self._parts = parts
-        return super().wrap_parts(parts)
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the step changes."""
         super().on_step_begin(args, state, control, **kwargs)
@@ -77,10 +72,10 @@ class SampleObserver(Observer):
         return found[: len(rows)], None
 
     def _compute_one(self, batch: Any, num_items: Any) -> tuple[float, float | None]:
-        trainer, model = self._trainer, self._parts.model
+        trainer, model = self._trainer, self.parts.model
         self._put_back(trainer.task.named_buffers())
         restore_rng(self._random)
-        with self._parts.no_sync(model):
+        with self.parts.no_sync(model):
             inputs = trainer._prepare_inputs(map_tensors(batch, torch.Tensor.clone))
             with trainer.compute_loss_context_manager():
                 loss = trainer._slot_compute_loss(model, inputs, num_items_in_batch=num_items)

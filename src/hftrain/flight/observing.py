@@ -51,7 +51,7 @@ class Observer(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Keep the batches of the step, and look at the gradients that make the update."""
-        train, update = parts.hooks.training_step, parts.stepper.step
+        self.parts, train, update = parts, parts.hooks.training_step, parts.stepper.step
 
         def update_observed() -> Any:
             self._look_at_gradients()
