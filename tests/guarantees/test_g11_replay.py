@@ -138,12 +138,17 @@ def test_a_flipped_bit_of_a_gradient_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bit_that_the_machine_has_flipped_is_named(tmp_path: Path) -> None:
-    run = train(tmp_path, "run", flip_at=10)
+    run, base = train(tmp_path, "run", flip_at=10), train(tmp_path, "base")
     assert show_replay(run, step=9, output=f"{run}-9").data["parted"] is None
     answer = show_replay(run, step=12, output=f"{run}-12")
     assert answer.data["parted"] == 10
     assert {"gradients", "weights"} <= set(answer.data["differs"])
     assert not {"samples", "losses"} & set(answer.data["differs"])
+    compared = show_bisect([base, run], output=str(tmp_path / "a"))
+    assert (compared.data["step"], compared.data["where"]) == (10, None)
+    again = [line for line in compared if line.startswith("Done again")]
+    assert len(again) == 1
+    assert again[0].startswith(f"Done again, {run} is not the same: step 10: ")
 
 
 def test_a_module_with_another_seed_is_named(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
     lines.append(f"step {step}: {values}")
     if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
         found = [do_step_apart(run, step, folder / name) for run, name in zip(runs, "ab", strict=True)]
+        for run, ledger, each in zip(runs, ledgers, found, strict=True):
+            if (parted := first_parting(ledger, read_ledger(each)))[0] is not None:
+                lines.append(f"Done again, {run} is not the same: step {parted[0]}: {parted[2]}")
         found += [do_step_apart(runs[0], step, folder / "perturbed-step", unit=unit)] if causes else []
         modules = [read_ranks(each, "modules") for each in found]
         if causes:
