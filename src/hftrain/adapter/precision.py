@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.signatures import accepts
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 
@@ -32,8 +32,6 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
             f"Cannot use precision={asked!r} together with {_field(args)}=True.",
             f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
             "Keep one of the two.",
-            precision=asked,
-            **{_field(args): True},
         )
     said = asked or next(iter(chosen), None)
     # Set by `accelerate launch --mixed_precision` or its configuration file.
@@ -51,21 +49,14 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     own = precision.policy.matmul if isinstance(precision, Precision) else precisions.resolve(name)[1].get("matmul")
     if own == matmul:
         return name, {}
-    if own is not None or isinstance(precision, Precision) or not _takes_matmul(name):
+    if own is not None or isinstance(precision, Precision) or not accepts(precisions.resolve(name)[0], "matmul"):
         raise ConfigError(
             f"Cannot use precision={name!r} together with tf32={args.tf32}.",
             f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}.",
             "Keep one of the two.",
-            precision=name,
-            tf32=args.tf32,
         )
     return name, {"matmul": matmul}
 
 
 def _field(args: Any) -> str:
     return "fp16" if args.fp16 else "bf16"
-
-
-def _takes_matmul(name: str) -> bool:
-    parameters = inspect.signature(precisions.resolve(name)[0]).parameters
-    return "matmul" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

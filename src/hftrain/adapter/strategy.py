@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter import deepspeed, fsdp
@@ -68,8 +67,8 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if not is_object:
         _check_preset(name, wanted)
-    accepts = _accepted_options(None if is_object else name)
-    ignored = sorted(option for option in wanted if not accepts(option))
+    accepted = set() if is_object else accepted_options(name)  # None: any
+    ignored = [] if accepted is None else sorted(wanted.keys() - accepted)
     if ignored:
         logger.warning(
             "strategy=%r %s, so these settings change nothing: %s.",
@@ -83,7 +82,9 @@ def strategy_request(
         defaults["find_unused_parameters"] = not (is_checkpointing or is_task)
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
-    return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+    return name, {
+        option: value for option, value in {**defaults, **wanted}.items() if accepted is None or option in accepted
+    }
 
 
 def _process_options(args: Any) -> dict[str, Any]:
@@ -170,8 +171,6 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
                 f"Cannot use strategy={chosen!r} together with {field}={value!r}.",
                 f"Both choose how processes share the model, and {field} means another strategy.",
                 "Keep one of the two.",
-                strategy=chosen,
-                **{field: value},
             )
 
 
@@ -256,15 +255,7 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
                 f"Cannot use strategy={name!r} together with {shown}={wanted[option]!r}.",
                 f"The name means {option}={value!r}.",
                 "Keep one of the two.",
-                strategy=name,
-                **{shown: wanted[option]},
             )
-
-
-def _accepted_options(name: str | None) -> Callable[[str], bool]:
-    """Return a function that tells whether a strategy takes an option; an existing object (None) takes none."""
-    accepted = set() if name is None else accepted_options(name)
-    return lambda option: accepted is None or option in accepted
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:

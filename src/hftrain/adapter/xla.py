@@ -91,4 +91,4 @@ def _check_settings(args: Any, settings: Any) -> None:
 
 
 def _refuse(name: str, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"Cannot use {name}={value!r}.", reason, remedy, **{name: value})
+    return ConfigError(f"Cannot use {name}={value!r}.", reason, remedy)

@@ -43,7 +43,9 @@ _CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption
 
 def normalize(args: ArgumentFields) -> None:
     """Convert every setting except the choices to its normal form; mutates the arguments."""
-    _normalize_paths(args)
+    args.output_dir = _expand("trainer_output" if args.output_dir is None else args.output_dir)
+    if args.logging_dir is not None:
+        args.logging_dir = _expand(args.logging_dir)
     _normalize_lengths(args)
     _normalize_lists(args)
     _normalize_json(args)
@@ -71,12 +73,6 @@ def _choose(choice: type[Enum], value: Any, setting: str) -> Enum:
         known = [str(member.value) for member in choice]
         remedy = _MEANT.get(str(value).lower()) or suggest(str(value), known)
         raise ConfigError(f"Cannot use {setting}={value!r}.", f"{setting} has no such value.", remedy) from None
-
-
-def _normalize_paths(args: ArgumentFields) -> None:
-    args.output_dir = _expand("trainer_output" if args.output_dir is None else args.output_dir)
-    if args.logging_dir is not None:
-        args.logging_dir = _expand(args.logging_dir)
 
 
 def _normalize_lengths(args: ArgumentFields) -> None:

@@ -112,7 +112,6 @@ def returned_as(return_tensors: str, batch: Any) -> Any:
             f"Cannot use return_tensors={return_tensors!r}.",
             "Batches can only be made of torch tensors or NumPy arrays.",
             "Use 'pt', which training needs, or 'np'.",
-            return_tensors=return_tensors,
         )
     return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
 

@@ -147,7 +147,9 @@ class TrainFeed:
         for generator in _generators_of(loader):
             own = own_seeds.get(id(generator))
             seed_generator(generator, (self._seed if own is None else own) + epoch, own=own)
-        _start_epoch(loader, epoch=epoch, seed=self._seed)
+        for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
+            tell_epoch(part, epoch)
+        set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
         self._numbers = None
@@ -261,9 +263,3 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     """List the generators of a loader and its samplers, each once."""
     found = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
-
-
-def _start_epoch(loader: Any, *, epoch: int, seed: int) -> None:
-    for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
-        tell_epoch(part, epoch)
-    set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=seed)

@@ -313,7 +313,8 @@ class DispatchLoader:
                 parcel = _scatter(None)
                 batch, is_last = parcel[:2]
                 if parcel[2] is not None:
-                    raise _main_failed(parcel[2])
+                    asked, reason = "The main process was to read a batch for this one.", f"It failed: {parcel[2]}"
+                    raise TaskError(asked, reason, "See the main process's error.")
             yield from batch
 
     def _send_round(self, batches: Iterator[Any]) -> tuple[list[Any], bool]:
@@ -335,9 +336,3 @@ def _scatter(parcels: list[Parcel] | None) -> Parcel:
     received: list[Any] = [None]
     torch.distributed.scatter_object_list(received, parcels, src=0)
     return received[0]  # type: ignore[no-any-return]
-
-
-def _main_failed(reason: str) -> TaskError:
-    return TaskError(
-        "The main process was to read a batch for this one.", f"It failed: {reason}", "See the main process's error."
-    )

@@ -176,7 +176,11 @@ class EvenedStream(StreamWrapper):
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
             yield from self._counted(islice(self.dataset, -self._count % self._unit))
             if self._count == before:
-                raise _cannot_fill()
+                raise TaskError(
+                    "Cannot fill up a stream from its start, so that all processes get as many samples.",
+                    "Put back into the state in which the epoch began, it gave none.",
+                    "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
+                )
         if self._is_filled:
             # The position where it stopped is irrelevant.
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
@@ -217,11 +221,3 @@ def epoch_stream(dataset: Any) -> EpochStream | None:
     while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, EpochStream) else None
-
-
-def _cannot_fill() -> TaskError:
-    return TaskError(
-        "Cannot fill up a stream from its start, so that all processes get as many samples.",
-        "Put back into the state in which the epoch began, it gave none.",
-        "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
-    )

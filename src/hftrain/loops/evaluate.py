@@ -196,7 +196,11 @@ class EvaluateLoop(Loop[EvaluateParts]):
         agree: Callable[[bool], bool] = self._all_true if takes_turns else bool
         upcoming, last = next(batches, _END), None
         if takes_turns and hooks.repeat_batch is not None and not agree(upcoming is not _END):
-            raise _nothing_to_repeat()
+            raise ConfigError(
+                "Cannot evaluate with an accelerator in use, or a split model that generates.",
+                "Its steps may talk to other processes, and one of them has no batch to take part with.",
+                "Evaluate on at least one sample per process.",
+            )
         is_over, num_read = agree(upcoming is _END), 0
         while not is_over:
             output = None
@@ -256,7 +260,11 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self._num_samples += size
         if output.loss is not None:
             if output.loss.numel() != 1:
-                raise _no_number(output.loss)
+                raise TaskError(
+                    "Cannot use the loss of an evaluation batch:",
+                    f"it has the shape {tuple(output.loss.shape)}, but a loss must be one number.",
+                    "Return its mean; outputs belong in StepOutput(loss=..., outputs=...).",
+                )
             count = self.parts.hooks.count_items(batch)
             if not isinstance(count, Mapping):
                 checked_count(count, self.parts.hooks.count_items)
@@ -267,7 +275,11 @@ class EvaluateLoop(Loop[EvaluateParts]):
         if self.parts.hooks.preprocess_logits is not None and output.outputs is not None:
             output.outputs = self.parts.hooks.preprocess_logits(output.outputs, output.labels)
             if self.parts.hooks.compute_metrics is not None and output.outputs is None:
-                raise _no_logits()
+                raise TaskError(
+                    "Cannot use what preprocess_logits_for_metrics returned:",
+                    "it is None, so there is nothing to call compute_metrics with.",
+                    "Return what compute_metrics is to get as predictions.",
+                )
         if self._kept:
             for name, part in self._batch_parts(batch, output).items():
                 if name in self._kept:
@@ -340,30 +352,6 @@ def _main_input(batch: Any, name: str) -> Any:
         "Cannot use include_for_metrics=['inputs'].",
         f"An evaluation batch has no main input {name!r} (it has {_columns(batch)}).",
         "Set main_input_name on the model to the column that compute_metrics is to get.",
-    )
-
-
-def _no_number(loss: torch.Tensor) -> TaskError:
-    return TaskError(
-        "Cannot use the loss of an evaluation batch:",
-        f"it has the shape {tuple(loss.shape)}, but a loss must be one number.",
-        "Return its mean; outputs belong in StepOutput(loss=..., outputs=...).",
-    )
-
-
-def _no_logits() -> TaskError:
-    return TaskError(
-        "Cannot use what preprocess_logits_for_metrics returned:",
-        "it is None, so there is nothing to call compute_metrics with.",
-        "Return what compute_metrics is to get as predictions.",
-    )
-
-
-def _nothing_to_repeat() -> ConfigError:
-    return ConfigError(
-        "Cannot evaluate with an accelerator in use, or a split model that generates.",
-        "Its steps may talk to other processes, and one of them has no batch to take part with.",
-        "Evaluate on at least one sample per process.",
     )
 
 

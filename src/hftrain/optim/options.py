@@ -69,7 +69,6 @@ def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner:
                 f"Cannot use {owner} with optim_args {key}={value!r}.",
                 f"{key} must be {getattr(hints[key], '__name__', hints[key])}.",
                 "Correct the value.",
-                **{key: value},
             ) from error
     return cast
 

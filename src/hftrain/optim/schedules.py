@@ -216,9 +216,7 @@ def stages(
 
 def _known(name: str, names: Iterable[str], option: str) -> str:
     if name not in names:
-        raise ConfigError(
-            f"Cannot use {option}={name!r}.", "There is no such shape.", suggest(name, names), **{option: name}
-        )
+        raise ConfigError(f"Cannot use {option}={name!r}.", "There is no such shape.", suggest(name, names))
     return name
 
 

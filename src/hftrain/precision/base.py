@@ -39,7 +39,6 @@ class Precision(Shown):
                 f"Cannot use matmul={policy.matmul!r}.",
                 "Float32 matrix products run in float32 or in TF32.",
                 "Use 'highest' (float32), 'high' (TF32) or None (torch's own setting).",
-                matmul=policy.matmul,
             )
         self.policy = policy
         self._device: torch.device | None = None
@@ -150,7 +149,6 @@ def set_matmul(matmul: str) -> Callable[[], None]:
             f"Cannot use matmul={matmul!r}.",
             "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
             "Remove those settings, or let them control TF32 and set neither `matmul` nor 'tf32' here.",
-            matmul=matmul,
         ) from error
     _apply(matmul, matmul == "high")
     return lambda: _apply(*before)

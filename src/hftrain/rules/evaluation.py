@@ -82,7 +82,6 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
                 "Cannot use batch_eval_metrics=True.",
                 f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
                 "Give it the argument compute_result, or leave batch_eval_metrics out.",
-                batch_eval_metrics=True,
             )
 
 

@@ -92,7 +92,9 @@ def _read_pair(made: Any, maker: str) -> tuple[Any, Timed | None]:
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, Optimizer))
     if (optimizer is None or isinstance(optimizer, Optimizer)) and is_schedule:
-        return optimizer, schedule and Timed(schedule, "evaluate" if _is_plateau(schedule) else "step")
+        return optimizer, schedule and Timed(
+            schedule, "evaluate" if isinstance(schedule, ReduceLROnPlateau) else "step"
+        )
     shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
     raise _unreadable(maker, f"it is a {type(made).__name__}{f' of ({shown})' if shown else ''}.", _remedy(made))
 
@@ -114,7 +116,7 @@ def _read_dict(made: Mapping[str, Any], maker: str) -> tuple[Any, Timed | None]:
             f"its lr_scheduler has the keys {', '.join(map(str, timing))}.",
             f"It needs 'scheduler', and may have {', '.join(Timed.__dataclass_fields__)}.",
         )
-    if _is_plateau(timing["scheduler"]) and timing.get("interval") != "step":
+    if isinstance(timing["scheduler"], ReduceLROnPlateau) and timing.get("interval") != "step":
         timing["interval"] = "evaluate"
     if timing.get("interval") not in ("step", "epoch", "evaluate"):
         raise _unreadable(
@@ -124,10 +126,6 @@ def _read_dict(made: Mapping[str, Any], maker: str) -> tuple[Any, Timed | None]:
             "schedule) is stepped after each update here.",
         )
     return optimizer, Timed(**timing)
-
-
-def _is_plateau(schedule: Any) -> bool:
-    return isinstance(schedule, ReduceLROnPlateau)
 
 
 def _unreadable(maker: str, reason: str, remedy: str) -> TaskError:

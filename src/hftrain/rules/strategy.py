@@ -46,7 +46,6 @@ def check_local_rank(args: TrainingArguments) -> None:
             f"Cannot use local_rank={args.local_rank}.",
             "The launcher decides the rank, and it does not say so.",
             "Launch with torchrun, and leave local_rank out.",
-            local_rank=args.local_rank,
             launched=launched,
         )
 
@@ -122,14 +121,12 @@ def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row
         f"Cannot use save_on_each_node=True with strategy={strategy.name!r}.",
         "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
         "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
-        {"save_on_each_node": True, "strategy": strategy.name},
     )
     yield (
         args.save_on_each_node and is_url(args.output_dir or ""),
         f"Cannot use save_on_each_node=True with output_dir={args.output_dir!r}.",
         "All machines would write the same files of the same store.",
         "Leave save_on_each_node out: a remote folder is one that all machines share.",
-        {"save_on_each_node": True},
     )
     is_split = strategy.shards_model or isinstance(strategy, DeepSpeedStrategy)
     yield (
@@ -137,7 +134,6 @@ def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row
         f"Cannot use save_only_model=True with load_best_model_at_end=True and strategy={strategy.name!r}.",
         "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
         "Drop one of the two.",
-        {"save_only_model": True, "load_best_model_at_end": True},
     )
 
 

@@ -111,7 +111,6 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
             f"Cannot use metric_for_best_model={wanted!r}.",
             f"The evaluation did not report {key!r}.",
             f"Available: {', '.join(sorted(name for name in metrics if not name.endswith(_NOT_METRICS)))}.",
-            metric_for_best_model=wanted,
         )
     try:
         return float(metrics[key])

@@ -69,10 +69,6 @@ class DDPStrategy(DistributedStrategy):
         self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    @classmethod
-    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
-        return "torch has no process group that serves MPS" if device_type == "mps" else None
-
     def close(self) -> None:
         if self._owns_group:
             # A reducer that outlives its group destroys it during garbage collection while holding the GIL, and waits

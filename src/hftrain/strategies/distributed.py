@@ -27,6 +27,7 @@ from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.types import PrecisionPolicy
 from hftrain.preemption.board import Board
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
@@ -78,6 +79,10 @@ class DistributedStrategy(Strategy):
         self._excepthooks = (sys.excepthook, sys.excepthook)
         if self.backend is not None:
             check_backend(self.backend, self.device_type)
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        return "torch has no process group that serves MPS" if device_type == "mps" else None
 
     def launch(self) -> None:
         """Join the process group and select the device; a second call changes nothing. Collective.
@@ -354,5 +359,4 @@ def check_backend(backend: str, device_type: str) -> None:
             f"Cannot use backend={backend!r}.",
             f"This torch cannot exchange {device_type} tensors through it.",
             f"Use one of {usable}.",
-            backend=backend,
         )

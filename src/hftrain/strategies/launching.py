@@ -53,7 +53,8 @@ def launch(
         >>> launch(max, 3, 4, num_processes=1)
         [4]
     """
-    method = _start_method(start_method)
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and not _has_used_gpu()
+    method = start_method or ("fork" if can_fork else "spawn")
     _check(num_processes, method=method)
     if num_processes == 1:
         return [function(*args, **kwargs)]
@@ -117,11 +118,6 @@ def _reported(error: Any) -> tuple[int, str]:
     rank, failure = error.get_first_failure()
     message = failure.message
     return rank, message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
-
-
-def _start_method(asked: str | None) -> str:
-    can_fork = "fork" in multiprocessing.get_all_start_methods() and not _has_used_gpu()
-    return asked or ("fork" if can_fork else "spawn")
 
 
 def _check(num_processes: int, *, method: str) -> None:

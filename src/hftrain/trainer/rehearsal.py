@@ -37,7 +37,6 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
         f"Cannot use Trainer(fast_dev_run={fast_dev_run!r}).",
         "It says how many batches of every stage to rehearse.",
         "Pass a whole number such as 2, or None for a real run.",
-        fast_dev_run=fast_dev_run,
     )
 
 

@@ -1647,17 +1647,7 @@ class Trainer:
 
         Source: the documented `Trainer.create_model_card`.
         """
-        self._hub.write_card(
-            language=language,
-            license=license,
-            tags=tags,
-            model_name=model_name,
-            finetuned_from=finetuned_from,
-            tasks=tasks,
-            dataset_tags=dataset_tags,
-            dataset=dataset,
-            dataset_args=dataset_args,
-        )
+        self._hub.write_card(**{name: value for name, value in locals().items() if name != "self"})
         self._output.publish()
 
     def push_to_hub(

@@ -111,10 +111,6 @@ class FSDPStrategy(SplittingStrategy):
         self._plugin: Any = None
         self._check_options()
 
-    @classmethod
-    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
-        return "torch has no process group that serves MPS" if device_type == "mps" else None
-
     def check_model(self, model: nn.Module) -> None:
         """Raise if a model cannot be sharded; touches no device.
 
