@@ -221,45 +221,23 @@ class TrainerHooks(Protocol):
     def _is_overridden(self, name: str) -> bool:
         """Tell whether the user's class or instance overrides a documented method."""
 
-    def _resolve_hooks(self) -> None:
-        """Inspect the hooks' signatures."""
-
-    def _stop_observing(self) -> None:
-        """Give the model its own call back, without autocast and observers."""
-
+    def _resolve_hooks(self) -> None: ...
+    def _stop_observing(self) -> None: ...
     def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
         """Return the manager that commits the run's checkpoints."""
 
-    def _make_model(self) -> nn.Module:
-        """Return the unwrapped model, from `model_init` if given."""
-
-    def _open_training_data(self, *dataset: Any) -> Any:
-        """Return this rank's training batches, from another dataset if one is given."""
-
-    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
-        """Initialise the documented state."""
-
-    def _forget_schedule(self) -> None:
-        """Drop the schedule of an earlier training."""
-
-    def _cast_model(self) -> None:
-        """Make the model run under autocast, if the code around it shall not."""
-
-    def _begin_steps(self) -> Sequence[InManifest]:
-        """Take up the documented step's parts of a run; return what the manifest records of them."""
-
+    def _make_model(self) -> nn.Module: ...
+    def _open_training_data(self, *dataset: Any) -> Any: ...
+    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None: ...
+    def _forget_schedule(self) -> None: ...
+    def _cast_model(self) -> None: ...
+    def _begin_steps(self) -> Sequence[InManifest]: ...
     def _end_steps(self) -> None:
         """Undo `_begin_steps`."""
 
-    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
-        """Return the functions that take a step's batches, counting their items, and that train on one batch."""
-
-    def _note_sync(self, syncs: bool) -> None:
-        """Note whether an update follows the next micro-step."""
-
-    def _try_evaluation(self) -> None:
-        """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
-
+    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]: ...
+    def _note_sync(self, syncs: bool) -> None: ...
+    def _try_evaluation(self) -> None: ...
     def _finish_training(self, metrics: dict[str, Any]) -> None:
         """End the documented state of training, and add the memory use to the metrics."""
 

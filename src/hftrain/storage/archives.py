@@ -265,11 +265,9 @@ def is_key(value: Any) -> bool:
     Long numbers may all have the same hash, and hashing nested tuples can overflow the stack.
     """
     parts = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(part, _KEYS) and _is_short(part) for part in parts)
-
-
-def _is_short(part: Any) -> bool:
-    return not isinstance(part, int) or -(1 << 63) <= part < 1 << 64
+    return all(
+        isinstance(part, _KEYS) and (not isinstance(part, int) or -(1 << 63) <= part < 1 << 64) for part in parts
+    )
 
 
 def _checked_key(key: Any) -> Any:
