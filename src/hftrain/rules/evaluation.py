@@ -18,7 +18,7 @@ from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
 from hftrain.rules.functions import check_call
 from hftrain.strategies.base import Strategy
-from hftrain.task.introspect import forward_parameters
+from hftrain.task.introspect import base_model
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
@@ -165,9 +165,7 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
             "A task calls its model in its own way.",
             "Do it in the task, or pass a plain model.",
         )
-    parameters = forward_parameters(task.model)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if args.past_index >= 0 and "mems" not in parameters and not takes_any:
+    if args.past_index >= 0 and not accepts(base_model(task.model).forward, "mems"):
         raise ConfigError(
             f"Cannot use past_index={args.past_index}.",
             f"{type(task.model).__name__}.forward takes no argument called mems, in which that output comes back.",

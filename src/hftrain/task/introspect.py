@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hftrain.core.signatures import accepts
 from hftrain.task.items import loss_shifts_labels
 
 _NO_ACCELERATOR = ("cpu", "disk", "meta")
@@ -64,9 +65,7 @@ def accepts_item_count(model: nn.Module) -> bool:
 def takes_item_count(function: Callable[..., Any]) -> bool:
     """Return whether a `compute_loss_func` accepts `num_items_in_batch`, by name or through ``**kwargs``."""
     called = function.forward if isinstance(function, nn.Module) else function
-    parameters = inspect.signature(called).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return takes_any or "num_items_in_batch" in parameters
+    return accepts(called, "num_items_in_batch")
 
 
 def is_causal(model: nn.Module) -> bool:

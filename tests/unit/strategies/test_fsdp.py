@@ -166,7 +166,5 @@ def test_arguments_of_a_forward_pass_travel_as_plain_data(monkeypatch: pytest.Mo
     assert (tensor.tolist(), tensor.dtype, others) == ([1.0, 1.0], torch.float32, [1, None])
     assert (options["mask"]["a"].tolist(), options["mask"]["a"].dtype) == ([[True]], torch.bool)
     assert options["pair"] == (True, "x")
-    assert lockstep.can_broadcast(call)
-    assert not lockstep.can_broadcast(((object(),), {}))
     with pytest.raises(StrategyError, match="hold a object"):
         lockstep.broadcast_tree(Rank(0, []), ((object(),), {}), src=0)  # type: ignore[arg-type]
