@@ -26,7 +26,7 @@ from hftrain.evaluation.generating import generates
 from hftrain.evaluation.recurrence import read_memory
 from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import check_features
-from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
@@ -192,14 +192,7 @@ class Evaluation:
         kind = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
         if kind.stage in trainer.loops:
-            used = used_in_evaluation(
-                args,
-                trainer.strategy,
-                dataset=getattr(loader, "dataset", None),
-                takes_turns=hooks.repeat_batch is not None,
-                is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
-            )
-            check_features(loop, used)
+            check_features(loop, self._used(loader, hooks, config))
         loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy, events=events))
         try:
             output = loop.run(
@@ -223,6 +216,15 @@ class Evaluation:
         if isinstance(loader, FirstBatches):
             logger.info("  Batches read by each process = at most %d", loader.number)
         logger.info("  Batch size = %d", self._trainer.args.eval_batch_size)
+
+    def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
+        return used_in_evaluation(
+            self._trainer.args,
+            self._trainer.strategy,
+            dataset=getattr(loader, "dataset", None),
+            takes_turns=hooks.repeat_batch is not None,
+            is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
+        )
 
     def _hooks(
         self,
