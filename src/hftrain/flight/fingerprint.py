@@ -60,11 +60,12 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, step: int) -> torch.Tensor:
-        """Return the numbers of a step's part of this process: of the gradients, and of the weights; int64 [2].
+        """Return the numbers of a step's part of this process: of the weights, and of the gradients if it has any.
 
-        A parameter without a gradient, or with a sparse one, counts as one whose gradient is zero.
+        A parameter without a gradient, or with a sparse one, then counts as one whose gradient is zero.
         """
         gradients, weights, places = list[torch.Tensor](), list[torch.Tensor](), list[tuple[int, int]]()
+        has_any = False
         for number, first, end in self._windows[step % len(self._windows)] if self._windows else ():
             parameter, own = self.parameters[number], self._own[number]
             if own is None or first >= own.stop or end <= own.start:
@@ -74,10 +75,12 @@ class Fingerprint:
             places.append((start + first, start + end))
             weights.append(_local(parameter)[part])
             gradient = None if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
+            has_any |= gradient is not None
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
         if not places:
             return torch.zeros(2, dtype=torch.int64)
-        return (_bits([*gradients, *weights]).view(2, -1) * _factors(places, weights[0].device)).sum(1)
+        bits = _bits([*weights, *gradients] if has_any else weights)
+        return (bits.view(1 + has_any, -1) * _factors(places, weights[0].device)).sum(1)
 
 
 def of_tensor(tensor: torch.Tensor) -> str:

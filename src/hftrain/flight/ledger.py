@@ -10,7 +10,7 @@ stream yields; null if unknown (loaders that are not torch's).
 ``losses``: per micro-batch its loss, scaled to its share of the step. ``sample_losses``: that of each sample, likewise.
 ``items``: what the step's loss is a mean over, of all processes. ``norm``, ``rate``, ``skipped``: of the update.
 ``ms``: milliseconds of ``data``, ``forward``, ``backward`` and ``step`` on the host.
-``gradients``, ``weights``: fingerprints of a part of them, after the update; see `Fingerprint`.
+``gradients``, ``weights``: fingerprints of a part of them, after the update, null if not at hand; see `Fingerprint`.
 The batches of the last steps whose loss or norm stood out are in the folder ``spikes`` there.
 """
 
@@ -42,7 +42,7 @@ from hftrain.flight.surroundings import data_of, environment_of
 _KEPT_SPIKES = 20
 _STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports
 _TRAININGS = count(1)
-_PRINTS = ("gradients", "weights")
+_PRINTS = ("weights", "gradients")
 
 
 class FlightLog(TrainerCallback):
@@ -272,7 +272,7 @@ class _Recorder:
             **dict.fromkeys(_PRINTS),
         }
         if done["prints"] is not None:
-            line |= {name: f"{each % 2**64:016x}" for name, each in zip(_PRINTS, done["prints"].tolist(), strict=True)}
+            line |= {name: f"{each % 2**64:016x}" for name, each in zip(_PRINTS, done["prints"].tolist(), strict=False)}
         if any("each" in each for each in micro_steps):
             line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
         if self._seen.add(total_loss(line), line["norm"]):
