@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,7 @@ def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> Non
     for step in sorted({step for each in suspects for step in each.steps}):
         for rank, line in enumerate(ledger[step]):
             path = run / FOLDER / "spikes" / f"step{step:08d}-rank{rank}.pt"
-            if path.exists():
+            with suppress(Exception):  # which torch raises, in many kinds, if it is missing or damaged
                 batches = torch.load(path, weights_only=True)
                 for samples, batch in zip(line.get("samples") or [], batches, strict=False):
                     for place, sample in enumerate(samples or []):

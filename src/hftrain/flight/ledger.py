@@ -191,7 +191,11 @@ class _Recorder:
         return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, clip=invariants.clip, step=step))
 
     def _begin(self, parts: Any) -> None:
-        """Note the session, and where the process stands from now on."""
+        """Note the session, and where the process stands from now on; batches of steps left behind go."""
+        with Quiet(self._folder):
+            for old in self._folder.glob(f"spikes/step*-{self._ledger.name}.pt"):
+                if int(old.name[4:12]) > parts.progress.step:
+                    old.unlink()
         self._lines.append(
             {
                 "begin": parts.progress.step,

@@ -9,8 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from support.tiny import make_arguments, make_rows
+from torch import nn
 
-from hftrain import ConfigError
+from hftrain import ConfigError, Trainer, set_seed
 from hftrain.cli.blame import show_blame
 from hftrain.flight.reading import FOLDER, read_ledger
 
@@ -72,3 +75,33 @@ def test_lines_of_another_kind_are_left_out(tmp_path: Path, line: Any) -> None:
     write(tmp_path, "rank0.jsonl", [begin(0, 1), line, *steps(1, 20)])
     assert set(read_ledger(tmp_path)) == set(range(1, 21))
     show_blame(str(tmp_path))
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x).squeeze(1) - labels).square().mean()}
+
+
+def train(folder: Path, *, spoiled: int | None = None) -> None:
+    set_seed(3)
+    rows = [{**row, "x": row["x"] * (1000 if at == spoiled else 1)} for at, row in enumerate(make_rows(40))]
+    args = make_arguments(folder, num_train_epochs=3, per_device_train_batch_size=4, learning_rate=1e-6)
+    Trainer(Line(), args, train_dataset=rows, flight_log=True).train()
+
+
+def test_kept_batches_of_another_run_or_damaged_ones_are_not_shown(tmp_path: Path) -> None:
+    train(tmp_path, spoiled=8)
+    kept = sorted((tmp_path / FOLDER / "spikes").iterdir())
+    assert any(each["shown"] for each in show_blame(str(tmp_path)).data["suspects"])
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:500])
+    suspects = show_blame(str(tmp_path)).data["suspects"]
+    assert suspects[0]["sample"] == 8
+    assert not any(each["shown"] for each in suspects)
+    torch.save([], kept[0].with_name("step00009999-rank0.pt"))
+    train(tmp_path)
+    assert list((tmp_path / FOLDER / "spikes").iterdir()) == []
