@@ -78,9 +78,9 @@ def show_replay(
 
 
 def new_folder(path: str, *, what: str) -> Path:
-    """Return the path of a folder, which has to be new or empty."""
+    """Return the path of a folder, which has to be new or empty before the main process has written into it."""
     folder = Path(path).absolute()
-    if folder.exists() and any(folder.iterdir()):
+    if not read_launch().rank and folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"Cannot {what} into {folder}:", "it is not empty.", "Name another folder with -o.")
     return folder
 
