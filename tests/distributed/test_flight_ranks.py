@@ -107,13 +107,13 @@ def shard_each(folder: str) -> list[int]:
     set_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3), torch.nn.LayerNorm(3))
     whole = Fingerprint(model.parameters(), size=11)
-    numbers = [int(whole.of(step)[0]) for step in range(whole.num_parts)]
+    numbers = [int(whole.text_of(step, int(whole.of(step)[0])), 16) for step in range(whole.num_parts)]
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     parts = Fingerprint(model.parameters(), size=11)
     assert parts.is_split
-    own = [int(parts.of(step)[0]) for step in range(parts.num_parts)]
+    own = [int(parts.text_of(step, int(parts.of(step)[0])), 16) for step in range(parts.num_parts)]
     told: list[Any] = [None, None]
     torch.distributed.all_gather_object(told, own)
     return [(sum(each) - number) % 2**64 for *each, number in zip(*told, numbers, strict=True)]

@@ -44,10 +44,11 @@ class Ledger:
         text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
         with Quiet(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            is_torn = self._path.exists() and self._path.stat().st_size and _last_byte(self._path) != b"\n"
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("\n" + text if is_torn else text)
-            if self._path.stat().st_size > self._rotate_bytes:
+            with open(self._path, "ab+") as file:
+                is_torn = file.tell() and file.seek(-1, 2) >= 0 and file.read() != b"\n"
+                file.write(("\n" + text if is_torn else text).encode())
+                is_full = file.tell() > self._rotate_bytes
+            if is_full:
                 _compress(self._path)
 
     def send(self, *, is_last: bool = False) -> None:
@@ -95,12 +96,6 @@ class Quiet:
             warn_once(f"Some of the flight log could not be written to {self._folder}: {error}. Training continues.")
             return True
         return False
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read()
 
 
 def _compress(path: Path) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# An odd number; products of it with an index differ in all bits.
+# An odd number; its powers, and its products with an index, differ in all bits.
 _MIX = -7046029254386353131
 
 
 class Fingerprint:
-    """Sum up the bits of each element times an odd number that follows from its position in the whole model, mod 2^64.
+    """Sum up the bits of each element times the power of an odd number by its position in the whole model, mod 2^64.
 
     Each call looks at the next part of the parameters, so a few steps cover all of them. The numbers of processes that
     have shards add up to that of one process.
@@ -35,6 +35,8 @@ class Fingerprint:
             own is None or len(own) < each.numel() for own, each in zip(self._own, self.parameters, strict=True)
         )
         self._windows = list(self._cut())
+        device = self.parameters[0].device if self.parameters else None
+        self._powers = torch.full((size,), _MIX, device=device).cumprod(0)  # modulo 2^64
 
     def _cut(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yield the parts: of each tensor in one its number, first element and end."""
@@ -64,51 +66,62 @@ class Fingerprint:
 
         A parameter without a gradient, or with a sparse one, then counts as one whose gradient is zero.
         """
-        gradients, weights, places = list[torch.Tensor](), list[torch.Tensor](), list[tuple[int, int]]()
-        has_any = False
-        for number, first, end in self._windows[step % len(self._windows)] if self._windows else ():
+        window = self._windows[step % len(self._windows)] if self._windows else []
+        gradients, weights, powers, has_any = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor](), False
+        for number, first, end in window:
             parameter, own = self.parameters[number], self._own[number]
             if own is None or first >= own.stop or end <= own.start:
                 continue
-            first, end, start = max(first, own.start), min(end, own.stop), self._starts[number]
-            part = slice(first - own.start, end - own.start)
-            places.append((start + first, start + end))
+            first, end = max(first, own.start), min(end, own.stop)
+            part, place = (
+                slice(first - own.start, end - own.start),
+                self._starts[number] + first - self._start_of(window),
+            )
             weights.append(_local(parameter)[part])
             gradient = None if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
             has_any |= gradient is not None
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
-        if not places:
+            is_whole = end - first == len(self._powers)
+            powers.append(self._powers if is_whole else self._powers[place : place + end - first])
+        if not weights:
             return torch.zeros(2, dtype=torch.int64)
-        bits = _bits([*weights, *gradients] if has_any else weights)
-        return (bits.view(1 + has_any, -1) * _factors(places, weights[0].device)).sum(1)
+        rows = [_joined(each) for each in (weights, gradients)[: 1 + has_any]]
+        rows = rows if len({each.dtype for each in rows}) == 1 else [_bits(each) for each in rows]
+        return (_bits(torch.stack(rows)) * _joined(powers).to(rows[0].device)).sum(1)
+
+    def _start_of(self, window: list[tuple[int, int, int]]) -> int:
+        return self._starts[window[0][0]] + window[0][1]
+
+    def text_of(self, step: int, number: int) -> str:
+        """Return a number of `of` as that of the place of its part in the model, in hexadecimal."""
+        start = self._start_of(self._windows[step % len(self._windows)]) if self._windows else 0
+        return f"{number * pow(_MIX, start, 2**64) % 2**64:016x}"
 
 
+@torch.no_grad()
 def of_tensor(tensor: torch.Tensor) -> str:
     """Return the fingerprint of one tensor, of this process's part of it, as hexadecimal text; synchronises."""
     local = _local(tensor)
     flat = torch.view_as_real(local).reshape(-1) if local.is_complex() else local
-    bits = _bits([flat.view(torch.uint8) if flat.dtype is torch.bool else flat])
-    return f"{int((bits * _factors([(0, len(bits))], bits.device)).sum()) % 2**64:016x}"
+    bits = _bits(flat.view(torch.uint8) if flat.dtype is torch.bool else flat)
+    factors = (torch.arange(len(bits), device=bits.device) * _MIX) | 1
+    return f"{int((bits * factors).sum()) % 2**64:016x}"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own.detach().reshape(-1)
+    return own.reshape(-1)
 
 
-def _bits(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Return the bits of all elements; as few calls as possible, because each is cold in a step."""
-    if len({each.dtype for each in pieces}) > 1:
-        return torch.cat([_bits([each]) for each in pieces])
-    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
-    return bits if len(bits) == len(flat) else 3 * bits[::2] + bits[1::2]  # of complex128
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
 
 
-def _factors(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Return the odd numbers of places in the model."""
-    found = [torch.arange(*each, device=device) for each in places]
-    return ((found[0] if len(found) == 1 else torch.cat(found)) * _MIX) | 1
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Return one tensor of all pieces, or of their bits if their types differ; with few calls, as each is cold."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces if len({each.dtype for each in pieces}) == 1 else [_bits(each) for each in pieces])
 
 
 def _own_range(parameter: torch.Tensor) -> range | None:

@@ -63,16 +63,17 @@ class Invariants:
         self._reads = Reads()
         self._told: set[str] = set()
 
-    def _is_due(self) -> bool:
-        """Whether this step is the last one whose numbers are ready at the next check."""
+    def _is_due(self, times: int = 1) -> bool:
+        """Whether this step is the last one whose numbers are ready at the next check, or at one of so many checks."""
         step: int = self._parts.progress.step
-        every: int = self._settings.flush_every
+        every: int = self._settings.flush_every * times
         return (step + 2) % every == 0
 
     def clip(self) -> Any:
-        """Clip the gradients, and note at times what their norm is after that."""
+        """Clip the gradients, and note at the first check and each tenth one what their norm is after that."""
         stepper, limit = self._parts.stepper, self._args.max_grad_norm
-        if not (self._clips and limit and limit > 0 and self._is_due()):
+        is_first = self._parts.progress.step + 2 == self._settings.flush_every
+        if not (self._clips and limit and limit > 0 and (is_first or self._is_due(10))):
             return stepper.clip()
         before = self._norm()
         norm = stepper.clip()

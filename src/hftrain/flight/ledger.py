@@ -276,7 +276,8 @@ class _Recorder:
             **dict.fromkeys(_PRINTS),
         }
         if done["prints"] is not None:
-            line |= {name: f"{each % 2**64:016x}" for name, each in zip(_PRINTS, done["prints"].tolist(), strict=False)}
+            texts = (self._print.text_of(done["step"] - 1, each) for each in done["prints"].tolist())
+            line |= dict(zip(_PRINTS, texts, strict=False))
         if any("each" in each for each in micro_steps):
             line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
         if self._seen.add(total_loss(line), line["norm"]):
@@ -326,7 +327,7 @@ def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _numbers(tensors: list[Any]) -> list[float]:
-    if tensors and all(isinstance(each, torch.Tensor) for each in tensors):
+    if len(tensors) > 1 and all(isinstance(each, torch.Tensor) for each in tensors):
         found: list[float] = torch.stack([each.detach().float().reshape(()) for each in tensors]).tolist()
         return found
     return [float(each) for each in tensors]

@@ -116,11 +116,11 @@ def limit_of(others: Iterable[float]) -> float:
 
     The deviation is 1.4826 times the median absolute deviation.
     """
-    known = [each for each in others if not math.isnan(each)]
+    known = sorted(each for each in others if not math.isnan(each))
     if not known:
         return math.inf
     middle = median(known)
-    return middle + _SIGMAS * _DEVIATION * median(abs(each - middle) for each in known)
+    return middle + _SIGMAS * _DEVIATION * median([abs(each - middle) for each in known])
 
 
 def write_parquet(run: str | Path, path: str | Path) -> int:

@@ -9,7 +9,7 @@ from hftrain.flight.fingerprint import Fingerprint
 
 
 def total(prints: Fingerprint) -> int:
-    return sum(int(prints.of(step)[0]) for step in range(prints.num_parts)) % 2**64
+    return sum(int(prints.text_of(step, int(prints.of(step)[0])), 16) for step in range(prints.num_parts)) % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
