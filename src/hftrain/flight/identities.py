@@ -61,7 +61,7 @@ def hash_of(sample: Any) -> str | None:
     found = hashlib.blake2b(digest_size=8)
     try:
         _add(found, sample)
-    except TypeError:  # objects without attributes of their own
+    except Exception:  # objects without attributes of their own, sparse tensors, cycles, ...
         return None
     return found.hexdigest()
 

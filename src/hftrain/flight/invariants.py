@@ -77,7 +77,7 @@ class Invariants:
             return stepper.clip()
         before = self._norm()
         norm = stepper.clip()
-        if before is not None and norm is not None:
+        if before is not None and isinstance(norm, torch.Tensor):
             self._norms = [(self._parts.progress.step + 1, torch.stack([before, norm.to(before), self._norm()]))]
         return norm
 
@@ -94,7 +94,7 @@ class Invariants:
     def look(self) -> None:
         """Before an update, note at times one weight of each parameter: that with the largest gradient at first."""
         groups = self._parts.optimizer.param_groups
-        if not self._trained or not self._is_due() or not any(group["lr"] > 0 for group in groups):
+        if not self._trained or not self._is_due() or all(group.get("lr") == 0 for group in groups):
             return
         first = self._looks[0][1] if self._looks else {}
         found: dict[str, Any] = {}

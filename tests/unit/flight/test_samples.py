@@ -178,4 +178,6 @@ def test_the_hash_depends_on_the_content_only() -> None:
     assert len(set(hashes)) == len(samples)
     assert None not in hashes
     assert hashes[0] == hash_of({"x": torch.ones(3, 2).T})
-    assert hash_of(lambda: 0) is None
+    cycle: list[Any] = [[]]
+    cycle[0].append(cycle)
+    assert [hash_of(each) for each in (lambda: 0, cycle, torch.eye(2).to_sparse())] == [None] * 3
