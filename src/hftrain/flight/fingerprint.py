@@ -114,7 +114,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
+    bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
+    return bits if bits.shape == tensor.shape else 3 * bits[..., ::2] + bits[..., 1::2]  # of complex128
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
