@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from support.resuming import Stop, assert_same, outcome
 from support.tiny import make_rows
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -166,6 +165,7 @@ def test_loaders_of_users_are_known_and_others_are_not(tmp_path: Path) -> None:
 
 
 def test_the_hash_depends_on_the_content_only() -> None:
+    Image = pytest.importorskip("PIL.Image")
     picture = Image.new("L", (4, 4), 7)
     array = np.arange(6.0)
     samples = [
