@@ -29,7 +29,6 @@ def environment_of(device: torch.device) -> dict[str, Any]:
     """Return what numbers may depend on besides versions: the device, the threads, variables of the environment."""
     is_named = device.type == "cuda"
     return {
-        "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if is_named else f"{device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from support.remote import URL, failing, listing
 from support.tiny import make_resumable
+from unit.flight.test_flight import Fail
 
-from hftrain import ConfigError, FlightLog, TrainerCallback
+from hftrain import ConfigError, FlightLog
 from hftrain.cli.blame import show_blame
 from hftrain.cli.replay import show_replay
 from hftrain.flight.files import Ledger
@@ -21,17 +22,6 @@ from hftrain.flight.reading import flight_folder, read_ledger, read_sessions
 from hftrain.storage.remote import mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
-
-
-class Fail(TrainerCallback):
-    """End the run with an error when a step begins."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise RuntimeError("as asked")
 
 
 def train(folder: Any, fails_at: int | None = None, resume: bool = False, **options: Any) -> None:
