@@ -21,6 +21,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.preemption.board import Board
 from hftrain.strategies.checks import check_whole
+from hftrain.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
     from hftrain.strategies.watch import RankWatch
@@ -29,7 +30,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 Placed = tuple[nn.Module, Optimizer | None]
 
 
-class Strategy(Shown):
+class Strategy(Ranks, Shown):
     """Base class of strategies: manages processes and devices, places and wraps the model, keeps replicas in sync.
 
     A strategy whose engine takes over part of the step declares it in `owns` and provides for
@@ -111,9 +112,13 @@ class Strategy(Shown):
         return self._device
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is global rank 0."""
-        return self.rank == 0
+    def data(self) -> Ranks:
+        """The processes that read different samples, over which samples, items and losses are counted.
+
+        These are all processes, unless several hold parts of one model or sequence and so read the same samples.
+        `rank` and `world_size` of the strategy count processes: for files, random states and barriers.
+        """
+        return self
 
     @property
     def is_local_main(self) -> bool:
@@ -310,43 +315,6 @@ class Strategy(Shown):
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state, equal on all ranks. Collective; mutates the optimizer."""
         load_optimizer_state(optimizer, state)
-
-    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""
-        return tensor
-
-    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
-
-        The result is valid after the wait, which does not synchronise with a device.
-        """
-        return self.reduce(tensor, op="sum"), lambda: None
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes in rank order. Collective; synchronises if there are several.
-
-        Raises:
-            StrategyError: The tensors differ in more than their number of rows.
-
-        Shapes:
-            tensor: ``[rows, ...]``, rows differing by process and possibly 0; a 0-d tensor counts as one row.
-        """
-        return tensor if tensor.dim() else tensor.reshape(1)
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        """Return the objects of all processes, which must be plain JSON data. Collective; synchronises."""
-        return [obj]
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`, which must be plain JSON data. Collective; synchronises."""
-        return obj
-
-    def barrier(self) -> None:
-        """Wait until every process has reached this call. Collective."""
-
-    def all_true(self, flag: bool) -> bool:
-        """Return whether a flag is true on every process. Collective; synchronises."""
-        return flag
 
     def make_board(self) -> Board:
         """Return a new board for messages between processes. Collective: all must create theirs in the same order.

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
@@ -29,10 +28,10 @@ from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.preemption.board import Board
-from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.links import link_timeout_s
+from hftrain.strategies.ranks import GroupRanks
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
@@ -44,7 +43,7 @@ _boards = itertools.count()
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
-class DistributedStrategy(Strategy):
+class DistributedStrategy(GroupRanks, Strategy):
     """Join the processes that a launcher started, or form a group of one.
 
     Args:
@@ -132,30 +131,6 @@ class DistributedStrategy(Strategy):
             accelerate_state("PartialState").clear()
         self._owns_group = self._owns_accelerate_state = False
         super().close()
-
-    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return tensor if self.world_size == 1 else collectives.reduce(tensor, op=op, device=self.device)
-
-    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        return super().reduce_later(tensor) if self.world_size == 1 else collectives.sum_later(tensor, self._device)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = super().gather(tensor)
-        return tensor if self.world_size == 1 else collectives.gather(tensor, device=self.device)
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        return [obj] if self.world_size == 1 else collectives.gather_object(obj, device=self.device)
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return obj if self.world_size == 1 else collectives.broadcast_object(obj, src=src, device=self.device)
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            # Without device_ids NCCL guesses the device and warns.
-            dist.barrier(device_ids=[self.device.index] if dist.get_backend() == "nccl" else None)
-
-    def all_true(self, flag: bool) -> bool:
-        return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
 
     def make_board(self) -> Board:
         if self.world_size == 1:

@@ -191,3 +191,8 @@ def test_scaler_factory_suits_the_device(strategy: Strategy) -> None:
     scaler = strategy.scaler_factory(strategy.device)
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
+
+
+def test_data_ranks_are_the_strategy_itself() -> None:
+    strategy = create_strategy("single", use_cpu=True)
+    assert strategy.data is strategy

@@ -1,0 +1,153 @@
+"""Processes that count and exchange values: all of a run, or those that read different samples."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hftrain.core.errors import StrategyError
+from hftrain.strategies import collectives
+
+
+class Ranks:
+    """Processes with a rank each, and the collectives among them. This base class is one process.
+
+    Attributes:
+        rank: The rank among these processes.
+        world_size: Their number.
+    """
+
+    rank = 0
+    world_size = 1
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""
+        return tensor
+
+    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
+
+        The result is valid after the wait, which does not synchronise with a device.
+        """
+        return self.reduce(tensor, op="sum"), lambda: None
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes in rank order. Collective; synchronises if there are several.
+
+        Raises:
+            StrategyError: The tensors differ in more than their number of rows.
+
+        Shapes:
+            tensor: ``[rows, ...]``, rows differing by process and possibly 0; a 0-d tensor counts as one row.
+        """
+        return tensor if tensor.dim() else tensor.reshape(1)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """Return the objects of all processes, which must be plain JSON data. Collective; synchronises."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`, which must be plain JSON data. Collective; synchronises."""
+        return obj
+
+    def barrier(self) -> None:
+        """Wait until every process has reached this call. Collective."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Return whether a flag is true on every process. Collective; synchronises."""
+        return flag
+
+
+class GroupRanks(Ranks):
+    """The processes of a torch process group."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group; None is the default group."""
+        return None
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        if self.world_size == 1:
+            return tensor
+        return collectives.reduce(tensor, op=op, device=self.device, group=self.group)
+
+    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        if self.world_size == 1:
+            return super().reduce_later(tensor)
+        return collectives.sum_later(tensor, self.device, group=self.group)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = super().gather(tensor)
+        return tensor if self.world_size == 1 else collectives.gather(tensor, device=self.device, group=self.group)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [obj] if self.world_size == 1 else collectives.gather_object(obj, device=self.device, group=self.group)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return obj
+        return collectives.broadcast_object(obj, src=src, device=self.device, group=self.group)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            # Without device_ids NCCL guesses the device and warns.
+            is_nccl = dist.get_backend(self.group) == "nccl"
+            dist.barrier(self.group, device_ids=[self.device.index] if is_nccl else None)
+
+    def all_true(self, flag: bool) -> bool:
+        return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
+
+
+class DataRanks(GroupRanks):
+    """One process for each data coordinate of a mesh: those that differ from this one only in the samples they read.
+
+    Every process has its own `DataRanks`. The other processes of a data coordinate, which hold other parts of the model
+    or of the sequence, read the same samples and form a `DataRanks` of their own with equal counts.
+
+    Args:
+        whole: All processes, which know the device.
+        rank: The data coordinate of this process.
+        world_size: The number of data coordinates.
+    """
+
+    def __init__(self, whole: Ranks, *, rank: int, world_size: int) -> None:
+        self._whole, self.rank, self.world_size = whole, rank, world_size
+        self._group: ProcessGroup | None = None
+
+    def join(self, group: ProcessGroup) -> None:
+        """Use a process group, whose ranks are the data coordinates, from now on."""
+        self._group = group
+
+    @property
+    def device(self) -> torch.device:
+        return self._whole.device
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group.
+
+        Raises:
+            StrategyError: Not launched yet.
+        """
+        if self._group is None:
+            raise StrategyError(
+                f"Cannot exchange values between {self.world_size} data ranks.",
+                "Their process group does not exist yet.",
+                "Call launch() of the strategy first.",
+            )
+        return self._group
