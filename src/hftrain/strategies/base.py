@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,13 +22,71 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.preemption.board import Board
 from hftrain.strategies.checks import check_whole
-from hftrain.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
     from hftrain.strategies.watch import RankWatch
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Placed = tuple[nn.Module, Optimizer | None]
+
+
+class Ranks:
+    """Processes with a rank each, and the collectives among them. This base class is one process.
+
+    Attributes:
+        rank: The rank among these processes.
+        world_size: Their number.
+    """
+
+    rank = 0
+    world_size = 1
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""
+        return tensor
+
+    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
+
+        The result is valid after the wait, which does not synchronise with a device.
+        """
+        return self.reduce(tensor, op="sum"), lambda: None
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes in rank order. Collective; synchronises if there are several.
+
+        Raises:
+            StrategyError: The tensors differ in more than their number of rows.
+
+        Shapes:
+            tensor: ``[rows, ...]``, rows differing by process and possibly 0; a 0-d tensor counts as one row.
+        """
+        return tensor if tensor.dim() else tensor.reshape(1)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """Return the objects of all processes, which must be plain JSON data. Collective; synchronises."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`, which must be plain JSON data. Collective; synchronises."""
+        return obj
+
+    def barrier(self) -> None:
+        """Wait until every process has reached this call. Collective."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Return whether a flag is true on every process. Collective; synchronises."""
+        return flag
 
 
 class Strategy(Ranks, Shown):
@@ -338,21 +397,3 @@ class Strategy(Ranks, Shown):
 def has_engine(strategy: Strategy, engine: str) -> bool:
     """Return whether a strategy or one of its base classes uses an engine (``"fsdp"``, ``"deepspeed"``)."""
     return any(engine in str(vars(kind).get("name", "")) for kind in type(strategy).__mro__)
-
-
-class EngineFlag:
-    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
-
-    def __get__(self, trainer: Any, kind: type) -> Any:
-        return self if trainer is None else has_engine(trainer.strategy, self._engine)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if bool(value) != has_engine(trainer.strategy, self._engine):
-            raise ConfigError(
-                f"Cannot set is_{self._engine}_enabled to {value}:",
-                f"strategy={trainer.strategy.name!r} decides it.",
-                "Pass another strategy= to the Trainer.",
-            )

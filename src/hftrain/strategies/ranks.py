@@ -1,8 +1,7 @@
-"""Processes that count and exchange values: all of a run, or those that read different samples."""
+"""The collectives of all processes, or of those that read different samples."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,65 +11,7 @@ from torch.distributed import ProcessGroup
 
 from hftrain.core.errors import StrategyError
 from hftrain.strategies import collectives
-
-
-class Ranks:
-    """Processes with a rank each, and the collectives among them. This base class is one process.
-
-    Attributes:
-        rank: The rank among these processes.
-        world_size: Their number.
-    """
-
-    rank = 0
-    world_size = 1
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of this process."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""
-        return tensor
-
-    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
-
-        The result is valid after the wait, which does not synchronise with a device.
-        """
-        return self.reduce(tensor, op="sum"), lambda: None
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes in rank order. Collective; synchronises if there are several.
-
-        Raises:
-            StrategyError: The tensors differ in more than their number of rows.
-
-        Shapes:
-            tensor: ``[rows, ...]``, rows differing by process and possibly 0; a 0-d tensor counts as one row.
-        """
-        return tensor if tensor.dim() else tensor.reshape(1)
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        """Return the objects of all processes, which must be plain JSON data. Collective; synchronises."""
-        return [obj]
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`, which must be plain JSON data. Collective; synchronises."""
-        return obj
-
-    def barrier(self) -> None:
-        """Wait until every process has reached this call. Collective."""
-
-    def all_true(self, flag: bool) -> bool:
-        """Return whether a flag is true on every process. Collective; synchronises."""
-        return flag
+from hftrain.strategies.base import Ranks
 
 
 class GroupRanks(Ranks):

@@ -190,3 +190,21 @@ def _check(accelerator: Any, strategy: Strategy) -> None:
             f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
             "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
         )
+
+
+class EngineFlag:
+    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        return self if trainer is None else has_engine(trainer.strategy, self._engine)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if bool(value) != has_engine(trainer.strategy, self._engine):
+            raise ConfigError(
+                f"Cannot set is_{self._engine}_enabled to {value}:",
+                f"strategy={trainer.strategy.name!r} decides it.",
+                "Pass another strategy= to the Trainer.",
+            )

@@ -81,7 +81,7 @@ from hftrain.run.writing import make_manager, saved_tool, write_model
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
-from hftrain.strategies.base import EngineFlag, Strategy
+from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
 from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
@@ -91,7 +91,7 @@ from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output, task_state
 from hftrain.task.noise import add_noise, find_embeddings
-from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
+from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
 from hftrain.trainer.checks import check_before_training, prepare_model
 from hftrain.trainer.choices import (
     all_callbacks,
