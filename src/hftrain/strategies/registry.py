@@ -27,6 +27,7 @@ strategies: Registry[Strategy] = Registry(
 
 _SINGLE, _DDP = "single:SingleDeviceStrategy", "ddp:DDPStrategy"
 _FSDP, _DEEPSPEED, _XLA = "fsdp.strategy:FSDPStrategy", "deepspeed.strategy:DeepSpeedStrategy", "xla:XLAStrategy"
+_MESH = "mesh.strategy:MeshStrategy"
 _UNUSED = "ddp for models that leave parameters unused in some steps"
 _COPIES = "one process; the model is copied to every GPU for each batch"
 _OFFLOAD = {"offload": True}
@@ -57,6 +58,16 @@ _BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "ZeRO stage 3, parameters and optimizer state in host memory",
         {"stage": 3} | _OFFLOAD,
     ),
+    ("mesh", _MESH, "a mesh of sizes that you name: tp_size, cp_size, pp_size, dp_replicate, dp_shard", {}),
+    ("tp", _MESH, "each layer shared by tensor ranks; copies of that", {"uses": ("tp",)}),
+    ("fsdp_tp", _MESH, "each layer shared by tensor ranks, and its parts sharded", {"uses": ("dp_shard", "tp")}),
+    ("hsdp", _MESH, "shards within each machine, replicas across machines", {"uses": ("dp_replicate", "dp_shard")}),
+    ("hsdp_tp", _MESH, "hsdp with layers shared by tensor ranks", {"uses": ("dp_replicate", "dp_shard", "tp")}),
+    ("cp", _MESH, "each sequence shared by context ranks; copies of the model", {"uses": ("cp",)}),
+    ("fsdp_cp", _MESH, "each sequence shared by context ranks, parameters sharded", {"uses": ("dp_shard", "cp")}),
+    ("tp_cp", _MESH, "layers shared by tensor ranks, sequences by context ranks", {"uses": ("tp", "cp")}),
+    ("pp", _MESH, "a pipeline of stages; copies of that", {"uses": ("pp",)}),
+    ("fsdp_pp", _MESH, "a pipeline whose stages are sharded", {"uses": ("dp_shard", "pp")}),
     ("xla", _XLA, "XLA devices (TPUs), driven by one process", {}),
     ("xla_fsdp", _XLA, "xla with the model sharded over the devices", {"shards": True}),
     ("xla_fsdp_v2", _XLA, "another name of xla_fsdp", {"shards": True}),

@@ -333,9 +333,13 @@ class FSDPStrategy(SplittingStrategy):
         """Return an optimizer's state, sharded tensors as `DTensor`. Collective."""
         return optimizer.state_dict()
 
+    def _share_out(self, model: nn.Module) -> None:
+        """Share the model in other ways before it is sharded. Mutates it."""
+
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
         """Shard a model, broadcast rank 0's weights if requested, and return the outermost unit."""
         whole = dict(_tensors(model)) if self.is_main else {}
+        self._share_out(model)
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
         casting = self._cast_options(policy)

@@ -1,0 +1,145 @@
+"""The sizes of a mesh, who stands where on it, and torch's device meshes for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hftrain.core.errors import ConfigError
+
+# The dimensions, the slowest first: ranks that differ in the last one are neighbours, on one machine if possible.
+DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# How users name them.
+ARGUMENTS = {"pp": "pp_size", "dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "cp": "cp_size", "tp": "tp_size"}
+
+
+class Meshes(NamedTuple):
+    """The device meshes of a layout. `parameters` holds every parameter; `samples` says who reads what.
+
+    Args:
+        parameters: Dimensions ``pp, replicate, shard, tp``; context ranks share parameters as data ranks do.
+        samples: Dimensions ``pp, data, cp, tp``.
+    """
+
+    parameters: DeviceMesh
+    samples: DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of a mesh: pipeline stages, replicas, shards, context ranks and tensor ranks.
+
+    Args:
+        pp: Stages of the pipeline.
+        dp_replicate: Copies of the sharded model.
+        dp_shard: Data ranks that share one copy's parameters, gradients and optimizer state.
+        cp: Ranks that share each sequence.
+        tp: Ranks that share each layer.
+        shards_context: Whether context ranks share parameters like shards; otherwise they are copies.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    shards_context: bool = True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by dimension, the slowest first."""
+        return {dim: getattr(self, dim) for dim in DIMS}
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_size(self) -> int:
+        """The number of processes that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_size(self) -> int:
+        """The number of processes over which a parameter of one stage and tensor rank is sharded."""
+        return self.dp_shard * (self.cp if self.shards_context else 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return a process's place in each dimension.
+
+        Example:
+            >>> Layout(dp_shard=2, tp=2).coordinate(3)
+            {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}
+        """
+        found = {}
+        for dim, size in reversed(self.sizes.items()):
+            rank, found[dim] = divmod(rank, size)
+        return {dim: found[dim] for dim in DIMS}
+
+    def meshes(self, device_type: str) -> Meshes:
+        """Make the device meshes. Collective."""
+        copies = self.size // (self.pp * self.shard_size * self.tp)
+        held = init_device_mesh(
+            device_type,
+            (self.pp, copies, self.shard_size, self.tp),
+            mesh_dim_names=("pp", "replicate", "shard", "tp"),
+        )
+        read = init_device_mesh(
+            device_type, (self.pp, self.data_size, self.cp, self.tp), mesh_dim_names=("pp", "data", "cp", "tp")
+        )
+        return Meshes(held, read)
+
+    def __str__(self) -> str:
+        shown = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]
+        return " x ".join(shown) or "one process"
+
+
+def layout_of(
+    world_size: int, given: Mapping[str, int | None], *, uses: Sequence[str] = (), machine_size: int | None = None
+) -> Layout:
+    """Return the layout for a number of processes.
+
+    Args:
+        world_size: The number of processes.
+        given: Sizes by dimension; None where none was named.
+        uses: The dimensions that the strategy's name promises. The one without a size takes the processes that are
+            left; what is left without such a dimension becomes replicas.
+        machine_size: The number of processes of one machine, which shards fill when replicas are used, too.
+
+    Raises:
+        ConfigError: The sizes do not fit the processes, or do not say how to share them out.
+
+    Example:
+        >>> str(layout_of(8, {"tp": 2}, uses=("dp_shard", "tp")))
+        'dp_shard 4 x tp 2'
+    """
+    sizes = {dim: given[dim] for dim in DIMS if given.get(dim) is not None}
+    for dim, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise _refusal(given, f"{ARGUMENTS[dim]} is not a number of processes.", "Use 1 or more.")
+    open_dims = [dim for dim in uses if dim not in sizes]
+    if {"dp_replicate", "dp_shard"} <= set(open_dims):
+        inner = math.prod(sizes.get(dim, 1) or 1 for dim in ("pp", "cp", "tp"))
+        sizes["dp_shard"] = max((machine_size or world_size) // inner, 1)
+        open_dims.remove("dp_shard")
+    if len(open_dims) > 1:
+        names = " and ".join(ARGUMENTS[dim] for dim in open_dims[1:])
+        raise _refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
+    named = math.prod(size or 1 for size in sizes.values())
+    fill = open_dims[0] if open_dims else "dp_replicate"
+    if world_size % named or (fill in sizes and named != world_size):
+        reason = f"They describe {named} processes, and the launcher started {world_size}."
+        raise _refusal(given, reason, "Start that many (torchrun --nproc_per_node), or change the sizes.")
+    sizes.setdefault(fill, world_size // named)
+    is_sharded = "dp_shard" in uses or (sizes.get("dp_shard") or 1) > 1
+    return Layout(**{dim: size or 1 for dim, size in sizes.items()}, shards_context=is_sharded)
+
+
+def _refusal(given: Mapping[str, int | None], reason: str, remedy: str) -> ConfigError:
+    shown = {ARGUMENTS[dim]: size for dim, size in given.items() if size is not None}
+    return ConfigError("Cannot use these sizes of a mesh.", reason, remedy, **shown)

@@ -1,0 +1,307 @@
+"""Which module of a model gets which style: from transformers' plans, plans by name, and the task."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hftrain.core.errors import ConfigError, listed, suggest
+from hftrain.core.log import get_logger
+from hftrain.strategies.mesh.styles import (
+    Colwise,
+    Experts,
+    Replicated,
+    Rowwise,
+    Style,
+    TensorRanks,
+    Vocabulary,
+    apply_style,
+    is_conv1d,
+    place,
+)
+
+logger = get_logger(__name__)
+
+# By the names that transformers' plans use.
+STYLES: dict[str, Style] = {
+    "colwise": Colwise(),
+    "colwise_gather_output": Colwise(gathers=True),
+    "colwise_rep": Colwise(gathers=True),
+    "rowwise": Rowwise(),
+    "rowwise_split_input": Rowwise(splits=True),
+    "embedding_rowwise": Vocabulary(),
+    "replicated": Replicated(),
+    "replicated_with_grad_allreduce": Replicated(partial=True),
+    "packed_colwise": Colwise(packed=2),
+    "packed_qkv_colwise": Colwise(packed=3),
+    "moe_tp_experts": Experts(),
+}
+# Of experts, whose module has the style.
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+# Common models without a plan of their own, by `config.model_type`.
+_PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "transformer.wte": "embedding_rowwise",
+        "transformer.h.*.attn.c_attn": "packed_qkv_colwise",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+}
+# Attributes of modules that count a rank's own part, by the class of the module.
+_COUNTS = {"GPT2Attention": ("split_size",), "Conv1D": ("nf",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """One module of a model and how the ranks share it.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        style: How it is shared.
+        dims: The dimension along which each of its own parameters is sharded; None where it is held whole.
+        opens: Whether what follows it differs by rank, up to the next module that closes.
+        closes: Whether what follows it is the same on all ranks again.
+    """
+
+    name: str
+    module: nn.Module
+    style: Style
+    dims: Mapping[str, int | None]
+    opens: bool = False
+    closes: bool = False
+
+
+def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
+    """Return the styles by pattern of module names, in which ``*`` stands for one part of a name.
+
+    Args:
+        model: The whole model.
+        given: The user's plan; None uses the model's own (`tp_plan`), or the one for its type.
+
+    Raises:
+        ConfigError: There is no plan, or a style is not known.
+    """
+    bare = base_of(model)
+    plan = given
+    if plan is None:
+        plan = getattr(bare, "tp_plan", None) or _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""))
+    if not plan:
+        raise ConfigError(
+            f"Cannot share the layers of {type(bare).__name__} among tensor ranks:",
+            "nothing says which of its modules are split, and how.",
+            "Pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or define TaskModule.parallelize(mesh).",
+        )
+    found = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, Style) and style not in STYLES:
+            raise ConfigError(
+                f"Cannot use the style {style!r} for {pattern}.",
+                "It is not one whose gradients are proved.",
+                suggest(str(style), STYLES),
+            )
+        found[pattern] = style if isinstance(style, Style) else STYLES[style]
+    return found
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model inside PEFT's wrapper."""
+    get = getattr(model, "get_base_model", None)
+    return model if get is None else get()
+
+
+def placings(model: nn.Module, plan: Mapping[str, Style], ranks: TensorRanks, *, strict: bool) -> list[Placing]:
+    """Return how every module is shared; unplanned ones are held whole by each rank.
+
+    Args:
+        model: The whole model.
+        plan: The styles by pattern; see `find_plan`.
+        ranks: The ranks.
+        strict: Whether every pattern must match, because a user wrote them.
+
+    Raises:
+        ConfigError: A pattern matches nothing, or the ranks cannot share a module's heads.
+    """
+    prefix = _prefix(model)
+    patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
+    chosen: dict[nn.Module, Placing] = {}
+    used = set()
+    for name, module in model.named_modules():
+        plain = name.removeprefix(prefix)
+        pattern = next((pattern for pattern, regex in patterns.items() if regex.fullmatch(plain)), None)
+        if pattern is None:
+            continue
+        used.add(pattern)
+        for placing in _inside(name, module, plan[pattern]):
+            chosen[placing.module] = _checked(placing, model, ranks)
+    lost = [pattern for pattern in plan if pattern not in used and pattern.rpartition(".")[2] not in _OF_EXPERTS]
+    if not used or (lost and strict):
+        raise ConfigError(
+            f"Cannot use the plan for {type(base_of(model)).__name__}.",
+            f"It has no modules named {listed(lost, most=3)}.",
+            "Use the names of model.named_modules(), with * for one part.",
+        )
+    return _agree([chosen.get(module) or _whole(name, module) for name, module in model.named_modules()])
+
+
+def install(found: list[Placing], ranks: TensorRanks, layers: Collection[nn.Module] = ()) -> None:
+    """Place all parameters and install the styles. Mutates the modules.
+
+    A parameter with several names stays one parameter.
+
+    Args:
+        found: All modules of the model.
+        ranks: The ranks.
+        layers: The layers between which the ranks share the activations along the sequence, if they do.
+    """
+    known: dict[int, nn.Parameter] = {}
+    modules = {placing.name: placing.module for placing in found}
+    within = {module for layer in layers for module in layer.modules()}
+    shared = replace(ranks, sequence=True)
+    for placing in found:
+        own = shared if placing.module in within else ranks
+        placed = {}
+        for name, parameter in placing.module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                continue  # placed by the user
+            if id(parameter) not in known:
+                new = place(parameter, ranks.mesh, placing.dims.get(name), parameter.device)
+                new.__dict__.update(vars(parameter))
+                known[id(parameter)] = new
+            placed[name] = known[id(parameter)]
+        if placed:
+            apply_style(placing.module, placing.style, own, placed)
+        if isinstance(placing.style, Colwise):
+            _count_own_part((placing.module, modules[placing.name.rpartition(".")[0]]), own)
+        if placing.opens:
+            placing.module.register_forward_hook(_only(own.part))
+        if placing.closes:
+            placing.module.register_forward_hook(_only(own.meet))
+
+
+def table(found: list[Placing], ranks: TensorRanks) -> str:
+    """Return one line for each kind of module: its name, its style, its shape and what a rank holds."""
+    lines: dict[str, str] = {}
+    for placing in found:
+        for name, parameter in placing.module.named_parameters(recurse=False):
+            dim, shape = placing.dims.get(name), list(parameter.shape)
+            own = [size // ranks.size if place == dim else size for place, size in enumerate(shape)]
+            kind = re.sub(r"\.\d+\.", ".*.", f"{placing.name}.{name}")
+            style = type(placing.style).__name__.lower() if dim is not None else "replicated"
+            lines.setdefault(kind, f"{kind}: {style}, {shape} -> {own}")
+    return "\n".join(lines.values())
+
+
+def _only(act: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that leaves a module's output as it is."""
+    return lambda *_: act()
+
+
+def _prefix(model: nn.Module) -> str:
+    bare = base_of(model)
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is bare)
+
+
+def _whole(name: str, module: nn.Module) -> Placing:
+    return Placing(name=name, module=module, style=Replicated(), dims={})
+
+
+def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
+    """Yield the module's own placing, or those of the parts inside adapters around it."""
+    copies = getattr(module, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        for each in (module.original_module, *copies.values()):
+            yield from _inside(name, each, style)
+        return
+    opens = isinstance(style, Colwise) and not style.gathers
+    outer = {"opens": opens, "closes": isinstance(style, Rowwise)}
+    base = getattr(module, "base_layer", None)
+    if base is None:
+        yield _placing(name, module, style, **outer)
+        return
+    parts = [
+        key for key, part in module.named_children() if key != "base_layer" and any(True for _ in part.parameters())
+    ]
+    if (
+        sorted(parts) != ["lora_A", "lora_B"]
+        or not isinstance(style, (Colwise, Rowwise))
+        or getattr(style, "packed", 1) > 1
+    ):
+        raise ConfigError(
+            f"Cannot share {name} among tensor ranks.",
+            f"It is a {type(style).__name__} module with an adapter of {listed(parts, most=4)}.",
+            "Use LoRA on linear layers, target other modules, or train without tensor ranks (strategy='fsdp').",
+        )
+    yield Placing(name=name, module=module, style=Style(), dims={}, **outer)
+    yield _placing(f"{name}.base_layer", base, style)
+    for key in module.lora_A:
+        first, second = (Replicated(), replace(style)) if isinstance(style, Colwise) else (style, Replicated())
+        yield _placing(f"{name}.lora_A.{key}", module.lora_A[key], first)
+        yield _placing(f"{name}.lora_B.{key}", module.lora_B[key], second)
+
+
+def _placing(name: str, module: nn.Module, style: Style, **outer: bool) -> Placing:
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    dims = style.dims(module)
+    is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
+    fits = {Colwise: is_linear, Rowwise: is_linear, Vocabulary: isinstance(module, nn.Embedding)}
+    if not fits.get(type(style), True) or not set(dims) - {"bias"} <= own.keys():
+        raise ConfigError(
+            f"Cannot share {name} as {type(style).__name__.lower()}.",
+            f"It is a {type(module).__name__} with the parameters {listed([*own], most=4)}.",
+            "Give it another style ('replicated'), or leave it out of the plan.",
+        )
+    return Placing(name=name, module=module, style=style, dims={key: dims.get(key) for key in own}, **outer)
+
+
+def _checked(placing: Placing, model: nn.Module, ranks: TensorRanks) -> Placing:
+    """Return the placing if the ranks can share the module; vocabularies that they cannot share are held whole."""
+    module, style = placing.module, placing.style
+    sizes = {name: getattr(module, name).shape[dim] for name, dim in placing.dims.items() if dim is not None}
+    packed = getattr(style, "packed", 1) * (2 if isinstance(style, Experts) else 1)
+    uneven = {
+        name: size for name, size in sizes.items() if size % (ranks.size * (packed if name != "down_proj" else 1))
+    }
+    if isinstance(style, Vocabulary) and getattr(module, "max_norm", None) is not None:
+        uneven = sizes  # the norms of rows are changed in place
+    if uneven and (isinstance(style, Vocabulary) or getattr(style, "gathers", False)):
+        return Placing(name=placing.name, module=module, style=Replicated(), dims={})
+    parent = model.get_submodule(placing.name.removesuffix(".base_layer").rpartition(".")[0])
+    head = getattr(parent, "head_dim", None) if isinstance(style, Colwise) and not style.gathers else None
+    rows = sizes.get("weight", 0) // ranks.size // packed
+    if uneven or (isinstance(head, int) and rows % head):
+        what = f"a width of {next(iter(uneven.values()))}" if uneven else f"{sizes['weight'] // packed // head} heads"
+        raise ConfigError(
+            f"Cannot share {placing.name} among {ranks.size} tensor ranks.",
+            f"It has {what}, which {ranks.size} does not divide.",
+            "Use a tp_size that divides them (for attention: the number of key and value heads).",
+        )
+    return placing
+
+
+def _agree(found: list[Placing]) -> list[Placing]:
+    """Return placings in which all names of one parameter are placed alike: whole, where they differ."""
+    dims: dict[int, set[int | None]] = {}
+    for placing in found:
+        for name, parameter in placing.module.named_parameters(recurse=False, remove_duplicate=False):
+            dims.setdefault(id(parameter), set()).add(placing.dims.get(name))
+
+    def differs(placing: Placing) -> bool:
+        own = placing.module.named_parameters(recurse=False, remove_duplicate=False)
+        return any(len(dims[id(parameter)]) > 1 for _, parameter in own)
+
+    return [_whole(each.name, each.module) if differs(each) else each for each in found]
+
+
+def _count_own_part(owners: Iterable[nn.Module], ranks: TensorRanks) -> None:
+    """Divide the attributes by which modules count the outputs of a rank."""
+    for owner in owners:
+        for name in _COUNTS.get(type(owner).__name__, ()):
+            setattr(owner, name, getattr(owner, name) // ranks.size)

@@ -1,0 +1,145 @@
+"""Train on a mesh of processes: replicas, shards, tensor, context and pipeline ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from hftrain.core.errors import StrategyError, listed
+from hftrain.core.launcher import read_launch
+from hftrain.core.log import get_logger
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.base import MakeOptimizer, Placed
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.mesh.layout import Layout, layout_of
+from hftrain.strategies.mesh.plans import find_plan, install, placings, table
+from hftrain.strategies.mesh.randomness import Apart
+from hftrain.strategies.mesh.styles import TensorRanks
+from hftrain.strategies.ranks import DataRanks
+
+logger = get_logger(__name__)
+
+
+class MeshStrategy(FSDPStrategy):
+    """Train on a mesh: data ranks that share or copy the parameters, and ranks that share layers, sequences or stages.
+
+    The ranks of one data coordinate get the same batch and compute its loss together; data ranks average gradients as
+    they do with `FSDPStrategy`, of which this is the general case.
+
+    Args:
+        tp_size: Ranks that share each layer (tensor parallelism).
+        cp_size: Ranks that share each sequence (context parallelism).
+        pp_size: Stages of the pipeline.
+        dp_replicate: Copies of the sharded model.
+        dp_shard: Data ranks that share each parameter, its gradient and its optimizer state.
+        uses: The dimensions that a preset's name promises; the one without a size takes the processes that are left.
+        plan: Styles by module names, in which ``*`` stands for one part of a name; None uses the model's own plan.
+        sequence_parallel: Whether tensor ranks also share the activations between the layers, along the sequence.
+        **options: See `FSDPStrategy`.
+
+    Raises:
+        ConfigError: The sizes do not fit the processes; see also `FSDPStrategy`.
+    """
+
+    name = "mesh"
+
+    def __init__(
+        self,
+        *,
+        tp_size: int | None = None,
+        cp_size: int | None = None,
+        pp_size: int | None = None,
+        dp_replicate: int | None = None,
+        dp_shard: int | None = None,
+        uses: Sequence[str] = ("dp_shard",),
+        plan: Mapping[str, Any] | None = None,
+        sequence_parallel: bool = False,
+        **options: Any,
+    ) -> None:
+        launch = read_launch()
+        sizes = {"tp": tp_size, "cp": cp_size, "pp": pp_size, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        self.layout: Layout = layout_of(launch.world_size, sizes, uses=uses, machine_size=launch.local_world_size)
+        self.plan_by_name, self.sequence_parallel = plan, sequence_parallel
+        super().__init__(**options)
+        place = self.layout.coordinate(self.rank)
+        data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
+        self._data = DataRanks(self, rank=data_rank, world_size=self.layout.data_size)
+
+    @property
+    def data(self) -> DataRanks:
+        return self._data
+
+    def launch(self) -> None:
+        super().launch()
+        self._meshes = self.layout.meshes(self.device_type)
+        self._data.join(self._meshes.samples["data"].get_group())
+
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
+        """Place a model on the mesh and create its optimizer. Collective; mutates the model.
+
+        Raises:
+            ConfigError: The ranks cannot share the model; see also `FSDPStrategy.setup`.
+        """
+        wrapped, optimizer = super().setup(model, make_optimizer, policy)
+        if optimizer is not None and self.layout.tp > 1:
+            self._prove_equal(wrapped, optimizer)
+        return wrapped, optimizer
+
+    # -- implementation ------------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        self._group_size = self.layout.shard_size
+
+    def _mesh(self) -> DeviceMesh:
+        held = self._meshes.parameters
+        return held["replicate", "shard"] if held["replicate"].size() > 1 else held["shard"]
+
+    def _share_out(self, model: nn.Module) -> None:
+        """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
+        if self.layout.tp > 1:
+            self._share_layers(model)
+
+    def _share_layers(self, model: nn.Module) -> None:
+        mesh = self._meshes.parameters["tp"]
+        ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
+        given = self.plan_by_name
+        found = placings(model, find_plan(model, given), ranks, strict=given is not None)
+        logger.info("The tensor ranks hold:\n%s", table(found, ranks))
+        install(found, ranks)
+        model.register_forward_pre_hook(lambda *_: ranks.reset())
+        model.register_forward_hook(lambda *_: ranks.check_met())
+
+    def _prove_equal(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Check in the first update that tensor ranks have the same gradients of what they all hold."""
+        group = self._meshes.parameters["tp"].get_group()
+
+        def check(*_: Any) -> None:
+            handle.remove()
+            unequal = []
+            for name, parameter in self.unwrap(model).named_parameters():
+                grad = parameter.grad
+                if not isinstance(grad, DTensor) or not isinstance(grad.placements[-1], Replicate):
+                    continue
+                local = grad.to_local().detach().double()
+                both = torch.stack([local.norm(), -local.norm()])
+                dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+                most, least = both[0].item(), -both[1].item()
+                if not most - least <= 1e-3 * most:
+                    unequal.append(name)
+            if unequal:
+                raise StrategyError(
+                    f"The tensor ranks have different gradients of {listed(unequal, most=3)}, which each holds whole:",
+                    "the plan leaves out where their computations part or meet.",
+                    "Give these modules the style 'replicated_with_grad_allreduce', or split what surrounds them "
+                    "column-wise first and row-wise last.",
+                )
+
+        handle = optimizer.register_step_pre_hook(check)

@@ -1,0 +1,292 @@
+"""How the tensor ranks share one module: which parts of its parameters each holds, and what moves before and after it.
+
+Between modules, activations are plain tensors. A module computes with the local parts of its parameters, which are put
+in place for the time of its forward pass, so its own code runs unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
+from hftrain.strategies.mesh.randomness import Apart
+
+SEQUENCE_DIM = 1
+
+
+@dataclass(kw_only=True)
+class TensorRanks:
+    """The ranks that share each layer.
+
+    Args:
+        mesh: Their mesh, of one dimension.
+        apart: Their random numbers where they hold different parts.
+        sequence: Whether they also share the activations between the layers, along the sequence.
+    """
+
+    mesh: DeviceMesh
+    apart: Apart
+    sequence: bool = False
+    is_apart: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return int(self.mesh.get_local_rank())
+
+    def part(self) -> None:
+        """Draw different random numbers from here on. With a shared sequence, the ranks do so anyway."""
+        if not self.is_apart and not self.sequence and torch.is_grad_enabled():
+            self.apart.enter()
+            self.is_apart = True
+
+    def meet(self) -> None:
+        """Draw the same random numbers again."""
+        if self.is_apart:
+            self.apart.leave()
+            self.is_apart = False
+
+    def reset(self) -> None:
+        """Forget what a forward pass with an error left open."""
+        self.apart.reset()
+        self.is_apart = False
+
+    def check_met(self) -> None:
+        """Raise if the model ended where the ranks hold different parts."""
+        if self.is_apart:
+            self.reset()
+            raise StrategyError(
+                "The tensor ranks end the forward pass with different parts of the activations:",
+                "the plan splits a module column-wise, and none that follows it row-wise.",
+                "End with the style 'rowwise' or 'colwise_gather_output'.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How the tensor ranks share a module; subclasses say what moves.
+
+    Args:
+        partial: Whether a parameter that each rank holds whole gets only a part of its gradient on each.
+    """
+
+    partial: bool = False
+
+    def dims(self, module: nn.Module) -> dict[str, int]:
+        """Return the dimension along which each parameter is sharded; the others are held whole."""
+        return {}
+
+    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+        """Return what a rank computes with."""
+        place: Placement = parameter.placements[-1]
+        is_part = self.partial or ranks.sequence
+        grads = place if isinstance(place, Shard) else Partial() if is_part else Replicate()
+        return parameter.to_local(grad_placements=[grads])
+
+    def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        """Return the module's input on this rank."""
+        return x
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        """Return the module's output."""
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated(Style):
+    """Every rank holds the parameters and computes the same (or, with `partial`, on its part of the activations)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colwise(Style):
+    """A linear layer whose outputs are shared out.
+
+    Args:
+        gathers: Whether the outputs are put together afterwards.
+        packed: The number of equal matrices that are stored next to each other (queries, keys and values, say): each
+            rank computes its part of each. Their storage is sharded and gathered for the computation.
+    """
+
+    gathers: bool = False
+    packed: int = 1
+
+    def dims(self, module: nn.Module) -> dict[str, int]:
+        return {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
+
+    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+        place = parameter.placements[-1]
+        if self.packed == 1 or not isinstance(place, Shard):
+            return super().local(name, parameter, ranks)
+        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return own_parts(whole, place.dim, self.packed, ranks)
+
+    def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        return x if ranks.sequence else enter(x, ranks.mesh)
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        if self.gathers:
+            return join(x, ranks.mesh, -1, sums=False)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rowwise(Style):
+    """A linear layer whose inputs are shared out and whose outputs are summed.
+
+    Args:
+        splits: Whether the inputs arrive whole.
+    """
+
+    splits: bool = False
+
+    def dims(self, module: nn.Module) -> dict[str, int]:
+        return {"weight": 0 if is_conv1d(module) else 1}
+
+    def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        x = split(x, ranks.mesh, -1) if self.splits else x
+        bias = vars(module).get("bias")
+        if bias is not None:  # added once, after the sum
+            vars(module)["bias"] = torch.zeros_like(bias) if is_conv1d(module) else None
+            vars(module)["_bias_after"] = bias
+        return x
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        x = scatter_sum(x, ranks.mesh, SEQUENCE_DIM) if ranks.sequence else leave(x, ranks.mesh)
+        bias = vars(module).pop("_bias_after", None)
+        return x if bias is None else x + bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Style):
+    """An embedding whose rows are shared out; a rank looks up what it has, and the results are summed."""
+
+    outside: list[torch.Tensor] = field(default_factory=list)
+
+    def dims(self, module: nn.Module) -> dict[str, int]:
+        return {"weight": 0}
+
+    def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        num = len(vars(module)["weight"])
+        row = x - ranks.rank * num
+        is_outside = (row < 0) | (row >= num)
+        self.outside.append(is_outside)
+        return row.masked_fill(is_outside, 0)
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        return leave(x.masked_fill(self.outside.pop().unsqueeze(-1), 0), ranks.mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Style):
+    """Experts in three-dimensional parameters, each shared out along its inner width; their outputs are summed.
+
+    The module is called with the tokens, the numbers of the chosen experts and their weights.
+    """
+
+    def dims(self, module: nn.Module) -> dict[str, int]:
+        return {"gate_up_proj": 1, "down_proj": 2}
+
+    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+        if name != "gate_up_proj":
+            return super().local(name, parameter, ranks)
+        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return own_parts(whole, 1, 2, ranks)
+
+    def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        return enter(x, ranks.mesh) if x.is_floating_point() else x
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        return leave(x, ranks.mesh)
+
+
+def own_parts(whole: torch.Tensor, dim: int, count: int, ranks: TensorRanks) -> torch.Tensor:
+    """Return this rank's part of each of `count` matrices that are stored next to each other."""
+    parts = [matrix.chunk(ranks.size, dim)[ranks.rank] for matrix in whole.chunk(count, dim)]
+    return torch.cat(parts, dim)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is GPT-2's linear layer, whose weight is stored inputs first."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Mapping[str, nn.Parameter]) -> None:
+    """Give a module its sharded parameters and the hooks that compute with them. Mutates the module.
+
+    Args:
+        module: The module itself, without its children.
+        style: How the ranks share it.
+        ranks: The ranks.
+        placed: The new parameters by name.
+    """
+    for name, parameter in placed.items():
+        setattr(module, name, parameter)
+    names = list(placed)
+    is_experts = isinstance(style, Experts)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        for name in names:
+            parameter = getattr(module, name)
+            if parameter.device_mesh.ndim > 1:
+                raise StrategyError(
+                    f"Cannot run {type(module).__name__} of a model on a mesh:",
+                    "its parameters are not gathered, because it was called from outside of the model's forward pass.",
+                    "Call the model, not its parts.",
+                )
+            vars(module)[name] = style.local(name, parameter, ranks)
+        if is_experts:
+            return tuple(style.before(module, ranks, x) for x in args), kwargs
+        if args:
+            return (style.before(module, ranks, args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs), None)
+        return args, kwargs if first is None else {**kwargs, first: style.before(module, ranks, kwargs[first])}
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        for name in names:
+            vars(module).pop(name, None)
+        # After an error, torch calls this hook without an output.
+        return None if output is None else style.after(module, ranks, output)
+
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end, always_call=True)
+
+
+def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None, device: torch.device) -> nn.Parameter:
+    """Return a parameter of which each rank holds its part along `dim`, or the whole with None; no communication.
+
+    Raises:
+        ConfigError: The ranks cannot share the dimension equally.
+    """
+    local = parameter.detach()
+    if dim is not None:
+        if parameter.shape[dim] % mesh.size():
+            reason = f"{mesh.size()} ranks cannot share a parameter of shape {list(parameter.shape)} along {dim}."
+            raise ConfigError("Cannot place the model on the mesh.", reason, "Change tp_size, or the plan.")
+        local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())]
+    local = local if local.is_meta else local.to(device, copy=dim is not None)
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    held = DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        [placement],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.contiguous().stride(),
+    )
+    return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+
+Parallelize = Callable[[DeviceMesh], Mapping[str, Any] | None]
