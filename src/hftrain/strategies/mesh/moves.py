@@ -50,6 +50,13 @@ def scatter_sum(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return _move(x, mesh, Partial(), Shard(dim % x.dim()), grad=None)
 
 
+def exchange(x: torch.Tensor, mesh: DeviceMesh, have: int, want: int) -> torch.Tensor:
+    """Return this rank's part along dimension `want`; `x` is its part along `have`, as long on all ranks."""
+    shape = list(x.shape)
+    shape[have] *= mesh.size()
+    return _move(x, mesh, Shard(have), Shard(want), grad=None, shape=shape)
+
+
 def _move(
     x: torch.Tensor,
     mesh: DeviceMesh,

@@ -1,0 +1,220 @@
+"""Split the sequence at a model's repeated layers: there each rank computes a part, elsewhere all compute the whole."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError, StrategyError
+
+# What runs inside the layers' forward pass, also when it is recomputed in the backward pass.
+Region = Callable[[nn.Module], AbstractContextManager[Any]]
+
+# A layer's argument with the regions it computes in; whatever recomputes the layer repeats its arguments.
+_REGIONS = "split_regions"
+# Layers whose sequence is split fill no cache: it would hold a part of the keys.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+# Attention takes what it needs of these itself.
+_WHOLE = ("attention_mask",)
+
+
+def find_layers(model: nn.Module, classes: Sequence[str] | None) -> tuple[nn.Module, list[nn.Module]]:
+    """Find a model's repeated layers, and the module whose forward pass calls them.
+
+    Args:
+        model: The whole model.
+        classes: Class names of the layers; None uses the model's own hint, `_no_split_modules`.
+
+    Raises:
+        ConfigError: The model has no list of such layers or several, or other modules are among them.
+    """
+    wanted = set((getattr(model, "_no_split_modules", None) or ()) if classes is None else classes)
+    found = [each for each in _lists(model) if any(type(layer).__name__ in wanted for layer in each[1])]
+    asked = "Cannot find the layers at which to split the sequence."
+    if len(found) != 1:
+        reason = f"{type(model).__name__} has {len(found)} lists of layers of the classes {sorted(wanted)}."
+        raise ConfigError(asked, reason, "Name the class of one list, as in layer_classes=['LlamaDecoderLayer'].")
+    names = {type(layer).__name__ for layer in found[0][1]}
+    if names > wanted:
+        raise ConfigError(asked, f"Among them are {sorted(names - wanted)}.", "Name all classes of the list.")
+    return found[0]
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    for owner in model.modules():
+        if isinstance(owner, nn.Sequential):
+            yield owner, list(owner)
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList):
+                yield owner, list(child)
+
+
+class SequenceSplit:
+    """Hooks that split the hidden states of `[batch, sequence, width]` before the layers, and join them after the last.
+
+    Splits may be nested: what is installed last splits last and joins first. A sequence that has no two positions for
+    each rank stays whole, and all ranks compute the same.
+
+    Args:
+        owner: The module whose forward pass calls the layers.
+        layers: The layers in order.
+        parts: The number of ranks.
+        cut: Returns this rank's part of a tensor along a dimension; the ranks divide its length.
+        join: Returns all ranks' parts, put together along a dimension.
+        region: Makes, from the length of the whole sequence, what the layers compute in.
+        along: The layers' arguments that are split, too, and the dimension of their sequence; empty if the layers
+            take all arguments whole.
+        multiple: What divides the length of a part.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        parts: int,
+        cut: Callable[[torch.Tensor, int], torch.Tensor],
+        join: Callable[[torch.Tensor, int], torch.Tensor],
+        region: Callable[[int], Region],
+        along: Mapping[str, int],
+        multiple: int = 1,
+    ) -> None:
+        self._parts = parts
+        self._cut = cut
+        self._join = join
+        self._region = region
+        self._along = along
+        self._multiple = multiple
+        self._splits: bool | None = None  # None outside of the owner's forward pass
+        self._length: int | None = None  # of the whole sequence, from the cut to the join
+        self._padded = 0  # the same, with what was appended
+        self._layers = list(layers)
+        for layer in self._layers:
+            _let_compute_in_regions(layer)
+        self._hooks = [
+            owner.register_forward_pre_hook(self._open, with_kwargs=True),
+            owner.register_forward_hook(self._close, always_call=True),
+            *(layer.register_forward_pre_hook(self._before, with_kwargs=True) for layer in self._layers),
+            self._layers[-1].register_forward_hook(self._after_last, prepend=True),
+        ]
+
+    def undo(self) -> None:
+        """Let the model compute whole sequences again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _open(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Who hands a cache over generates, which all ranks do alike.
+        self._splits = owner.training or all(kwargs.get(name) is None for name in _CACHES)
+        self._length = None
+
+    def _close(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        is_open, self._length, self._splits = self._length is not None, None, None
+        if is_open and output is not None:  # it is None after an error
+            reason = f"{type(owner).__name__} did not call its last layer, after which the parts are joined."
+            raise StrategyError("Cannot split the sequence over ranks.", reason, "Disable LayerDrop and early exits.")
+
+    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._splits is None:
+            raise StrategyError(
+                f"Cannot split the sequence of {type(layer).__name__} over ranks.",
+                "It was called outside of its model's forward pass, as checkpointing around a layer's hooks does.",
+                "Use model.gradient_checkpointing_enable() of a transformers that checkpoints inside of the layers.",
+            )
+        names: Any = layer.split_arguments
+        names = [*names, *(f"argument {place}" for place in range(len(names), len(args)))]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        whole = given[names[0]]
+        if self._length is None:
+            part = -(-whole.shape[1] // (self._parts * self._multiple)) * self._multiple
+            if not self._splits or part < 2:
+                return None
+            if whole.dim() != 3:
+                reason = f"The first argument of {type(layer).__name__} is not [batch, sequence, width]."
+                raise StrategyError("Cannot split the sequence over ranks.", reason, shape=tuple(whole.shape))
+            self._length, self._padded = whole.shape[1], part * self._parts
+            given[names[0]] = self._part(whole, 1)
+        for name, value in given.items():
+            if name not in (names[0], _REGIONS):
+                given[name] = self._argument(name, value)
+        args = tuple(given.pop(name) for name in names[: len(args)])
+        return args, {**given, _REGIONS: [*kwargs.get(_REGIONS, ()), self._region(self._length)]}
+
+    def _after_last(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._length is None:
+            return output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(other, torch.Tensor) for other in others):
+            reason = f"{type(layer).__name__} returns more tensors than its hidden states."
+            raise StrategyError("Cannot split the sequence over ranks.", reason, "Request no further outputs.")
+        hidden = self._join(hidden, 1)[:, : self._length]
+        self._length = None
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def _argument(self, name: str, value: Any) -> Any:
+        """Return what the layers get for an argument of the whole sequence."""
+        if not self._along or name in _WHOLE:
+            return value
+        if name in _CACHES:
+            if value is not None and value.get_seq_length():
+                reason = (
+                    "Its keys and values of earlier positions belong to no rank's part (prefix tuning, for example)."
+                )
+                raise StrategyError(f"Cannot split the sequence over ranks with {name}.", reason, "Use cp_size=1.")
+            return None
+        if name in self._along:
+            return _map(value, lambda tensor: self._part(tensor, self._along[name]))
+
+        def refuse(tensor: torch.Tensor) -> torch.Tensor:
+            if self._length in tensor.shape:
+                raise StrategyError(
+                    f"Cannot split the sequence over ranks: the layers take {name!r}.",
+                    f"One of its dimensions is as long as the sequence ({self._length}), and may run along it.",
+                    "Use cp_size=1 for this model.",
+                    shape=tuple(tensor.shape),
+                )
+            return tensor
+
+        return _map(value, refuse)
+
+    def _part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part; copies of the last position fill it up, as no other values are sure to be valid."""
+        dim, length = dim % whole.dim(), whole.shape[dim]
+        if length != self._length:
+            return whole  # one value for all positions
+        shape = [*whole.shape[:dim], self._padded - length, *whole.shape[dim + 1 :]]
+        return self._cut(torch.cat([whole, whole.narrow(dim, length - 1, 1).expand(shape)], dim), dim)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_map(each, change) for each in value])
+    if isinstance(value, Mapping):
+        return {name: _map(each, change) for name, each in value.items()}
+    return value
+
+
+def _let_compute_in_regions(layer: nn.Module) -> None:
+    """Give a layer a class whose forward pass enters its regions; inside of what checkpoints a forward pass."""
+    kind: Any = type(layer)
+    if hasattr(kind, "split_arguments"):
+        return
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for region in kwargs.pop(_REGIONS, ()):
+                stack.enter_context(region(self))
+            return kind.forward(self, *args, **kwargs)
+
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    members = {"forward": forward, "split_arguments": names, "__module__": kind.__module__}
+    layer.__class__ = type(kind.__name__, (kind,), members)
