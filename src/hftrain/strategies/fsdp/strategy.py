@@ -155,6 +155,8 @@ class FSDPStrategy(SplittingStrategy):
             self._check_same(model)
             self.check_model(model)
             self._policy = policy
+            whole = dict(_tensors(model)) if self.is_main else {}
+            self._share_out(model)
             units = self._units(model)
             if self.auto_wrap and not units:
                 logger.warning(
@@ -164,7 +166,7 @@ class FSDPStrategy(SplittingStrategy):
                 )
             if self.activation_checkpointing:
                 recompute_activations(units)
-            root = self._split(model, units, policy)
+            root = self._split(model, units, policy, whole)
         SplitParameters.attach(root, self)
         return super().setup(root, make_optimizer, policy)
 
@@ -336,10 +338,10 @@ class FSDPStrategy(SplittingStrategy):
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""
 
-    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
-        """Shard a model, broadcast rank 0's weights if requested, and return the outermost unit."""
-        whole = dict(_tensors(model)) if self.is_main else {}
-        self._share_out(model)
+    def _split(
+        self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Mapping[str, torch.Tensor]
+    ) -> nn.Module:
+        """Shard a model, broadcast rank 0's whole weights if requested, and return the outermost unit."""
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
         casting = self._cast_options(policy)

@@ -188,7 +188,9 @@ class FSDP1Strategy(FSDPStrategy):
             return ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if is_hybrid else ShardingStrategy.SHARD_GRAD_OP
 
-    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
+    def _split(
+        self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Mapping[str, torch.Tensor]
+    ) -> nn.Module:
         self._names = list(model.state_dict(keep_vars=True))
         self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         sharding = self._torch_sharding()

@@ -151,7 +151,7 @@ def placings(model: nn.Module, plan: Mapping[str, Style], ranks: TensorRanks, *,
     return _agree([chosen.get(module) or _whole(name, module) for name, module in model.named_modules()])
 
 
-def install(found: list[Placing], ranks: TensorRanks, layers: Collection[nn.Module] = ()) -> None:
+def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers: Collection[nn.Module] = ()) -> None:
     """Place all parameters and install the styles. Mutates the modules.
 
     A parameter with several names stays one parameter.
@@ -159,14 +159,14 @@ def install(found: list[Placing], ranks: TensorRanks, layers: Collection[nn.Modu
     Args:
         found: All modules of the model.
         ranks: The ranks.
-        layers: The layers between which the ranks share the activations along the sequence, if they do.
+        inner: The same ranks in the layers, between which they may share the activations along the sequence.
+        layers: These layers.
     """
     known: dict[int, nn.Parameter] = {}
     modules = {placing.name: placing.module for placing in found}
     within = {module for layer in layers for module in layer.modules()}
-    shared = replace(ranks, sequence=True)
     for placing in found:
-        own = shared if placing.module in within else ranks
+        own = inner if placing.module in within else ranks
         placed = {}
         for name, parameter in placing.module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, DTensor):

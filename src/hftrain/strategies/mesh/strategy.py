@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import Layout, layout_of
-from hftrain.strategies.mesh.plans import find_plan, install, placings, table
+from hftrain.strategies.mesh.loss import share_loss
+from hftrain.strategies.mesh.plans import base_of, find_plan, install, placings, table
 from hftrain.strategies.mesh.randomness import Apart
-from hftrain.strategies.mesh.styles import TensorRanks
+from hftrain.strategies.mesh.sequence import find_layers
+from hftrain.strategies.mesh.sequence_parallel import share_sequence
+from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
 
 logger = get_logger(__name__)
@@ -42,6 +47,10 @@ class MeshStrategy(FSDPStrategy):
         uses: The dimensions that a preset's name promises; the one without a size takes the processes that are left.
         plan: Styles by module names, in which ``*`` stands for one part of a name; None uses the model's own plan.
         sequence_parallel: Whether tensor ranks also share the activations between the layers, along the sequence.
+        loss_parallel: Whether the ranks share the loss of a causal language model: no rank holds all logits, and its
+            outputs have none while it trains.
+        attention: How context ranks see the whole sequence: ``"ulysses"`` exchanges parts of the sequence for heads,
+            ``"gather"`` collects keys and values; ``"auto"`` takes the first where the ranks divide the heads.
         **options: See `FSDPStrategy`.
 
     Raises:
@@ -61,12 +70,16 @@ class MeshStrategy(FSDPStrategy):
         uses: Sequence[str] = ("dp_shard",),
         plan: Mapping[str, Any] | None = None,
         sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        attention: str = "auto",
         **options: Any,
     ) -> None:
         launch = read_launch()
         sizes = {"tp": tp_size, "cp": cp_size, "pp": pp_size, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
         self.layout: Layout = layout_of(launch.world_size, sizes, uses=uses, machine_size=launch.local_world_size)
-        self.plan_by_name, self.sequence_parallel = plan, sequence_parallel
+        self.plan_by_name = plan
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        self.attention = attention
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
         data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
@@ -104,18 +117,32 @@ class MeshStrategy(FSDPStrategy):
 
     def _share_out(self, model: nn.Module) -> None:
         """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
-        if self.layout.tp > 1:
-            self._share_layers(model)
+        meshes, layout = self._meshes, self.layout
+        context = meshes.samples["cp"] if layout.cp > 1 else None
+        if context is not None:
+            multiple = layout.tp if self.sequence_parallel else 1
+            options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
+            split_context(model, context, multiple=multiple, **options)
+        has_parts = layout.tp > 1 and self._share_layers(model)
+        if self.loss_parallel:
+            vocabulary = meshes.parameters["tp"] if has_parts else None
+            share_loss(model, vocabulary=vocabulary, sequence=context)
 
-    def _share_layers(self, model: nn.Module) -> None:
+    def _share_layers(self, model: nn.Module) -> bool:
+        """Share the layers among the tensor ranks; return whether each has a part of the head's outputs."""
         mesh = self._meshes.parameters["tp"]
         ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
-        given = self.plan_by_name
+        inner, given = replace(ranks), self.plan_by_name
         found = placings(model, find_plan(model, given), ranks, strict=given is not None)
         logger.info("The tensor ranks hold:\n%s", table(found, ranks))
-        install(found, ranks)
+        owner, layers = find_layers(model, self.layer_classes) if self.sequence_parallel else (model, [])
+        install(found, ranks, inner, layers)
+        if layers:
+            share_sequence(owner, layers, found, inner)
         model.register_forward_pre_hook(lambda *_: ranks.reset())
         model.register_forward_hook(lambda *_: ranks.check_met())
+        head = getattr(base_of(model), "get_output_embeddings", lambda: None)()
+        return any(each.module is head and isinstance(each.style, Colwise) for each in found)
 
     def _prove_equal(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Check in the first update that tensor ranks have the same gradients of what they all hold."""

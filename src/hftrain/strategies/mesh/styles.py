@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
 from hftrain.strategies.mesh.randomness import Apart
 
-SEQUENCE_DIM = 1
+# The attribute of a head whose outputs stay parts, because the ranks share the loss.
+SHARES_LOSS = "_shares_loss"
 
 
 @dataclass(kw_only=True)
@@ -29,12 +31,14 @@ class TensorRanks:
     Args:
         mesh: Their mesh, of one dimension.
         apart: Their random numbers where they hold different parts.
-        sequence: Whether they also share the activations between the layers, along the sequence.
+        sequence: Whether they also share the activations between the layers now, along the sequence.
+        length: The length of that sequence.
     """
 
     mesh: DeviceMesh
     apart: Apart
     sequence: bool = False
+    length: int = 0
     is_apart: bool = False
 
     @property
@@ -137,7 +141,7 @@ class Colwise(Style):
         return x if ranks.sequence else enter(x, ranks.mesh)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        if self.gathers:
+        if self.gathers and SHARES_LOSS not in vars(module):
             return join(x, ranks.mesh, -1, sums=False)
         return x
 
@@ -164,7 +168,11 @@ class Rowwise(Style):
         return x
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        x = scatter_sum(x, ranks.mesh, SEQUENCE_DIM) if ranks.sequence else leave(x, ranks.mesh)
+        if ranks.sequence:
+            x = F.pad(x, (0, 0, 0, -x.shape[1] % ranks.size))
+            x = scatter_sum(x, ranks.mesh, 1)
+        else:
+            x = leave(x, ranks.mesh)
         bias = vars(module).pop("_bias_after", None)
         return x if bias is None else x + bias
 

@@ -1,0 +1,95 @@
+"""Sequence parallelism: tensor ranks also share the activations between the layers' blocks, along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.mesh.moves import join, split
+from hftrain.strategies.mesh.plans import Placing
+from hftrain.strategies.mesh.sequence import SequenceSplit
+from hftrain.strategies.mesh.styles import Colwise, Experts, Rowwise, TensorRanks
+
+
+def share_sequence(
+    owner: nn.Module, layers: Sequence[nn.Module], found: Sequence[Placing], ranks: TensorRanks
+) -> SequenceSplit:
+    """Let the tensor ranks share the sequence between the blocks of the layers. Mutates the modules.
+
+    A block, the parent of modules that the plan splits (attention, MLP), gets the whole sequence and ends with parts of
+    it. Call this after the context ranks have split the sequence, if they do.
+
+    Args:
+        owner: The module whose forward pass calls the layers.
+        layers: The layers.
+        found: How the model's modules are shared.
+        ranks: The ranks in the layers, which get to know whether they share a sequence now.
+
+    Raises:
+        ConfigError: A layer has no such blocks, or experts.
+    """
+    modules = {placing.name: placing.module for placing in found}
+    inside = {module for layer in layers for module in layer.modules()}
+    planned = [each for each in found if each.module in inside and isinstance(each.style, (Colwise, Rowwise, Experts))]
+    blocks = {modules[_parent(each.name)] for each in planned}
+    reason = ""
+    if any(isinstance(each.style, Experts) for each in planned):
+        reason = "The router of its experts sees every token on every rank, so its gradients would be counted twice."
+    elif not blocks or blocks & set(layers):
+        reason = "Its layers have no blocks (attention, MLP) around the modules that the plan splits."
+    if reason:
+        raise ConfigError("Cannot use sequence_parallel=True with this model.", reason, "Leave sequence_parallel out.")
+    for block in blocks:
+        block.register_forward_pre_hook(partial(_gather, ranks), with_kwargs=True)
+    return SequenceSplit(
+        owner,
+        layers,
+        parts=ranks.size,
+        cut=lambda whole, dim: split(whole, ranks.mesh, dim),
+        join=lambda part, dim: join(part, ranks.mesh, dim, sums=False),
+        region=lambda length: partial(_sharing, ranks, length),
+        along={},
+    )
+
+
+def _parent(name: str) -> str:
+    """Return the name of the module around one, without adapters around it."""
+    parts = name.split(".")
+    if "lora_A" in parts or "lora_B" in parts:
+        parts = parts[: min(parts.index(each) for each in ("lora_A", "lora_B") if each in parts)]
+    elif parts[-1] == "base_layer":
+        parts = parts[:-1]
+    return ".".join(parts[:-1])
+
+
+@contextmanager
+def _sharing(ranks: TensorRanks, length: int, layer: nn.Module) -> Iterator[None]:
+    """Share a sequence for the time of a layer's forward pass, and draw numbers apart in training."""
+    if layer.training:
+        ranks.apart.enter()
+    ranks.sequence, ranks.length = True, length
+    try:
+        yield
+    finally:
+        ranks.sequence = False
+        if layer.training:
+            ranks.apart.leave()
+
+
+def _gather(ranks: TensorRanks, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give a block the whole sequence."""
+    if not ranks.sequence:
+        return args, kwargs
+    if args:
+        return (_whole(ranks, args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: _whole(ranks, kwargs[name])}
+
+
+def _whole(ranks: TensorRanks, part: Any) -> Any:
+    return join(part, ranks.mesh, 1, sums=True)[:, : ranks.length]
