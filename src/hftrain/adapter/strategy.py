@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from hftrain.adapter import deepspeed, fsdp
+from hftrain.adapter.mesh import mesh_request
 from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.arguments.enums import ParallelMode
 from hftrain.core.errors import ConfigError
@@ -25,9 +26,6 @@ _LAUNCHER_ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
 }
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
-# accelerate's `ParallelismConfig`: sizes that split a model in other ways, and shardings with and without replicas.
-_SPLITS = {"tp_size": "layers", "cp_size": "sequences", "sp_size": "sequences"}
-_HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 
 
 def strategy_request(
@@ -176,7 +174,7 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
 
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
     """Return the strategy and the options that `parallelism_config` selects; None and no options without it."""
-    found, chosen = _mesh_request(args), _name_of(strategy)
+    found, chosen = mesh_request(args), _name_of(strategy)
     if found is None:
         return None, {}
     if chosen is not None and found[0] not in _engines_of(strategy):
@@ -186,47 +184,6 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
             "Keep one of the two.",
         )
     return found
-
-
-def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return the strategy and options that `parallelism_config`, or the launcher's, selects; None without either."""
-    config = args.parallelism_config
-    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        from accelerate.parallelism_config import ParallelismConfig
-
-        config = ParallelismConfig()
-    if config is None:
-        return None
-    names = ("dp_replicate_size", "dp_shard_size", *_SPLITS)
-    if not all(hasattr(config, name) for name in names[:3]):
-        reason = f"A {type(config).__name__} is not accelerate's ParallelismConfig."
-        raise _refusal({}, reason, "Make one: accelerate.ParallelismConfig(dp_shard_size=2).")
-    sizes = {name: int(getattr(config, name, 1) or 1) for name in names}
-    for name, what in _SPLITS.items():
-        if sizes[name] > 1:
-            reason = f"{name} splits {what} over processes, but in hftrain each process computes its own samples."
-            raise _refusal(sizes, reason, f"Leave {name} at 1, and split the parameters: dp_shard_size.")
-    copies, parts = sizes["dp_replicate_size"], sizes["dp_shard_size"]
-    if copies == parts == 1:
-        return None
-    if copies * parts != args.world_size:
-        reason = f"It describes {copies * parts} processes, and the launcher started {args.world_size}."
-        raise _refusal(sizes, reason, "Start that many, or change the sizes.")
-    if parts == 1:
-        return "ddp", {}
-    words = [str(word) for word in args.fsdp or ()]
-    sharding = next((word for word in words if word not in ("offload", "auto_wrap")), "full_shard")
-    sharding = {hybrid: plain for plain, hybrid in _HYBRID.items()}.get(sharding, sharding) if copies > 1 else sharding
-    if sharding not in _HYBRID:
-        reason = f"fsdp={sharding!r} splits the model differently from dp_shard_size={parts}."
-        raise _refusal(sizes, reason, "Leave one of the two out.")
-    if copies == 1:
-        return "fsdp", {"sharding": sharding}
-    return "fsdp", {"sharding": _HYBRID[sharding], "shard_size": parts}
-
-
-def _refusal(sizes: dict[str, int], reason: str, remedy: str) -> ConfigError:
-    return ConfigError("Cannot use this parallelism_config.", reason, remedy, **sizes)
 
 
 def _automatic(args: Any) -> str:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -113,6 +114,7 @@ class Strategy(Ranks, Shown):
         restores_in_a_run: Whether model and optimizer can be loaded from a checkpoint between two steps.
         watch: Reports errors of this process to the other ranks, between `launch` and `close`; None if unsupported.
         shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
+        sizes: The number of processes along each dimension of a mesh (``"tp"``, ``"cp"``, ...); empty without a mesh.
         recomputes: Whether `setup` enables activation recomputation in the backward pass.
         recompute: Enables gradient checkpointing, given a model and the options, and returns a function that disables
             it; None uses the model's own method or torch's checkpoint.
@@ -131,6 +133,7 @@ class Strategy(Ranks, Shown):
     owns = Owns.NOTHING
     saves_in_background = restores_in_a_run = saves_objects = True
     shards_model = False
+    sizes: Mapping[str, int] = MappingProxyType({})
     recomputes = False
     recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None
     makes: frozenset[str] = frozenset()

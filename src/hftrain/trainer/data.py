@@ -67,7 +67,11 @@ class TrainerData:
         dataset, events = trainer.train_dataset, trainer.callback_handler
         if isinstance(dataset, TrainerCallback) and dataset not in events.callbacks:
             events.add(dataset)
-        check_tensor_parallel(trainer.get_tp_size(), trainer.strategy, is_handled=trainer.is_deepspeed_enabled)
+        check_tensor_parallel(
+            trainer.get_tp_size(),
+            trainer.strategy,
+            is_handled=trainer.is_deepspeed_enabled or bool(trainer.strategy.sizes),
+        )
         if not trainer._is_overridden("get_train_dataloader"):
             check_train_data(args, trainer.train_dataset, trainer.limits)
             self._check_columns(trainer.train_dataset, role="train_dataset")

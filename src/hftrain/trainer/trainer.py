@@ -1703,11 +1703,11 @@ class Trainer:
 
         Source: the documented `Trainer.get_tp_size`.
         """
-        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+        return self.strategy.sizes.get("tp") or tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
 
     def get_cp_size(self) -> int:
-        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_cp_size`."""
-        return 1
+        """Return the number of processes that share a sequence. Source: the documented `Trainer.get_cp_size`."""
+        return self.strategy.sizes.get("cp", 1)
 
     def get_sp_size(self) -> int:
         """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_sp_size`."""

@@ -44,6 +44,30 @@ def test_sizes_of_data_parallelism_act(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp_size": 2, "dp_shard_size": 2}, {"tp_size": 2, "dp_shard": 2}),
+        ({"cp_size": 4}, {"cp_size": 4}),
+        ({"sp_size": 4}, {"cp_size": 4, "attention": "ulysses"}),
+        ({"fsdp_size": 2, "pp_size": 2}, {"dp_shard": 2, "pp_size": 2}),
+        ({"tp_size": 4, "tp_plan": {"up": "colwise"}}, {"tp_size": 4, "plan": {"up": "colwise"}}),
+        ({"tp_size": 4, "tp_plan": "auto"}, {"tp_size": 4}),
+    ],
+)
+def test_other_sizes_make_a_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = ParallelismConfig()
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    name, found = strategy_request(make_arguments(tmp_path, parallelism_config=config), None, is_checkpointing=False)
+    options = ("tp_size", "cp_size", "pp_size", "dp_shard", "dp_replicate", "attention", "plan")
+    assert name == "mesh"
+    assert {key: found[key] for key in options if key in found and found[key] != 1} == expected
+
+
 def test_pure_copies_are_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ParallelismConfig()
     config.dp_replicate_size = 4
@@ -53,9 +77,9 @@ def test_pure_copies_are_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("sizes", "options", "reason"),
     [
-        ({"tp_size": 2, "dp_shard_size": 2}, {}, "tp_size splits layers over processes"),
-        ({"cp_size": 4}, {}, "cp_size splits sequences"),
-        ({"sp_size": 4}, {}, "sp_size splits sequences"),
+        ({"cp_size": 2, "sp_size": 2}, {}, "cp_size and sp_size both split sequences"),
+        ({"ep_size": 2}, {}, "Experts cannot be shared out one by one yet"),
+        ({"tp_size": 2}, {"strategy": "ddp"}, "Its sizes mean strategy='mesh'"),
         ({"dp_shard_size": 2}, {}, "describes 2 processes, and the launcher started 4"),
         ({"dp_shard_size": 4}, {"fsdp": "no_shard"}, "fsdp='no_shard' splits the model differently"),
         ({"dp_shard_size": 4}, {"strategy": "ddp"}, "Cannot use strategy='ddp' together with parallelism_config"),
@@ -73,7 +97,7 @@ def test_sizes_that_cannot_be_are_refused(
 
 
 def test_other_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="A dict is not accelerate's ParallelismConfig"):
+    with pytest.raises(ConfigError, match="A dict is neither accelerate's ParallelismConfig"):
         request(tmp_path, monkeypatch, parallelism_config={"tp_size": 2})
 
 

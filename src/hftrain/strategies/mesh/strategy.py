@@ -80,6 +80,7 @@ class MeshStrategy(FSDPStrategy):
         self.plan_by_name = plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.attention = attention
+        self.sizes = self.layout.sizes
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
         data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
