@@ -29,7 +29,8 @@ from hftrain.core.log import get_logger
 from hftrain.core.state import HistoryText, TrainerState, find_misfit
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
-from hftrain.storage.shards import load_shards, save_shards
+from hftrain.storage.shards import open_shards, save_shards
+from hftrain.storage.stored import read_whole
 from hftrain.storage.tensors import load_containers, save_containers
 from hftrain.strategies.base import Strategy
 
@@ -53,11 +54,15 @@ def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str,
     return content
 
 
-def load_optimizer(folder: Path) -> dict[str, Any]:
-    """Read the optimizer's state dict, whole or sharded; raises `CheckpointError` if it is missing or damaged."""
+def load_optimizer(folder: Path, *, in_parts: bool = False) -> dict[str, Any]:
+    """Read the optimizer's state dict, whole or sharded; raises `CheckpointError` if it is missing or damaged.
+
+    With `in_parts`, tensors that were saved in shards are `StoredTensor` values, of which nothing is read yet.
+    """
     state = load_part(folder, OPTIMIZER)
     with restoring(folder / OPTIMIZER):
-        for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
+        stored = open_shards(folder, stem=OPTIMIZER_SHARDS)
+        for name, tensor in (stored if in_parts else read_whole(stored)).items():
             index, _, key = name.partition(".")
             state["state"].setdefault(int(index), {})[key] = tensor
     return state
@@ -187,7 +192,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: The state is missing, damaged, or does not fit.
     """
-    before, state = group_settings(optimizer), load_optimizer(folder)
+    before, state = group_settings(optimizer), load_optimizer(folder, in_parts=strategy.loads_parts)
     check(state)
     with restoring(folder / OPTIMIZER):
         strategy.load_optimizer_state(model, optimizer, keep_choices(state, before))

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.storage.files import read_json, unreadable
-from hftrain.storage.shards import find_shards, load_shards
+from hftrain.storage.shards import find_shards, open_shards
+from hftrain.storage.stored import open_tensors, read_whole
 from hftrain.storage.tensors import (
     check_tensors,
     load_containers,
@@ -30,6 +31,7 @@ from hftrain.storage.tensors import (
     save_tensors,
     tensor_identity,
 )
+from hftrain.strategies.base import Strategy
 
 _SHARD = re.compile(r"(model|pytorch_model)[\w.-]*\.(safetensors|bin)")
 
@@ -84,12 +86,7 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
 
 
 def load_weights(
-    model: torch.nn.Module,
-    folder: Path,
-    *,
-    strict: bool = True,
-    load: Callable[[torch.nn.Module, Mapping[str, Any]], Any] | None = None,
-    own: Mapping[str, Any] | None = None,
+    model: torch.nn.Module, folder: Path, *, strict: bool = True, strategy: Strategy | None = None
 ) -> None:
     """Overwrite a model's weights in place with those of a folder, in any supported format.
 
@@ -97,8 +94,7 @@ def load_weights(
         model: The model without wrappers.
         folder: What `save_weights` or `save_pretrained` wrote.
         strict: Raise, instead of warning, if names are missing or unexpected.
-        load: Loads a whole state into the model, if its parameters are split among processes.
-        own: See `matching_weights`.
+        strategy: Loads the weights, if the model's parameters are split among processes.
 
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
@@ -106,10 +102,16 @@ def load_weights(
     # Each process of a split model has written its part of all weights, not only of the adapters.
     if saves_adapters(model) and not find_shards(folder, stem=WEIGHT_SHARDS):
         return load_adapters(model, folder)
+    own = None if strategy is None else strategy.own_state(model)
     state = matching_weights(model, folder, strict=strict, own=own)
+    if strategy is None or not strategy.loads_parts:
+        state = read_whole(state)
     try:
         with restoring(folder):  # the model itself checks its state other than tensors
-            load(model, state) if load else model.load_state_dict(state, strict=strict)
+            if strategy is None:
+                model.load_state_dict(state, strict=strict)
+            else:
+                strategy.load_model_state(model, state, strict=strict)
     except CheckpointError as error:
         raise _unfit(model, folder, str(error.__cause__ or error)) from error
 
@@ -117,15 +119,15 @@ def load_weights(
 def matching_weights(
     model: torch.nn.Module, folder: Path, *, strict: bool = True, own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a folder's weights under the names of a model's state; see `load_weights`.
+    """Find a folder's weights under the names of a model's state, `StoredTensor` values included; see `load_weights`.
 
     `own` replaces the model's state if that has other names. It holds the parameters themselves, so that names of the
     same parameter can be recognised.
     """
-    state, own = read_weights(folder), model.state_dict(keep_vars=True) if own is None else own
+    state, own = _open_weights(folder), model.state_dict(keep_vars=True) if own is None else own
     _add_tied(state, own)
     if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
-        state = _renamed(model, folder, state)
+        state = _renamed(model, folder, read_whole(state))
         _add_tied(state, own)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     missing = [name for name in own if name not in state and not any(re.search(key, name) for key in ignored)]
@@ -147,13 +149,17 @@ def read_weights(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There are none, or a file is damaged.
     """
+    return read_whole(_open_weights(folder))
+
+
+def _open_weights(folder: Path) -> dict[str, Any]:
     if find_shards(folder, stem=WEIGHT_SHARDS):
-        return dict(load_shards(folder, stem=WEIGHT_SHARDS))
+        return dict(open_shards(folder, stem=WEIGHT_SHARDS))
     for name, index in ((WEIGHTS, WEIGHTS_INDEX), (BIN_WEIGHTS, BIN_WEIGHTS_INDEX)):
         if (folder / name).is_file():
-            return _read_file(folder / name)
+            return _open_file(folder / name)
         if (folder / index).is_file():
-            return _read_shards(folder, folder / index)
+            return _open_files(folder, folder / index)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     raise CheckpointError(
         f"Cannot load weights from {folder}.",
@@ -232,9 +238,9 @@ def _add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
             state[name] = state[source]
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _open_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
-        return load_tensors(path)
+        return dict(open_tensors(path))
     state = load_containers(path)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise unreadable(path, f"It holds a {type(state).__name__}, not values by name")
@@ -249,11 +255,11 @@ def _shards_of(index: Path) -> dict[str, str]:
     return shards
 
 
-def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
+def _open_files(folder: Path, index: Path) -> dict[str, Any]:
     shards = _shards_of(index)
     state: dict[str, Any] = {}
     for name in sorted(set(shards.values())):
-        state.update(_read_file(folder / name))
+        state.update(_open_file(folder / name))
     if state.keys() != shards.keys():
         raise unreadable(index, f"It and its files differ in {sorted(state.keys() ^ shards.keys())}")
     return state

@@ -63,17 +63,17 @@ class Owns(enum.Flag):
 
 
 class Shard(NamedTuple):
-    """One process's rows of a tensor that is split along its first dimension.
+    """One process's block of a tensor that is split along any of its dimensions.
 
     Args:
-        rows: The rows; the whole tensor if `start` is None.
-        start: The index of the first row.
-        length: The number of rows over all processes.
+        block: The block; the whole tensor if `offsets` is None.
+        offsets: The index of the block's first element in each dimension of the whole tensor.
+        shape: The shape of the whole tensor.
     """
 
-    rows: torch.Tensor
-    start: int | None = None
-    length: int = 0
+    block: torch.Tensor
+    offsets: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
 
 
 class EvalPrediction:

@@ -101,7 +101,7 @@ class EngineCheckpoints:
             saved, facts = manifest.facts["geometry"], manifest.facts["batches"]
             check_geometry(saved, self._kind(optimizer), step=manifest.step)
             check_shape(saved, self._shape(), is_within_epoch=False, step=manifest.step)
-            load_weights(bare, folder, load=strategy.load_model_state, own=strategy.own_state(bare))
+            load_weights(bare, folder, strategy=strategy)
             check = partial(
                 state_files.check_engine, path=folder / OPTIMIZER, is_deepspeed=strategy.name == "deepspeed"
             )

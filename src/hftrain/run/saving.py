@@ -239,9 +239,8 @@ def load_task(
         model: Another model to load the weights into.
     """
     target = bare if model is None else strategy.unwrap(model)
-    load = strategy.load_model_state if target is bare else None
     # If there are none yet, the process that has the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
-        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+        load_weights(target, folder, strategy=strategy if target is bare else None)
     with without_model(task):
         task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

@@ -1,10 +1,11 @@
-"""One safetensors file per process, with its rows of tensors that are split along the first dimension."""
+"""One safetensors file per process, with its blocks of tensors that are split among processes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,30 @@ from safetensors import safe_open
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Shard
 from hftrain.storage.files import unreadable
-from hftrain.storage.tensors import check_header, load_tensors, save_tensors
+from hftrain.storage.stored import StoredBlock, StoredTensor, open_tensors, read_whole
+from hftrain.storage.tensors import check_header, save_tensors
 
-_ROWS = "hftrain.rows"
+# Its entries are [start, length] for rows of the first dimension, and [offsets, shape] for other blocks.
+_PLACES = "hftrain.rows"
 
 
 def save_shards(shards: Mapping[str, Shard], folder: Path, *, stem: str, rank: int, world_size: int) -> None:
     """Write one process's shards; writes no file if there are none.
 
     Args:
-        shards: The shards by name. The file's metadata records which rows they are, and of how many.
+        shards: The shards by name. The file's metadata records which blocks they are, of which shapes.
     """
     if shards:
-        rows = {name: [shard.start, shard.length] for name, shard in shards.items() if shard.start is not None}
+        places = {name: _place(shard) for name, shard in shards.items() if shard.offsets is not None}
         path = folder / f"{stem}-{rank:05d}-of-{world_size:05d}.safetensors"
-        tensors = {name: shard.rows for name, shard in shards.items()}
-        save_tensors(tensors, path, metadata={_ROWS: json.dumps(rows, sort_keys=True)})
+        tensors = {name: shard.block for name, shard in shards.items()}
+        save_tensors(tensors, path, metadata={_PLACES: json.dumps(places, sort_keys=True)})
+
+
+def _place(shard: Shard) -> list[Any]:
+    offsets, shape = list(shard.offsets or ()), list(shard.shape)
+    is_rows = shape and not any(offsets[1:]) and list(shard.block.shape[1:]) == shape[1:]
+    return [offsets[0], shape[0]] if is_rows else [offsets, shape]
 
 
 def find_shards(folder: Path, *, stem: str) -> list[Path]:
@@ -40,37 +49,82 @@ def find_shards(folder: Path, *, stem: str) -> list[Path]:
 
 def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
     """Merge the shards of all processes, on the CPU; independent of the current number of processes."""
-    whole: dict[str, torch.Tensor] = {}
-    parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    return read_whole(open_shards(folder, stem=stem))
+
+
+def open_shards(folder: Path, *, stem: str) -> dict[str, StoredTensor]:
+    """Find the blocks of every tensor in the files of all processes; see `load_shards`. Reads no tensor.
+
+    Raises:
+        CheckpointError: A file is damaged, or a block is missing or duplicated.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    blocks: dict[str, list[StoredBlock]] = {}
     for path in find_shards(folder, stem=stem):
-        rows = _rows_in(path)
-        for name, tensor in load_tensors(path).items():
-            if name in rows:
-                parts.setdefault(name, []).append((*rows[name], tensor))
-            else:
-                whole[name] = tensor
-    for name, found in parts.items():
-        found.sort(key=lambda part: part[0])
-        expected = 0
-        for start, length, tensor in found:
-            is_next = start == expected and length == found[0][1] and tensor.dim() > 0
-            is_next = is_next and (tensor.dtype, tensor.shape[1:]) == (found[0][2].dtype, found[0][2].shape[1:])
-            expected = expected + len(tensor) if is_next else -1
-        if expected != found[0][1]:
-            raise CheckpointError(
-                f"Cannot read {name} from {folder}.",
-                f"Some of its {found[0][1]} rows are missing or duplicated.",
-                "Copy the files of all processes, or use another checkpoint.",
-            )
-        whole[name] = torch.cat([tensor for _, _, tensor in found])
-    return whole
+        places = _places_in(path)
+        for name, stored in open_tensors(path).items():
+            block, shape = stored.blocks[0], tuple(stored.shape)
+            if name in places:
+                first, whole = places[name]
+                is_rows = isinstance(first, int)
+                offsets = (first, *block.offsets[1:]) if is_rows else tuple(first)
+                block, shape = block._replace(offsets=offsets), (whole, *shape[1:]) if is_rows else tuple(whole)
+            known = shapes.setdefault(name, shape)
+            found = blocks.setdefault(name, [])
+            if known != shape or not len(shape) == len(block.offsets) == len(block.sizes):
+                raise unreadable(path, f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(known)}")
+            found.append(block)
+    return {name: StoredTensor(shapes[name], _covering(name, shapes[name], found)) for name, found in blocks.items()}
 
 
-def _rows_in(path: Path) -> dict[str, Any]:
+def _covering(name: str, shape: tuple[int, ...], blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
+    """Return the blocks that are not empty, or one; raise if they do not cover the tensor, each element once.
+
+    The processes of a mesh cut each dimension independently of the others, so that the blocks are a grid.
+    """
+    blocks = [block for block in blocks if 0 not in block.sizes] or list(blocks[:1])
+    spans = [tuple((o, o + size) for o, size in zip(each.offsets, each.sizes, strict=True)) for each in blocks]
+    cuts, problem = [], ""
+    for dim, size in enumerate(shape):
+        cut, at = [], 0
+        for start, stop in sorted({span[dim] for span in spans}):
+            cut += [(at, start)] if start > at else []
+            cut.append((start, stop))
+            if (start < at or stop > size) and not problem:
+                problem = f"{_text([(start, stop)])} of dimension {dim} overlaps another, or is outside"
+            at = stop
+        cuts.append([*cut, (at, size)] if at < size else cut)
+    known = set(spans)
+    # One more than there are, and one is missing.
+    missing = next((span for span in itertools.product(*cuts) if span not in known), None)
+    if len(known) < len(spans):
+        problem = f"{_text(next(span for span in spans if spans.count(span) > 1))} is there more than once"
+    elif missing is not None and not problem:
+        problem = f"{_text(missing)} is missing"
+    elif len({block.dtype for block in blocks}) > 1:
+        problem = f"{_text(spans[0])} has another dtype than the others"
+    if problem:
+        raise CheckpointError(
+            f"Cannot read {name}, whose shape is {list(shape)}, from {blocks[0].path.parent}.",
+            f"Its block {problem}.",
+            "Copy the files of all processes, or use another checkpoint.",
+        )
+    return blocks
+
+
+def _text(span: Sequence[tuple[int, int]]) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in span)}]"
+
+
+def _places_in(path: Path) -> dict[str, Any]:
     try:
         check_header(path)
         with safe_open(path, framework="pt") as file:
-            rows = json.loads((file.metadata() or {})[_ROWS])
-        return {name: (int(start), int(length)) for name, (start, length) in rows.items()}
+            places = json.loads((file.metadata() or {})[_PLACES])
+        for name, (first, whole) in places.items():
+            numbers = [first, whole] if isinstance(first, int) else [*first, *whole]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"the place of {name} is {[first, whole]}")
+        return dict(places)
     except Exception as error:
         raise unreadable(path, f"It is damaged: {error!r}") from error

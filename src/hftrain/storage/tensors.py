@@ -22,7 +22,7 @@ from hftrain.storage.archives import MAX_DEPTH, MAX_INTEGER_BITS, check_archive,
 from hftrain.storage.files import unreadable
 from hftrain.storage.hashing import create
 
-_ALIASES = "hftrain.aliases"
+ALIASES = "hftrain.aliases"
 _MAX_HEADER_BYTES = 100_000_000  # of the format's library, which reads no larger ones
 _PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
 _LAYOUTS = frozenset(
@@ -56,7 +56,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
             aliases[name] = first
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
-        notes[_ALIASES] = json.dumps(aliases, sort_keys=True)
+        notes[ALIASES] = json.dumps(aliases, sort_keys=True)
     _write(kept, path, notes)
 
 
@@ -72,10 +72,10 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
         with safe_open(path, framework="pt", device=str(device)) as file:
             # the reader returns memory-mapped tensors, which change when the file is overwritten
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+            aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
         tensors.update({alias: tensors[name] for alias, name in aliases.items()})
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_tensors(path, error) from error
     return tensors
 
 
@@ -85,7 +85,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_tensors(path, error) from error
 
 
 def save_containers(tree: Any, path: Path) -> None:
@@ -121,7 +121,7 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
         with _numpy_accepted() if with_numpy else contextlib.nullcontext():
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise unreadable_tensors(path, error) from error
 
 
 def check_header(path: Path) -> None:
@@ -288,6 +288,7 @@ def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
     )
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that could not be read."""
     reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
     return unreadable(path, reason)

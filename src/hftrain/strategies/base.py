@@ -115,6 +115,8 @@ class Strategy(Ranks, Shown):
         watch: Reports errors of this process to the other ranks, between `launch` and `close`; None if unsupported.
         shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
         sizes: The number of processes along each dimension of a mesh (``"tp"``, ``"cp"``, ...); empty without a mesh.
+        loads_parts: Whether `load_model_state` and `load_optimizer_state` accept `StoredTensor` values, so that each
+            process reads only what it holds.
         recomputes: Whether `setup` enables activation recomputation in the backward pass.
         recompute: Enables gradient checkpointing, given a model and the options, and returns a function that disables
             it; None uses the model's own method or torch's checkpoint.
@@ -132,9 +134,8 @@ class Strategy(Ranks, Shown):
     name = ""
     owns = Owns.NOTHING
     saves_in_background = restores_in_a_run = saves_objects = True
-    shards_model = False
+    shards_model = loads_parts = recomputes = False
     sizes: Mapping[str, int] = MappingProxyType({})
-    recomputes = False
     recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None
     makes: frozenset[str] = frozenset()
     schedule: Any = None

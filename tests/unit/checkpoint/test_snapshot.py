@@ -20,18 +20,18 @@ def pointers(tree: dict[str, torch.Tensor]) -> set[int]:
 
 def test_copies_stay_when_the_tensors_go_on() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
-    tree = {"a": weight, "b": [torch.zeros(2), (3, "text", None)], "shard": Shard(torch.full((2,), 5.0), 0, 4)}
+    tree = {"a": weight, "b": [torch.zeros(2), (3, "text", None)], "shard": Shard(torch.full((2,), 5.0), (0,), (4,))}
     copies = HostCopies().copy(tree)
     with torch.no_grad():
         weight.zero_()
         tree["b"][0].add_(1)
-        tree["shard"].rows.zero_()
+        tree["shard"].block.zero_()
     assert torch.equal(copies["a"], torch.ones(3, 2))
     assert not copies["a"].requires_grad
     assert torch.equal(copies["b"][0], torch.zeros(2))
     assert copies["b"][1] == (3, "text", None)
-    assert copies["shard"].start == 0
-    assert torch.equal(copies["shard"].rows, torch.full((2,), 5.0))
+    assert copies["shard"].offsets == (0,)
+    assert torch.equal(copies["shard"].block, torch.full((2,), 5.0))
 
 
 def test_one_tensor_is_copied_once() -> None:

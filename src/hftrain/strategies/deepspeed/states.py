@@ -66,7 +66,7 @@ def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dic
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 flat = value.detach().reshape(-1)
-                pieces[f"{index}.{key}"] = Shard(flat, rank * len(flat), world_size * len(flat))
+                pieces[f"{index}.{key}"] = Shard(flat, (rank * len(flat),), (world_size * len(flat),))
             else:
                 plain[index][key] = value
     return {**state, "state": plain}, pieces

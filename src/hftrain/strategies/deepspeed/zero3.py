@@ -67,7 +67,8 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
         per_process = -(-len(whole) // world_size)
         rows = whole[rank * per_process : (rank + 1) * per_process]
         if len(rows):
-            found[name] = Shard(rows.cpu().clone(), rank * per_process, len(whole))
+            offsets = (rank * per_process, *(0 for _ in whole.shape[1:]))
+            found[name] = Shard(rows.cpu().clone(), offsets, tuple(whole.shape))
     return found
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard
+from hftrain.storage.stored import StoredTensor
+
+# The planner takes some 200 microseconds a tensor.
+_blocks: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
 
 
 def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
@@ -43,12 +50,21 @@ def whole_tensors(state: Mapping[str, Any], device: torch.device) -> Iterator[tu
 
 
 def split_like(value: Any, like: Any) -> Any:
-    """Return this process's shard of a full tensor, sharded as `like`; return anything else unchanged."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(like, DTensor):
+    """Return this process's shard of a full tensor, sharded as `like`; return anything else unchanged.
+
+    Of a `StoredTensor`, only this shard is read, or the whole tensor if `like` is not sharded.
+    """
+    if not isinstance(value, (torch.Tensor, StoredTensor)) or isinstance(value, DTensor):
         return value
-    if value.shape != like.shape:
-        return value  # the loading code reports the mismatch or handles such values
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        # the loading code reports a mismatch or handles such values
+        return value.read() if isinstance(value, StoredTensor) else value
+    offsets, sizes = block_of(like)
+    if isinstance(value, StoredTensor):
+        own = value.read(offsets, sizes)
+    else:
+        own = value[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].contiguous()
+    return DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def take_sharded(tree: Any, path: tuple[Any, ...], found: dict[str, Any]) -> Any:
@@ -69,27 +85,37 @@ def split_tree_like(tree: Any, like: Any) -> Any:
 
 
 def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
-    """Return this process's part of a flat state: its rows of sharded tensors, and the rest on the main process.
+    """Return this process's part of a flat state: its blocks of sharded tensors, and the rest on the main process.
 
-    If several processes hold replicas of the same rows, the first one writes them.
+    If several processes hold replicas of the same block, the first one writes it.
     """
     found = {}
     for name, value in state.items():
         if isinstance(value, DTensor):
-            shard = _rows(value)
-            if shard is not None:
-                found[name] = shard
+            if _is_writer(value):
+                found[name] = Shard(value.to_local().detach(), block_of(value)[0], tuple(value.shape))
         elif isinstance(value, torch.Tensor) and is_main:
             found[name] = Shard(value.detach())
     return found
 
 
-def _rows(tensor: DTensor) -> Shard | None:
-    """Return this process's rows; None if another process writes them or there are none."""
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    *copies, part = mesh.get_coordinate() or [0]
-    if any(copies) or not local.numel():
-        return None
-    # Rows are divided as by torch.chunk.
-    per_process = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    return Shard(local.detach(), part * per_process, tensor.shape[0])
+def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this process's block begins in the whole tensor, and its shape, according to torch's planner."""
+    mesh = tensor.device_mesh
+    known = _blocks.setdefault(mesh, {})
+    key = (*(mesh.get_coordinate() or ()), tensor.shape, tensor.placements)
+    if key not in known:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({"": tensor.detach()})
+        (item,) = planner.create_local_plan().items
+        chunk = item.tensor_data.chunk  # type: ignore[union-attr]
+        known[key] = tuple(chunk.offsets), tuple(chunk.sizes)
+    return known[key]
+
+
+def _is_writer(tensor: DTensor) -> bool:
+    """Return whether this process writes its block: there is one, and no process before it has the same."""
+    place = tensor.device_mesh.get_coordinate()
+    if place is None or any(at for at, each in zip(place, tensor.placements, strict=True) if each.is_replicate()):
+        return False
+    return tensor.to_local().numel() > 0 or not any(place)

@@ -72,7 +72,7 @@ class FSDPStrategy(SplittingStrategy):
 
     name = "fsdp"
     split_object_like = staticmethod(split_tree_like)
-    shards_model = True
+    shards_model = loads_parts = True
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class FSDP1Strategy(FSDPStrategy):
     """
 
     name = "fsdp1"
+    loads_parts = False
     saves_objects = False
 
     def __init__(
