@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,20 @@ class Shard(NamedTuple):
     block: torch.Tensor
     offsets: tuple[int, ...] | None = None
     shape: tuple[int, ...] = ()
+
+
+class StoredTensor(ABC):
+    """A tensor in files, read on demand; `hftrain.storage.stored` makes them."""
+
+    shape: torch.Size
+
+    @abstractmethod
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the block at `offsets` with the shape `sizes` on the CPU; without them, the whole tensor.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
 
 
 class EvalPrediction:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Shard
 from hftrain.storage.files import unreadable
-from hftrain.storage.stored import StoredBlock, StoredTensor, open_tensors, read_whole
+from hftrain.storage.stored import FileTensor, StoredBlock, open_tensors, read_whole
 from hftrain.storage.tensors import check_header, save_tensors
 
 # Its entries are [start, length] for rows of the first dimension, and [offsets, shape] for other blocks.
@@ -52,7 +52,7 @@ def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
     return read_whole(open_shards(folder, stem=stem))
 
 
-def open_shards(folder: Path, *, stem: str) -> dict[str, StoredTensor]:
+def open_shards(folder: Path, *, stem: str) -> dict[str, FileTensor]:
     """Find the blocks of every tensor in the files of all processes; see `load_shards`. Reads no tensor.
 
     Raises:
@@ -74,7 +74,7 @@ def open_shards(folder: Path, *, stem: str) -> dict[str, StoredTensor]:
             if known != shape or not len(shape) == len(block.offsets) == len(block.sizes):
                 raise unreadable(path, f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(known)}")
             found.append(block)
-    return {name: StoredTensor(shapes[name], _covering(name, shapes[name], found)) for name, found in blocks.items()}
+    return {name: FileTensor(shapes[name], _covering(name, shapes[name], found)) for name, found in blocks.items()}
 
 
 def _covering(name: str, shape: tuple[int, ...], blocks: Sequence[StoredBlock]) -> list[StoredBlock]:

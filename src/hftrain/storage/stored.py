@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from hftrain.core.types import StoredTensor
 from hftrain.storage.tensors import ALIASES, check_header, unreadable_tensors
 
 _PACKED = "F4"  # two numbers in each byte
@@ -50,7 +51,7 @@ class StoredBlock(NamedTuple):
         return copy
 
 
-class StoredTensor:
+class FileTensor(StoredTensor):
     """A tensor in one or more files, read on demand.
 
     Args:
@@ -62,13 +63,7 @@ class StoredTensor:
         self.shape, self.blocks = torch.Size(shape), blocks
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the block at `offsets` with the shape `sizes` on the CPU; without them, the whole tensor.
-
-        Only the stored blocks that intersect with it are read.
-
-        Raises:
-            CheckpointError: A file is damaged.
-        """
+        """Return a block, see `StoredTensor`; only the stored blocks that intersect with it are read."""
         first = tuple(offsets or (0 for _ in self.shape))
         sizes = self.shape if sizes is None else torch.Size(sizes)
         last = [start + size for start, size in zip(first, sizes, strict=True)]
@@ -89,8 +84,8 @@ class StoredTensor:
         return found
 
 
-def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Open a safetensors file; names that shared a tensor when saved share a `StoredTensor`.
+def open_tensors(path: Path) -> dict[str, FileTensor]:
+    """Open a safetensors file; names that shared a tensor when saved share a `FileTensor`.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -105,7 +100,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
             if dtype == _PACKED:
                 shape[-1] //= 2
             block = StoredBlock(path, file, name, dtype, tuple(shape), tuple(0 for _ in shape))
-            found[name] = StoredTensor(block.sizes, [block])
+            found[name] = FileTensor(block.sizes, [block])
         aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
         found.update({alias: found[name] for alias, name in aliases.items()})
     except Exception as error:
@@ -114,6 +109,6 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Read every `StoredTensor` of a state whole, each once; other values are returned unchanged."""
-    read = functools.cache(StoredTensor.read)
-    return {name: read(value) if isinstance(value, StoredTensor) else value for name, value in state.items()}
+    """Read every `FileTensor` of a state whole, each once; other values are returned unchanged."""
+    read = functools.cache(FileTensor.read)
+    return {name: read(value) if isinstance(value, FileTensor) else value for name, value in state.items()}

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.tree import map_tensors
-from hftrain.core.types import Shard
-from hftrain.storage.stored import StoredTensor
+from hftrain.core.types import Shard, StoredTensor
 
 # The planner takes some 200 microseconds a tensor.
 _blocks: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
