@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from hftrain.checkpoint.layout import OPTIMIZER
 from hftrain.checkpoint.state_files import restore_optimizer, shard_writers, whole_state
 from hftrain.checkpoint.weights import load_weights, save_weights
-from hftrain.storage import stored
+from hftrain.storage import shards
 from hftrain.storage.shards import find_shards
 from hftrain.storage.tensors import load_tensors, save_containers
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
@@ -204,14 +204,14 @@ def load_llama(folder: str, is_tied: bool) -> dict[str, Any]:
     model.to_empty(device="cpu")
     model.tie_weights()
     read: list[int] = []
-    plain = stored.StoredBlock.read
+    plain = shards.StoredBlock.read
 
-    def count(block: stored.StoredBlock, starts: list[int], stops: list[int]) -> torch.Tensor:
+    def count(block: shards.StoredBlock, starts: list[int], stops: list[int]) -> torch.Tensor:
         found = plain(block, starts, stops)
         read.append(found.nbytes)
         return found
 
-    stored.StoredBlock.read = count  # type: ignore[method-assign]
+    shards.StoredBlock.read = count  # type: ignore[method-assign]
     load_weights(model, Path(folder) / "whole", strategy=strategy)
     state = strategy.model_state(model)
     if strategy.is_main:

@@ -29,8 +29,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.state import HistoryText, TrainerState, find_misfit
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
-from hftrain.storage.shards import open_shards, save_shards
-from hftrain.storage.stored import read_whole
+from hftrain.storage.shards import open_shards, read_whole, save_shards
 from hftrain.storage.tensors import load_containers, save_containers
 from hftrain.strategies.base import Strategy
 

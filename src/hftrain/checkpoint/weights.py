@@ -20,8 +20,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.storage.files import read_json, unreadable
-from hftrain.storage.shards import find_shards, open_shards
-from hftrain.storage.stored import open_tensors, read_whole
+from hftrain.storage.shards import find_shards, open_shards, open_tensors, read_whole
 from hftrain.storage.tensors import (
     check_tensors,
     load_containers,

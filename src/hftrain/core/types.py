@@ -78,7 +78,7 @@ class Shard(NamedTuple):
 
 
 class StoredTensor(ABC):
-    """A tensor in files, read on demand; `hftrain.storage.stored` makes them."""
+    """A tensor in files, read on demand; `hftrain.storage.shards` makes them."""
 
     shape: torch.Size
 

@@ -109,22 +109,19 @@ class Strategy(Ranks, Shown):
         makes: Which of ``"optimizer"`` and ``"scheduler"`` the strategy creates itself, in `setup`.
         schedule: The schedule that the strategy created.
         saves_in_background: Whether a checkpoint can be written from copies of the states while training continues.
-        saves_objects: Whether checkpoints can hold users' objects whose tensors follow the parameters, such as a second
-            optimizer; not if they are parts that only an engine can put together.
+        saves_objects: Whether checkpoints can hold objects that follow the parameters, such as a second optimizer.
         restores_in_a_run: Whether model and optimizer can be loaded from a checkpoint between two steps.
         watch: Reports errors of this process to the other ranks, between `launch` and `close`; None if unsupported.
         shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
         sizes: The number of processes along each dimension of a mesh (``"tp"``, ``"cp"``, ...); empty without a mesh.
-        loads_parts: Whether `load_model_state` and `load_optimizer_state` accept `StoredTensor` values, so that each
-            process reads only what it holds.
+        loads_parts: Whether states may hold `StoredTensor` values when they are loaded.
         recomputes: Whether `setup` enables activation recomputation in the backward pass.
         recompute: Enables gradient checkpointing, given a model and the options, and returns a function that disables
             it; None uses the model's own method or torch's checkpoint.
         rank: The global rank; read from the launcher before `launch`, from the process group afterwards.
         local_rank: The rank on this machine, from the same sources.
         world_size: The number of processes, from the same sources.
-        non_blocking: Whether batches are copied to the device without waiting; None does so for CUDA and XPU. Read by
-            `launch`.
+        non_blocking: Whether batches are copied without waiting; None does so for CUDA and XPU. Read by `launch`.
 
     Args:
         planned_device: The device that `launch` will use; setting it touches no device.

@@ -10,9 +10,8 @@ import torch
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Shard
-from hftrain.storage import stored
-from hftrain.storage.shards import find_shards, load_shards, open_shards, save_shards
-from hftrain.storage.stored import open_tensors, read_whole
+from hftrain.storage import shards
+from hftrain.storage.shards import find_shards, load_shards, open_shards, open_tensors, read_whole, save_shards
 from hftrain.storage.tensors import save_tensors
 
 WHOLE = torch.arange(10.0).reshape(5, 2)
@@ -148,13 +147,13 @@ def test_part_is_read_from_the_blocks_that_hold_it(tmp_path: Path, monkeypatch: 
     save_grid(tmp_path, BLOCKS)
     grid = open_shards(tmp_path, stem="part")["grid"]
     read: list[int] = []
-    plain = stored.StoredBlock.read
+    plain = shards.StoredBlock.read
 
-    def count(block: stored.StoredBlock, starts: list[int], stops: list[int]) -> torch.Tensor:
+    def count(block: shards.StoredBlock, starts: list[int], stops: list[int]) -> torch.Tensor:
         read.append(plain(block, starts, stops).numel())
         return plain(block, starts, stops)
 
-    monkeypatch.setattr(stored.StoredBlock, "read", count)
+    monkeypatch.setattr(shards.StoredBlock, "read", count)
     for top in range(6):
         for left in range(5):
             read.clear()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
+from hftrain.core.tree import detach
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
@@ -207,7 +208,7 @@ class FSDPStrategy(SplittingStrategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         found = gather(self._state(model), device=self.device, keeps=self.is_main)
-        return {name: _detached(value) for name, value in found.items()} if self.is_main else {}
+        return detach(found) if self.is_main else {}
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         if self._split_root(model) is None or self._saves_whole():
@@ -396,7 +397,3 @@ class FSDPStrategy(SplittingStrategy):
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return chain(model.named_parameters(), model.named_buffers())
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
