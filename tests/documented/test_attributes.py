@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,11 +170,14 @@ def test_tensor_parallel_size_is_the_models(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_total_batch_counts_ranks_that_split_a_layer_once(tmp_path: Path) -> None:
+def test_total_batch_counts_processes_with_the_same_samples_once(tmp_path: Path) -> None:
+    class Parted(SingleDeviceStrategy):
+        data: Any = SimpleNamespace(world_size=2)
+
     trainer = make(tmp_path, gradient_accumulation_steps=2)
     assert trainer.get_total_train_batch_size(trainer.args) == 8
+    trainer.strategy = Parted(use_cpu=True)
     trainer.strategy.world_size = 4
-    trainer.model.tp_size = 2  # type: ignore[assignment]
     assert trainer.get_total_train_batch_size(trainer.args) == 16
 
 

@@ -20,7 +20,8 @@ class PairedStrategy(DDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.data = DataRanks(self, rank=self.rank // COPIES, world_size=self.world_size // COPIES)
+        rank, copy = divmod(self.rank, COPIES)
+        self.data = DataRanks(self, rank=rank, world_size=self.world_size // COPIES, copy=copy)
 
     def launch(self) -> None:
         if self._device is None:

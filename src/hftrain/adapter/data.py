@@ -29,16 +29,18 @@ def loader_options(args: Any, *, is_training: bool, has_accelerator: bool = Fals
     }
 
 
-def shard_plan(args: Any, *, rank: int, world_size: int, is_training: bool, is_own: bool = True) -> ShardPlan:
+def shard_plan(args: Any, ranks: Any, *, is_training: bool, is_own: bool = True) -> ShardPlan:
     """Return how ranks share data.
 
     Args:
+        ranks: The processes that read different samples: `Strategy.data`.
         is_own: Whether the loader is the Trainer's own, whose evaluation batch size is always per process.
     """
     sharing = read_accelerator_config(args)
     return ShardPlan(
-        rank=rank,
-        world_size=world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        ranks=ranks,
         is_training=is_training,
         seed=data_seed(args),
         even_batches=bool(sharing.get("even_batches", True)),

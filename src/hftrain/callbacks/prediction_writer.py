@@ -27,10 +27,11 @@ _OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
 
 
 class PredictionWriter(TrainerCallback):
-    """Write the predictions and labels of `Trainer.predict` to files batch by batch; each process writes its own.
+    """Write the predictions and labels of `Trainer.predict` to files batch by batch; each data rank writes its own.
 
     `predict()` then gathers nothing and returns None for predictions and labels, unless `returns_predictions` is set.
-    Each `predict()` replaces the files of the previous one. The files of process ``<rank>``:
+    Each `predict()` replaces the files of the previous one. The files of data rank ``<rank>`` (the
+    process, unless several read the same samples):
 
     - ``rank<rank>-<number>.safetensors``: up to `batches_per_file` batches. A tensor is named ``<batch>/outputs`` or
       ``<batch>/labels``, and in nested outputs ``<batch>/outputs/<key or index>``; batches count from 0 in each
@@ -72,21 +73,24 @@ class PredictionWriter(TrainerCallback):
         Raises:
             TaskError: The predictions contain something other than tensors.
         """
-        if outputs is None:
+        rank, _, is_copy = _place(args, **kwargs)
+        if outputs is None or is_copy:
             return
-        self._start_if_new(kwargs.get("eval_dataloader"), args.process_index)
+        self._start_if_new(kwargs.get("eval_dataloader"), rank)
         named = _flat({"outputs": outputs, "labels": kwargs.get("labels")}, f"{self._num_batches}")
         # Copied, because a model's output may be a view of a larger tensor, or be overwritten later.
         self._waiting |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         self._num_batches += 1
         if self._num_batches % self._batches_per_file == 0:
-            self._write(args.process_index)
+            self._write(rank)
 
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Write the remaining batches and the list of this process's files."""
-        rank = args.process_index
+        rank, world_size, is_copy = _place(args, **kwargs)
+        if is_copy:
+            return
         if reading_order(eval_dataloader) is not None:
             warn_once("PredictionWriter writes batches as they are read: sortish_sampler=True sorts them by length.")
         # Needed if this process had no batch.
@@ -95,7 +99,7 @@ class PredictionWriter(TrainerCallback):
             self._write(rank)
         about = {
             "num_batches": self._num_batches,
-            "world_size": args.world_size,
+            "world_size": world_size,
             "is_interleaved": takes_turns(eval_dataloader),
             "batches_per_file": self._batches_per_file,
             "files": self._files,
@@ -158,6 +162,13 @@ class PredictionWriter(TrainerCallback):
         self._files.append(f"rank{rank}-{len(self._files):05d}.safetensors")
         save_tensors(self._waiting, self.folder / self._files[-1])
         self._waiting = {}
+
+
+def _place(args: Any, *, data_ranks: Any = None, **_: Any) -> tuple[int, int, bool]:
+    """Return the data rank, their number, and whether another process has the same predictions."""
+    if data_ranks is None:  # called by a loop of the user's
+        return args.process_index, args.world_size, False
+    return data_ranks.rank, data_ranks.world_size, data_ranks.copy > 0
 
 
 def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:

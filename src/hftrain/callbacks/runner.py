@@ -22,7 +22,7 @@ Handler = Callable[..., Any]
 
 DOCUMENTED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 # What transformers does not pass, or no longer; a callback need not take them.
-_EXTRA = ("tokenizer", "logger")
+_EXTRA = ("tokenizer", "logger", "data_ranks")
 CONTEXT = (*DOCUMENTED, *_EXTRA)
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 # The flags that an event resets, as code that fires it itself expects.

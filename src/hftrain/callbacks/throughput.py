@@ -27,11 +27,11 @@ _PEAKS = {
 class Throughput(TrainerCallback):
     """Add ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` and ``mfu`` to the training logs.
 
-    They are sums over all processes since the last log, without the time of evaluations and saves. Tokens, padding
-    included, are logged if batches have ``input_ids``. Operations are those of the model's own `floating_point_ops`
-    if it has one; else torch counts forward and backward pass of the first micro-batch of each shape, recomputation
-    included, and that micro-batch is left out of the speed. Custom kernels count nothing. `mfu` is their share of what
-    the devices can do in bfloat16.
+    They are sums over all processes since the last log, without the time of evaluations and saves; samples that several
+    processes read count once. Tokens, padding included, are logged if batches have ``input_ids``. Operations are those
+    of the model's own `floating_point_ops` if it has one; else torch counts forward and backward pass of the first
+    micro-batch of each shape, recomputation included, and that micro-batch is left out of the speed. Custom kernels
+    count nothing. `mfu` is their share of what the devices can do in bfloat16.
 
     Args:
         peak_flops: Operations a second of one device; None knows NVIDIA's and AMD's common ones by name.
@@ -88,11 +88,12 @@ class Throughput(TrainerCallback):
     def _speed(self, device: torch.device) -> dict[str, float]:
         """Return the speed of all processes since the last log. Collective."""
         now_s = time.perf_counter()
-        each = self._strategy.gather_object([*self._counts, now_s - self._since_s])
+        each = self._strategy.gather_object([*self._counts, self._strategy.data.copy, now_s - self._since_s])
         self._counts, self._since_s = [0, 0, 0], now_s
-        *counts, seconds = (
-            max(column) if index == 3 else sum(column) for index, column in enumerate(zip(*each, strict=True))
-        )
+        # torch counts what this process does, and a model what its batch needs.
+        counts = [sum(told[index] for told in each if not told[3]) for index in range(3)]
+        counts[2] = counts[2] if callable(self._own_count) else sum(told[2] for told in each)
+        seconds = max(told[4] for told in each)
         names = ("samples_per_second", "tokens_per_second", "flops_per_second")
         found = {name: count / seconds for name, count in zip(names, counts, strict=True) if count}
         peak = self.peak_flops or known_peak(torch.cuda.get_device_name(device) if device.type == "cuda" else "")

@@ -72,7 +72,10 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manife
     """
     state = _read_state(folder)
     world_size, batch_size = num_processes(folder), state.train_batch_size or current["batch_size"]
-    geometry = {**current, "world_size": world_size, "batch_size": batch_size}
+    # As many processes are taken to have shared the data as they do now.
+    readers = current.get("readers") if world_size == len(current.get("readers") or ()) else None
+    world_size = current["world_size"] if readers else world_size
+    geometry = {**current, "world_size": world_size, "readers": readers, "batch_size": batch_size}
     num_batches = grid.num_batches
     if (world_size, batch_size) != (current["world_size"], current["batch_size"]) and grid.round_size:
         is_split = grid.round_size < current["world_size"] * current["batch_size"]

@@ -205,11 +205,11 @@ def _impossible(step: int, facts: Mapping[str, Any]) -> str | None:
 
 
 def _is_geometry(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_count(value[name]) and value[name] > 0
-        for name in ("world_size", "batch_size", "accumulation")
-        if name in value
-    )
+    if not isinstance(value, dict):
+        return False
+    readers, names = value.get("readers") or [], ("world_size", "batch_size", "accumulation")
+    are_known = isinstance(readers, list) and (not readers or set(readers) == set(range(value.get("world_size", 0))))
+    return are_known and all(_is_count(value[name]) and value[name] > 0 for name in names if name in value)
 
 
 # Checks of the facts that are read again.

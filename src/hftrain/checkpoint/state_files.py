@@ -160,16 +160,29 @@ def shard_writers(
     return writers
 
 
-def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dict[str, Any]:
-    """Read the per-process state, which `num_saved` processes have saved; may differ from `world_size`."""
-    if num_saved == world_size:
-        return load_rng(folder, rank=rank, world_size=world_size)
-    logger.warning(
-        "%s was saved by %d processes and resumes on %d: random numbers (dropout) will differ.",
-        *(folder, num_saved, world_size),
-    )
-    states = [load_rng(folder, rank=each, world_size=num_saved) for each in range(num_saved)]
-    return share_out(states, rank=rank)
+def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the per-process state, which another number of processes may have saved.
+
+    Args:
+        saved: The checkpoint's ``geometry``: ``world_size``, and ``readers``, if any, as from `readers_of`.
+    """
+    data, rank = strategy.data, strategy.rank
+    readers = saved.get("readers") or list(range(saved["world_size"]))
+    if len(readers) != strategy.world_size:
+        logger.warning(
+            "%s was saved by %d processes and resumes on %d: random numbers (dropout) will differ.",
+            *(folder, len(readers), strategy.world_size),
+        )
+    if saved["world_size"] == data.world_size:
+        has_own = len(readers) == strategy.world_size and readers[rank] == data.rank
+        return load_rng(folder, rank=rank if has_own else readers.index(data.rank), world_size=len(readers))
+    states = [load_rng(folder, rank=each, world_size=len(readers)) for each in range(len(readers))]
+    return share_out(states, rank=data.rank)
+
+
+def readers_of(strategy: Strategy) -> list[int] | None:
+    """Return the data rank of each process; None if all read different samples. Collective."""
+    return None if strategy.data is strategy else strategy.gather_object(strategy.data.rank)
 
 
 def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

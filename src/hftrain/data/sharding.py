@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -92,6 +92,7 @@ class ShardPlan:
         even_batches: In training, fill up the last round from the start, so that all ranks get equally many batches.
         split_batches: Whether the batch size is the total over all ranks; not for `share` in training.
         dispatch_batches: Whether the main process reads for all ranks; None for streams only.
+        ranks: Has the `group` in which batches are sent; None sends them among all processes.
     """
 
     rank: int = 0
@@ -101,6 +102,7 @@ class ShardPlan:
     even_batches: bool = True
     split_batches: bool = False
     dispatch_batches: bool | None = None
+    ranks: Any = field(default=None, compare=False, repr=False)
 
     def size_of(self, batch_size: int) -> int:
         """Return the batch size of one rank.
@@ -231,6 +233,7 @@ class ShardPlan:
             rank=self.rank,
             world_size=self.world_size,
             drops_rest=self.is_training and loader.drop_last,
+            ranks=self.ranks,
         )
 
 
@@ -281,8 +284,9 @@ class DispatchLoader:
     rank. Other attributes are those of the loader.
     """
 
-    def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool) -> None:
+    def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool, ranks: Any = None) -> None:
         self.loader = loader
+        self.ranks = ranks
         self.rank = rank
         self.world_size = world_size
         self.drops_rest = drops_rest
@@ -302,7 +306,8 @@ class DispatchLoader:
 
     def with_loader(self, loader: Any) -> DispatchLoader:
         """Return a copy with another loader."""
-        return DispatchLoader(loader, rank=self.rank, world_size=self.world_size, drops_rest=self.drops_rest)
+        place = {"rank": self.rank, "world_size": self.world_size, "ranks": self.ranks}
+        return DispatchLoader(loader, **place, drops_rest=self.drops_rest)
 
     def _receive(self, batches: Iterator[Any]) -> Iterator[Any]:
         is_last = False
@@ -310,7 +315,7 @@ class DispatchLoader:
             if self.rank == 0:
                 batch, is_last = self._send_round(batches)
             else:
-                parcel = _scatter(None)
+                parcel = self._scatter(None)
                 batch, is_last = parcel[:2]
                 if parcel[2] is not None:
                     asked, reason = "The main process was to read a batch for this one.", f"It failed: {parcel[2]}"
@@ -321,18 +326,18 @@ class DispatchLoader:
         try:
             round_ = list(islice(batches, self.world_size))
         except Exception as error:
-            _scatter([([], True, f"{type(error).__name__}: {error}")] * self.world_size)
+            self._scatter([([], True, f"{type(error).__name__}: {error}")] * self.world_size)
             raise
         is_last = len(round_) < self.world_size
         if is_last and self.drops_rest:
             round_ = []
         others: list[Parcel] = [(round_[rank : rank + 1], is_last, None) for rank in range(1, self.world_size)]
-        _scatter([([], is_last, None), *others])
+        self._scatter([([], is_last, None), *others])
         return round_[:1], is_last
 
-
-def _scatter(parcels: list[Parcel] | None) -> Parcel:
-    """Send each rank its parcel from the main process. Collective."""
-    received: list[Any] = [None]
-    torch.distributed.scatter_object_list(received, parcels, src=0)
-    return received[0]  # type: ignore[no-any-return]
+    def _scatter(self, parcels: list[Parcel] | None) -> Parcel:
+        """Send each rank its parcel from the main process. Collective."""
+        received: list[Any] = [None]
+        group = None if self.ranks is None else self.ranks.group
+        torch.distributed.scatter_object_list(received, parcels, group=group, group_src=0)
+        return received[0]  # type: ignore[no-any-return]

@@ -48,6 +48,31 @@ def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callabl
         )
 
 
+def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[Any]]) -> None:
+    """Raise if processes that hold parts of one model would read different samples. Collective.
+
+    Args:
+        loader: What this process reads.
+        rank: Its data rank, which those processes have in common.
+        gather_object: Gathers an object of each process.
+
+    Raises:
+        ConfigError: Their loaders differ in length, or in the share that a sampler or dataset takes.
+    """
+    parts = (getattr(loader, "dataset", None), *samplers_of(loader)) if is_plain_loader(loader) else ()
+    places = [getattr(each, "rank", None) for part in parts for each in (part, getattr(part, "_distributed", None))]
+    places += [getattr(part, "process_index", None) for part in parts]
+    own = [len(loader) if has_length(loader) else None, [place for place in places if isinstance(place, int)]]
+    for rank_, told in (every := gather_object([rank, own])):
+        if told != next(first for other, first in every if other == rank_):
+            raise ConfigError(
+                "Cannot read this loader on a mesh:",
+                f"processes that hold parts of one model would read different samples (as data rank {rank_} does).",
+                "Give a DistributedSampler the rank and world_size of trainer.strategy.data, or pass the whole "
+                "dataset, which is split among the data ranks.",
+            )
+
+
 def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: bool = True) -> None:
     """Raise if a pass over map-style data ended early; in training, warn if other data has another length than stated.
 

@@ -39,9 +39,9 @@ class ShardedBatches:
     """
 
     def __init__(self, loader: Any, *, strategy: Strategy, seed: int, is_training: bool) -> None:
-        rank, world_size = strategy.rank, strategy.world_size
-        plan = ShardPlan(rank=rank, world_size=world_size, is_training=is_training, seed=seed)
-        self._loader = resumable_loader(plan.share(loader), seed=seed, rank=rank)
+        data = strategy.data
+        plan = ShardPlan(rank=data.rank, world_size=data.world_size, is_training=is_training, seed=seed, ranks=data)
+        self._loader = resumable_loader(plan.share(loader), seed=seed, rank=data.rank)
         self._feed = TrainFeed(self._loader, seed=seed)
         self._strategy, self._seed, self._is_training = strategy, seed, is_training
         self._progress, self._epoch_rng = Progress(), dict[str, Any]()
@@ -138,7 +138,7 @@ class ShardedBatches:
         self._feed.load_state_dict(None if changes and self._feed.is_stream else own["data"])
 
     def _shape(self) -> dict[str, Any]:
-        world_size = self._strategy.world_size
+        world_size = self._strategy.data.world_size
         dataset: Any = getattr(self._loader, "dataset", None)
         return {
             "world_size": world_size,

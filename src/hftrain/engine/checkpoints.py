@@ -109,7 +109,7 @@ class EngineCheckpoints:
             if saved["precision"] == self._precision.policy.name:
                 state_files.restore_scaler(folder, self._precision)
             rank, world_size = strategy.rank, strategy.world_size
-            own = state_files.load_own(folder, rank=rank, world_size=world_size, num_saved=saved["world_size"])
+            own = state_files.load_own(folder, strategy, saved)
             for name, each in self.objects.items():
                 _restore(folder / rng_name(rank=rank, world_size=world_size), each, own["objects"][name])
             for batches, known, state in zip(self.batches, facts, own["batches"], strict=True):
@@ -140,7 +140,8 @@ class EngineCheckpoints:
     def _shape(self) -> dict[str, Any]:
         policy = self._precision.policy
         dtype = None if Owns.CASTING in self._strategy.owns else str(policy.param_dtype)
-        return {"world_size": self._strategy.world_size, "precision": policy.name, "weights_dtype": dtype}
+        place = {"world_size": self._strategy.data.world_size, "readers": state_files.readers_of(self._strategy)}
+        return {**place, "precision": policy.name, "weights_dtype": dtype}
 
     def _claimed(self, call: str) -> CheckpointManager:
         manager = self._manager

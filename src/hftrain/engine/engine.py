@@ -67,8 +67,9 @@ class Engine:
         world_size: The number of processes.
         is_main: Whether this is global rank 0.
         device: The device of this process.
-        reduce: Reduce a tensor over all processes by ``"sum"``, ``"mean"`` or ``"max"``; see `Strategy.reduce`.
-        gather: Gather the rows of all processes, which may differ in number; see `Strategy.gather`.
+        reduce: Reduce a tensor by ``"sum"``, ``"mean"`` or ``"max"`` over the processes that read different samples
+            (`Strategy.data`); see `Strategy.reduce`.
+        gather: Gather the rows of these processes, which may differ in number.
         barrier: Wait until every process has reached this call.
 
     Args:
@@ -114,7 +115,8 @@ class Engine:
         self.precision.open(self.strategy.device, self.strategy.scaler_factory)
         self.rank, self.world_size = self.strategy.rank, self.strategy.world_size
         self.is_main, self.device = self.strategy.is_main, self.strategy.device
-        self.reduce, self.gather, self.barrier = self.strategy.reduce, self.strategy.gather, self.strategy.barrier
+        data, self.barrier = self.strategy.data, self.strategy.barrier
+        self.reduce, self.gather = data.reduce, data.gather
         folder = None if output_dir is None else Path(output_dir)
         self._checkpoints = EngineCheckpoints(self.strategy, self.precision, folder, save_total_limit)
 

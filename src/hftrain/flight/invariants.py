@@ -33,15 +33,19 @@ _NUM_LOOKS = 3
 _TOLERANCE = 1e-3
 _MOST_NAMES = 5
 _UNUSED = "Nothing that was trained on uses them; freeze them with requires_grad_(False) if that is right."
+_APART = (
+    "Processes that hold parts of one model read different samples in step {}: the gradients are those of no batch."
+)
 _STILL = "The optimizer does not have them, their rate is 0, or their dtype is too coarse for such updates."
 
 
 class Invariants:
     """Check a run every few steps, and warn about what does not hold, or stop the run.
 
-    Replicas have equal weights; trained parameters change; gradients are clipped; processes read different samples, and
-    no sample is read twice in a pass, apart from its last step, which may be filled up. Each is checked only where it
-    must hold: not of samplers that may repeat, nor of parameters whose gradient is zero.
+    Replicas have equal weights; trained parameters change; gradients are clipped; processes that hold parts of one
+    model read the same samples, and others different ones; no sample is read twice in a pass, apart from its last step,
+    which may be filled up. Each is checked only where it must hold: not of samplers that may repeat, nor of parameters
+    whose gradient is zero.
 
     Args:
         parts: The loop's parts.
@@ -122,12 +126,19 @@ class Invariants:
         """
         broken = [*self._broken_norms(), *self._broken_parameters()]
         steps = [(line["step"], [line["weights"], line["epoch"], line["samples"]]) for line in lines]
-        told = self._strategy.gather_object((broken, steps)) if self._strategy.world_size > 1 else [(broken, steps)]
-        found, ranks = [each for one, _ in told for each in one], [dict(each) for _, each in told]
+        own = broken, steps, self._strategy.data.rank
+        told = self._strategy.gather_object(own) if self._strategy.world_size > 1 else [own]
+        found, ranks = [each for one, *_ in told for each in one], [dict(each) for _, each, _ in told]
         common = sorted(set(ranks[0]).intersection(*ranks))
         if self._is_replicated:
             found += _broken_replicas({step: [each[step][0] for each in ranks] for step in common})
-        found += self._reads.broken(self._parts.feed, {step: [each[step][1:] for each in ranks] for step in common})
+        firsts: dict[int, Any] = {}
+        for samples, (*_, reader) in zip(ranks, told, strict=True):
+            first = firsts.setdefault(reader, samples)
+            found += [("readers", _APART.format(step)) for step in common if first[step][1:] != samples[step][1:]]
+        found += self._reads.broken(
+            self._parts.feed, {step: [each[step][1:] for each in firsts.values()] for step in common}
+        )
         for kind, text in found:
             if kind not in self._told:
                 self._told.add(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -115,8 +116,8 @@ def check_batches(args: TrainingArguments, strategy: Strategy, name: str, datase
     options = loader_options(args, is_training=False)
     if not args.dataloader_drop_last or not has_length(dataset):
         return
-    n, samples = strategy.world_size, range(len(dataset))
-    plans = [shard_plan(args, rank=rank, world_size=n, is_training=False) for rank in range(n)]
+    own, samples = shard_plan(args, strategy.data, is_training=False), range(len(dataset))
+    plans = [replace(own, rank=rank) for rank in range(own.world_size)]
     if not any(len(build_loader(samples, plan, collate=list, **options)) for plan in plans):
         raise ConfigError(
             f"Cannot use eval_strategy={str(args.eval_strategy)!r}.",

@@ -123,7 +123,7 @@ class Contents:
         def load_data(state: Any) -> None:
             assert plan.saved is not None
             # If several processes read a stream, the position of each differs from the common one.
-            is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.world_size == 1
+            is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.data.world_size == 1
             feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
 
         def load_metrics(states: Any) -> None:
@@ -206,8 +206,7 @@ class Contents:
         is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
         self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
         self._parts.trainer._load_optimizer_and_scheduler(str(folder))
-        num_saved = saved.facts["geometry"]["world_size"]
-        own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
+        own = load_own(folder, strategy, saved.facts["geometry"])
         restore(self._own_parts(), own)
         self.finiteness.begin()
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)

@@ -12,7 +12,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.progress import Progress
 from hftrain.run.parts import RunParts, Take
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import Ranks
 
 Count = int | torch.Tensor
 
@@ -64,7 +64,7 @@ class RunCounts:
 
     def __init__(self, parts: RunParts, model: nn.Module) -> None:
         args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
-        self._strategy, self._state, self._trainer = parts.strategy, parts.state, trainer
+        self._data, self._state, self._trainer = parts.strategy.data, parts.state, trainer
         self._counter = token_counter(args, model, trainer.processing_class)
         counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
         self._count_flos = trainer.floating_point_ops if counts_flos else None
@@ -102,7 +102,7 @@ class RunCounts:
         self._trainer.current_flos += self._flos
         self._flos = 0
         if self._counts_tokens:
-            tokens = self._strategy.reduce(torch.as_tensor(self._tokens, device=self._strategy.device), op="sum")
+            tokens = self._data.reduce(torch.as_tensor(self._tokens, device=self._data.device), op="sum")
             self._tokens = 0
             self._state.num_input_tokens_seen += int(tokens)
 
@@ -125,13 +125,13 @@ class RunCounts:
 
     def num_tokens(self) -> int:
         """Return the tokens per device since `begin` according to the state."""
-        return (self._state.num_input_tokens_seen - self._first_tokens) // self._strategy.world_size
+        return (self._state.num_input_tokens_seen - self._first_tokens) // self._data.world_size
 
 
-def samples_since(first: Progress, now: Progress, strategy: Strategy) -> int:
-    """Return the samples that all ranks have trained on since `first`; collective."""
-    own = (now.samples - first.samples) // strategy.world_size
-    return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
+def samples_since(first: Progress, now: Progress, data: Ranks) -> int:
+    """Return the samples that all data ranks have trained on since `first`; collective."""
+    own = (now.samples - first.samples) // data.world_size
+    return int(data.reduce(torch.tensor(own, device=data.device), op="sum"))
 
 
 def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> TokenCounter:

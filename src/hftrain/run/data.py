@@ -65,14 +65,15 @@ class RunData:
         loader = self._open_loader(*dataset)
         for callback in self._events.callbacks:
             loader = callback.wrap_loader(loader) if hasattr(callback, "wrap_loader") else loader
-        loader = drawing_on(loader, rank=strategy.rank) if self._draws_on else loader
-        loader = resumable_loader(loader, seed=seed, rank=strategy.rank)
+        loader = drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
+        loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
         if dataset:
             end_workers(self.feed.loader)
         make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed
         feed = make(loader, seed=seed, collates_ahead=True)
         if strategy.world_size > 1:
-            main = strategy.broadcast_object(feed.own_seeds)
+            told = strategy.gather_object([strategy.data.rank, feed.own_seeds])
+            main, feed.own_seeds = told[0][1], next(own for rank, own in told if rank == strategy.data.rank)
             # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.
             if any(map(is_rank_aware, samplers_of(loader))):
                 feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]

@@ -17,7 +17,7 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
-from hftrain.checkpoint.state_files import load_part, load_trainer_state
+from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
@@ -194,20 +194,20 @@ def _find_geometry(parts: RunParts, loader: Any, *, total_batch_size: int) -> di
     args, strategy, policy, trainer = parts.args, parts.strategy, parts.precision.policy, parts.trainer
     dataset = trainer.train_dataset
     grouping = length_config(args, tool=trainer.processing_class, batch_size=total_batch_size, is_training=True)
-    world_size = strategy.world_size
-    num_readers = world_size // trainer.get_tp_size()  # the processes that a layer is split over read the same data
+    world_size = strategy.data.world_size
     return {
         "world_size": world_size,
+        "readers": readers_of(strategy),
         "batch_size": args.train_batch_size,
         "accumulation": args.gradient_accumulation_steps,
-        "round_size": samples_per_round(loader, world_size=num_readers),
+        "round_size": samples_per_round(loader, world_size=world_size),
         "samples": len(dataset) if has_length(dataset) else None,
         "data_seed": data_seed(args),
         "drop_last": args.dataloader_drop_last,
         # 0: in the order of the dataset.
         "grouping": grouping.batch_size if grouping else 0 if args.train_sampling_strategy == "sequential" else None,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
-        "own_shares": has_own_shares(loader, world_size=num_readers),
+        "own_shares": has_own_shares(loader, world_size=world_size),
         "limits": trainer.limits.of_training,
         "precision": policy.name,
         # None: an engine keeps its own copies, which depend on the precision.

@@ -154,7 +154,7 @@ class Run:
                 accumulation=accumulation,
                 num_batches=plan.length.num_batches,
                 num_batches_first=plan.num_batches_first,
-                world_size=parts.strategy.world_size,
+                world_size=parts.strategy.data.world_size,
                 empty_cache_every=args.torch_empty_cache_steps,
             ),
             hooks=FitHooks(
@@ -312,7 +312,7 @@ class Run:
         metrics = speed_metrics(
             "train",
             start_s,
-            num_samples=samples_since(first, self.progress, parts.strategy),
+            num_samples=samples_since(first, self.progress, parts.strategy.data),
             num_steps=self.progress.step - first.step,
             num_tokens=self.counts.session_tokens(),
         )

@@ -37,10 +37,13 @@ class Ranks:
     Attributes:
         rank: The rank among these processes.
         world_size: Their number.
+        copy: The number of this process among those that read the same samples.
     """
 
-    rank = 0
+    rank = copy = 0
     world_size = 1
+    group: Any = None
+    """Their torch process group; None is the one of all processes."""
 
     @property
     @abstractmethod

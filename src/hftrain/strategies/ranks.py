@@ -17,11 +17,6 @@ from hftrain.strategies.base import Ranks
 class GroupRanks(Ranks):
     """The processes of a torch process group."""
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The process group; None is the default group."""
-        return None
-
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         if self.world_size == 1:
             return tensor
@@ -64,10 +59,11 @@ class DataRanks(GroupRanks):
         whole: All processes, which know the device.
         rank: The data coordinate of this process.
         world_size: The number of data coordinates.
+        copy: The number of this process among those of its data coordinate.
     """
 
-    def __init__(self, whole: Ranks, *, rank: int, world_size: int) -> None:
-        self._whole, self.rank, self.world_size = whole, rank, world_size
+    def __init__(self, whole: Ranks, *, rank: int, world_size: int, copy: int) -> None:
+        self._whole, self.rank, self.world_size, self.copy = whole, rank, world_size, copy
         self._group: ProcessGroup | None = None
 
     def join(self, group: ProcessGroup) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,19 +35,18 @@ def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
     return metrics
 
 
-def read_metrics(
-    metrics: Mapping[str, Any], *, stage: str, gather_object: Callable[[Any], list[Any]]
-) -> dict[str, Any]:
+def read_metrics(metrics: Mapping[str, Any], *, stage: str, ranks: Any) -> dict[str, Any]:
     """Compute and reset metrics, and return their values; collective if there are any.
 
     A metric that no rank has updated since its last reset is left out, with one warning.
 
     Args:
         metrics: By name; torchmetrics synchronises ranks in `compute`.
-        gather_object: Returns every rank's plain data; collective.
+        ranks: The processes that read different samples: `Strategy.data`.
     """
     values: dict[str, Any] = {}
-    updated = set().union(*gather_object([name for name in metrics if _is_updated(metrics[name])])) if metrics else ()
+    names = [name for name in metrics if _is_updated(metrics[name])]
+    updated = set().union(*ranks.gather_object(names)) if metrics else ()
     for name, metric in metrics.items():
         if name not in updated:
             warn_once(
@@ -57,10 +57,24 @@ def read_metrics(
         with warnings.catch_warnings():
             # A rank that had no batch has not updated it, but must take part.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            value = metric.compute()
+            with _within(ranks.group, metric):
+                value = metric.compute()
         metric.reset()
         values.update(value if isinstance(value, Mapping) else {name: value})
     return values
+
+
+@contextmanager
+def _within(group: Any, metric: Any) -> Iterator[None]:
+    """Make a metric, and those inside a wrapper, synchronise within a process group, unless they have one."""
+    own = [part for part in _parts_of(metric) if group is not None and getattr(part, "process_group", group) is None]
+    for part in own:
+        part.process_group = group
+    try:
+        yield
+    finally:
+        for part in own:
+            part.process_group = None
 
 
 def kept_metrics(task: nn.Module) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing:
         accelerator.clip_grad_norm_ = partial(_clip_norm, strategy, computing, accelerator)
     if strategy.world_size > 1:
         # accelerate's `gather` assumes equally many rows on each process, but evaluation batches differ.
-        accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
+        accelerator.gather = lambda tensor: map_tensors(tensor, strategy.data.gather)
     tell_accelerate_sync(accelerator, computing.syncs)
 
 

@@ -208,7 +208,7 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
     num_steps = args.max_steps
     if has_length(dataset):
         options = loader_options(args, is_training=True)
-        plan = shard_plan(args, rank=strategy.rank, world_size=strategy.world_size, is_training=True)
+        plan = shard_plan(args, strategy.data, is_training=True)
         loader = build_loader(range(len(dataset)), plan, collate=list, **options)
         if makes_schedule:
             total = trainer.get_total_train_batch_size(args)

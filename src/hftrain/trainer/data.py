@@ -19,7 +19,7 @@ from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.limits import first_batches
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.sharding import ShardPlan
-from hftrain.data.shares import check_shares
+from hftrain.data.shares import check_copies, check_shares
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.run.parts import TrainerHooks
@@ -183,15 +183,16 @@ class TrainerData:
         trainer = self._trainer
         check_loader(loader)
         share = self._shard_plan(is_training=is_training, is_own=False).own(loader)
-        if trainer.strategy.world_size > 1:
+        data = trainer.strategy.data
+        if data is not trainer.strategy:
+            check_copies(share, rank=data.rank, gather_object=trainer.strategy.gather_object)
+        if data.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
-            check_shares(share, sets, gather_object=trainer.strategy.gather_object)
+            check_shares(share, sets, gather_object=data.gather_object)
         return share if is_training else first_batches(share, trainer._num_rehearsed)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
-        strategy = self._trainer.strategy
-        ranks = {"rank": strategy.rank, "world_size": strategy.world_size}
-        return shard_plan(self._trainer.args, **ranks, is_training=is_training, is_own=is_own)
+        return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)
 
     # -- samplers --------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class TrainerData:
         lengths, args = self.length_config(is_training=False), self._trainer.args
         if lengths is not None:
             unit = args.eval_batch_size if args.dataloader_drop_last else 1
-            world_size = self._trainer.strategy.world_size
+            world_size = self._trainer.strategy.data.world_size
             return length_sampler(dataset, lengths, is_training=False, world_size=world_size, unit=unit)
         is_ordered = has_length(dataset) and not isinstance(dataset, IterableDataset)
         return SequentialSampler(dataset) if is_ordered else None

@@ -150,7 +150,7 @@ class Evaluation:
         # An override in the older style returns a PredictionOutput, which has no sample count.
         num_samples, num_steps = getattr(output, "num_samples", None), None
         if num_samples is not None:
-            num_steps = math.ceil(num_samples / (args.eval_batch_size * trainer.strategy.world_size))
+            num_steps = math.ceil(num_samples / (args.eval_batch_size * trainer.strategy.data.world_size))
         # Tracing happens once and must not count towards the speed.
         start_s += output.metrics.get(f"{metric_key_prefix}_jit_compilation_time", 0.0)
         rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
@@ -193,7 +193,7 @@ class Evaluation:
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
         if kind.stage in trainer.loops:
             check_features(loop, self._used(loader, hooks, config))
-        loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy, events=events))
+        loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy.data, events=events))
         try:
             output = loop.run(
                 loader,
@@ -334,7 +334,7 @@ class Evaluation:
             message = 'are updated in training but not reported there. Return them from the task\'s metrics("train"), '
             children = TaskModule.metrics(task, "eval")
             warn_of_unread(children, metrics, f"{message}or update them in evaluation_step alone.")
-        return read_metrics(metrics, stage=where, gather_object=self._trainer.strategy.gather_object)
+        return read_metrics(metrics, stage=where, ranks=self._trainer.strategy.data)
 
 
 def _parts(returned: Any, maker: str, *names: str) -> Any:

@@ -33,11 +33,11 @@ class LossShares:
     """
 
     def __init__(self, args: TrainingArguments, strategy: Strategy, task: TaskModule, hooks: LossHooks) -> None:
-        self._strategy, self._task, self.hooks = strategy, task, hooks
+        self._data, self._task, self.hooks = strategy.data, task, hooks
         self._accumulates = args.gradient_accumulation_steps > 1
         # The number of micro-batches of the current step.
         self.num_micro_batches = args.gradient_accumulation_steps
-        self.num_ranks = strategy.world_size if args.average_tokens_across_devices else 1
+        self.num_ranks = strategy.data.world_size if args.average_tokens_across_devices else 1
         self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
         self.plain = task if isinstance(task, ModelTask) else None
         watch = None
@@ -135,9 +135,9 @@ class LossShares:
             return counts, lambda: None
         # reduce_later moves the counts to the device without waiting.
         if len(counts) == 1:
-            total, wait = self._strategy.reduce_later(torch.as_tensor(counts[0]))
+            total, wait = self._data.reduce_later(torch.as_tensor(counts[0]))
             return [total], wait
-        totals, wait = self._strategy.reduce_later(torch.stack([torch.as_tensor(each).reshape(()) for each in counts]))
+        totals, wait = self._data.reduce_later(torch.stack([torch.as_tensor(each).reshape(()) for each in counts]))
         return list(totals), wait
 
     def count_for_evaluation(self, batch: Any) -> Count | None:

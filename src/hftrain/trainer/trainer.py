@@ -555,7 +555,7 @@ class Trainer:
             control=self.control,
             events=self.callback_handler,
             losses=self._loss_window,
-            logs=LogWindow(gather_object=self.strategy.gather_object),
+            logs=LogWindow(gather_object=self.strategy.data.gather_object),
             trial=self._trial,
             ignore_keys=ignore_keys,
             journal=self._journal,
@@ -1181,7 +1181,7 @@ class Trainer:
 
     def store_flos(self) -> None:
         """Add the operations of all processes since the last call to `state.total_flos`; collective."""
-        self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
+        self.state.total_flos += sum(self.strategy.data.gather_object(float(self.current_flos)))
         self.current_flos = 0
 
     # -- saving and loading --------------------------------------------------------------------------------------------
@@ -1421,8 +1421,8 @@ class Trainer:
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples per optimizer update over all ranks; ranks that split a layer share their samples."""
-        return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
+        """Return the samples per optimizer update; processes that read the same ones count once."""
+        return total_batch_size(args, world_size=self.strategy.data.world_size)
 
     @property
     def _train_batch_size(self) -> int:
@@ -1566,7 +1566,7 @@ class Trainer:
                 "Derive it from hftrain.CallbackHandler.",
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
-        handler.refresh(logger=RunLogger(handler, self._journal.log))
+        handler.refresh(logger=RunLogger(handler, self._journal.log), data_ranks=self.strategy.data)
         self._callback_handler = handler
 
     def add_callback(self, callback: Any) -> None:
@@ -1772,8 +1772,8 @@ class Trainer:
             )
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Concatenate the tensors of all processes, nesting kept; also used to average the logged loss. Collective."""
-        return map_tensors(tensors, self.strategy.gather)
+        """Concatenate the tensors of all data ranks, nesting kept; also used to average the logged loss. Collective."""
+        return map_tensors(tensors, self.strategy.data.gather)
 
     @property
     def deepspeed(self) -> Any:

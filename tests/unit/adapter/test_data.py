@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
         }
     place = {"rank": 1, "world_size": 2, "seed": 7, "even_batches": False}
     for is_training, is_own, splits in ((True, True, True), (False, True, False), (False, False, True)):
-        plan = shard_plan(arguments, rank=1, world_size=2, is_training=is_training, is_own=is_own)
+        plan = shard_plan(arguments, SimpleNamespace(rank=1, world_size=2), is_training=is_training, is_own=is_own)
         assert plan == ShardPlan(is_training=is_training, split_batches=splits, **place)
 
 
@@ -59,7 +60,7 @@ def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
         )
         for name in ("batch_size", "drop_last", "num_workers", "pin_memory", "prefetch_factor", "timeout"):
             assert getattr(loader, name) == getattr(plain, name)
-        plan = shard_plan(arguments, rank=0, world_size=1, is_training=is_training)
+        plan = shard_plan(arguments, SimpleNamespace(rank=0, world_size=1), is_training=is_training)
         assert plan == ShardPlan(is_training=is_training)
 
 
@@ -83,7 +84,7 @@ def test_accelerator_config_is_read_in_every_form(tmp_path: Path, form: str) -> 
     config: Any = {"dict": settings, "object": Sharing(), "path": path, "text": str(path)}[form]
     arguments = make_arguments(tmp_path, accelerator_config=config)
     assert read_accelerator_config(arguments) == settings
-    plan = shard_plan(arguments, rank=0, world_size=1, is_training=True)
+    plan = shard_plan(arguments, SimpleNamespace(rank=0, world_size=1), is_training=True)
     assert (plan.split_batches, plan.even_batches) == (True, False)
 
 

@@ -60,6 +60,7 @@ def test_fire_calls_in_list_order_with_the_documented_arguments() -> None:
         "train_dataloader",
         "eval_dataloader",
         "logger",  # ours: what callbacks log with
+        "data_ranks",  # ours: the processes that read different samples
     }
     assert set(kwargs) == names | {"metrics"}
     assert kwargs["model"] == "net"

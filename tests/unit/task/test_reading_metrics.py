@@ -16,6 +16,18 @@ from hftrain.task.metric_state import read_metrics
 torchmetrics = pytest.importorskip("torchmetrics")
 
 
+class Group:
+    """Other processes, each with the names of its updated metrics."""
+
+    group = None
+
+    def __init__(self, *others: list[str]) -> None:
+        self.others = others
+
+    def gather_object(self, mine: Any) -> list[Any]:
+        return [mine, *self.others]
+
+
 class Measured(Task):
     """Holds metrics of which `evaluation_step` updates some."""
 
@@ -81,7 +93,7 @@ def test_training_metric_is_left_out_of_logs_before_its_first_update(tmp_path: P
 
 def test_rank_without_an_update_takes_part_if_another_has_one() -> None:
     metric = torchmetrics.MeanMetric()
-    values = read_metrics({"mean": metric}, stage="evaluation_step", gather_object=lambda mine: [mine, ["mean"]])
+    values = read_metrics({"mean": metric}, stage="evaluation_step", ranks=Group(["mean"]))
     assert values.keys() == {"mean"}
 
 
@@ -92,7 +104,7 @@ def test_metric_that_does_not_tell_is_computed() -> None:
 
         def reset(self) -> None: ...
 
-    assert read_metrics({"own": Own()}, stage="", gather_object=lambda mine: [mine]) == {"own": 3.0}
+    assert read_metrics({"own": Own()}, stage="", ranks=Group()) == {"own": 3.0}
 
 
 class Contrasts(torch.nn.Module):
