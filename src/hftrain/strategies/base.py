@@ -32,18 +32,17 @@ Placed = tuple[nn.Module, Optimizer | None]
 
 
 class Ranks:
-    """Processes with a rank each, and the collectives among them. This base class is one process.
+    """Processes with a rank each, and the collectives among them; here, one process.
 
     Attributes:
         rank: The rank among these processes.
         world_size: Their number.
         copy: The number of this process among those that read the same samples.
+        group: Their torch process group; None is the one of all processes.
     """
 
-    rank = copy = 0
-    world_size = 1
+    rank, world_size, copy = 0, 1, 0
     group: Any = None
-    """Their torch process group; None is the one of all processes."""
 
     @property
     @abstractmethod
@@ -178,8 +177,7 @@ class Strategy(Ranks, Shown):
     def data(self) -> Ranks:
         """The processes that read different samples, over which samples, items and losses are counted.
 
-        These are all processes, unless several hold parts of one model or sequence and so read the same samples.
-        `rank` and `world_size` of the strategy count processes: for files, random states and barriers.
+        All processes, unless several hold parts of one model or sequence. `rank` and `world_size` count processes.
         """
         return self
 
