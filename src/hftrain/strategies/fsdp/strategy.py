@@ -339,9 +339,7 @@ class FSDPStrategy(SplittingStrategy):
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""
 
-    def _split(
-        self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Mapping[str, torch.Tensor]
-    ) -> nn.Module:
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
         """Shard a model, broadcast rank 0's whole weights if requested, and return the outermost unit."""
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()

@@ -84,7 +84,8 @@ class MeshStrategy(FSDPStrategy):
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
         data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
-        self._data = DataRanks(self, rank=data_rank, world_size=self.layout.data_size)
+        copy = (place["pp"] * self.layout.cp + place["cp"]) * self.layout.tp + place["tp"]
+        self._data = DataRanks(self, rank=data_rank, world_size=self.layout.data_size, copy=copy)
 
     @property
     def data(self) -> DataRanks:
