@@ -59,10 +59,7 @@ class Ranks:
         return tensor
 
     def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
-
-        The result is valid after the wait, which does not synchronise with a device.
-        """
+        """Start a sum; return the result and a function that waits for it without synchronising. Collective."""
         return self.reduce(tensor, op="sum"), lambda: None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,8 +141,7 @@ class Strategy(Ranks, Shown):
         self.rank, self.local_rank, self.world_size = 0, 0, 1
         launch = read_launch()
         self._made_in = launch.rank, launch.world_size
-        self.planned_device = planned_device
-        self.place_model = place_model
+        self.planned_device, self.place_model = planned_device, place_model
         self.non_blocking: bool | None = None
         self._device: torch.device | None = None
         self._move: Callable[[torch.Tensor], torch.Tensor]
