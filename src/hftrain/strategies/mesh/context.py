@@ -39,7 +39,7 @@ class SplitContext:
     def __init__(self, model: nn.Module, owner: nn.Module, split: SequenceSplit) -> None:
         self._owner = owner
         self._split = split
-        self._hook = model.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(_check_call, with_kwargs=True)
         _SPLIT.add(owner)
 
     def undo(self) -> None:
@@ -81,10 +81,7 @@ def split_context(
     if getattr(config, "is_encoder_decoder", False):
         reason = "Its decoder attends to a second sequence, the encoder's."
         raise ConfigError(_ASKED, reason, "Use cp_size=1 for encoder-decoders.")
-    implementation = getattr(config, "_attn_implementation", "sdpa")
-    if implementation != "sdpa":
-        reason = f"Its attention is computed by {implementation!r}, whose calls cannot be split over ranks."
-        raise ConfigError(_ASKED, reason, "Load the model with attn_implementation='sdpa'.")
+    _check_implementation(model)
     owner, layers = find_layers(model, layer_classes)
     if owner in _SPLIT:
         raise ConfigError(_ASKED, "Its sequence is split already.", "Call split_context once, or undo() first.")
@@ -139,7 +136,15 @@ def _check_layer(layer: nn.Module) -> None:
             raise ConfigError(_ASKED, reason, "Use cp_size=1 for this model.")
 
 
-def _refuse_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_implementation(model: nn.Module) -> None:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if implementation != "sdpa":
+        reason = f"Its attention is computed by {implementation!r}, whose calls cannot be split over ranks."
+        raise ConfigError(_ASKED, reason, "Load the model with attn_implementation='sdpa'.")
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _check_implementation(model)
     for name in _OUTPUTS:
         if kwargs.get(name) or getattr(getattr(model, "config", None), name, False):
             reason = "The layers' own outputs are parts of the sequence there."

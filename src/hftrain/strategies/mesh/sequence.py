@@ -112,13 +112,17 @@ class SequenceSplit:
     def _open(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Who hands a cache over generates, which all ranks do alike.
         self._splits = owner.training or all(kwargs.get(name) is None for name in _CACHES)
-        self._length = None
+        self._length, self._padded = None, 0
 
     def _close(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         is_open, self._length, self._splits = self._length is not None, None, None
-        if is_open and output is not None:  # it is None after an error
+        if output is None:  # after an error
+            return
+        if is_open:
             reason = f"{type(owner).__name__} did not call its last layer, after which the parts are joined."
             raise StrategyError("Cannot split the sequence over ranks.", reason, "Disable LayerDrop and early exits.")
+        if self._padded and getattr(output, "past_key_values", None) is not None:
+            output.past_key_values = None  # the layers did not fill it
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._splits is None:
