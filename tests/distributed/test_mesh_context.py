@@ -257,7 +257,7 @@ def draw() -> dict[str, Any]:
     split_context(model, mesh, layer_classes=["Layer"], device=CPU)
     with InDouble():
         logits = model(torch.ones(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long))["logits"]
-    found = {"apart": float((logits[:, :4] - logits[:, 4:]).abs().max())}
+    found: dict[str, Any] = {"apart": float((logits[:, :4] - logits[:, 4:]).abs().max())}
     model = make("llama").eval()
     inputs = batch("left", 9)
     with torch.no_grad(), InDouble():
@@ -291,7 +291,8 @@ class Extra(Layer):
 
 class Careless(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)[..., :8].cumsum(1)
+        summed: torch.Tensor = self.inner(x)[..., :8].cumsum(1)
+        return x + summed
 
 
 class Masking(Layer):
@@ -337,7 +338,7 @@ def refuse() -> dict[str, str]:
         except HFTrainError as error:
             said[name] = str(error)
 
-    def run(model: nn.Module, x: torch.Tensor | None = None, *, kind: str = "auto", **options: Any) -> None:
+    def run(model: Any, x: torch.Tensor | None = None, *, kind: str = "auto", **options: Any) -> None:
         split_context(model, mesh, layer_classes=[type(model.layers[0]).__name__], kind=kind, device=CPU)
         model(torch.ones(2, 6, 8) if x is None else x, **options)
 
@@ -355,8 +356,8 @@ def refuse() -> dict[str, str]:
     mixed = Stack(Layer)
     mixed.layers.append(Careless())
     note("mixed", lambda: split_context(mixed, mesh, layer_classes=["Layer"], device=CPU))
-    wrapped = Stack(Layer)
-    wrapped.layers[0].forward = wrapped.layers[0].forward  # type: ignore[method-assign]
+    wrapped: Any = Stack(Layer)
+    wrapped.layers[0].forward = wrapped.layers[0].forward
     note("wrapped", lambda: run(wrapped))
     twice = Stack(Layer)
     run(twice)
