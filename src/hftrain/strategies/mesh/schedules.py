@@ -1,0 +1,397 @@
+"""How one batch goes through a pipeline: micro-batches, what stages send each other, and the order of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hftrain.core.errors import StrategyError, TaskError
+from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.strategies.mesh.stages import Stage
+
+# What would be collected from all layers, of which a stage has only some.
+COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass
+class Settings:
+    """What all batches of a pipeline share.
+
+    Args:
+        stage: This rank's stage.
+        links: Its connections.
+        interleaves: Whether backward passes run as soon as they can.
+        num_micro_batches: How many micro-batches a batch is cut into, at most.
+        counts_next: Whether the loss is a mean over next tokens, so that items can be counted here.
+        skips_labels: Whether the model's labels may be left out.
+        forms: What shapes batches of each form lead to.
+    """
+
+    stage: Stage
+    links: Links
+    interleaves: bool
+    num_micro_batches: int
+    counts_next: bool
+    skips_labels: bool
+    forms: dict[Any, Any] = field(default_factory=dict)
+
+
+class Run:
+    """One batch's way through the pipeline, as this stage sees it."""
+
+    def __init__(self, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.settings, self.stage, self.args, self.kwargs = settings, settings.stage, args, kwargs
+        self.links = settings.links
+        self.micro_batches = self._cut()
+        self.received: list[torch.Tensor | None] = []
+        self.sent: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] = []
+        # Whether each output is differentiable.
+        self.leaves: list[bool] = []
+        # With interleaved backward passes: the gradients, and the outputs of the last micro-batch.
+        self.kept: list[torch.Tensor | None] | None = None
+        self.last: Any = None
+        # The stages that hold each of this stage's trainable parameters.
+        self.owners: Sequence[Sequence[int]] = ()
+        self.form: Any = None
+        self.is_training = torch.is_grad_enabled()
+        self.key = self._key()
+        self.stage.checks = self.key not in settings.forms
+
+    def outputs(self, values: Sequence[torch.Tensor]) -> Any:
+        """Return the model's outputs from their tensors."""
+        each = iter(values)
+        return map_tensors(self.form, lambda _: next(each))
+
+    def forward(self, parameters: Sequence[nn.Parameter] = ()) -> list[torch.Tensor]:
+        """Run all micro-batches and return the tensors of the outputs on every rank."""
+        if self.is_training and self.settings.interleaves:
+            return self._share(self._interleaved(parameters))
+        for index in range(len(self.micro_batches)):
+            self._send(self._forward(index))
+        outputs = None
+        if self.stage.is_last:
+            hidden = torch.cat([value.detach() for value in self.sent])
+            self.whole = hidden.requires_grad_(self.is_training)
+            outputs = self.stage.finish(self.args, self.kwargs, self.whole)
+        return self._share(outputs)
+
+    def backward(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Run the backward passes of all micro-batches and return the gradients of this stage's parameters."""
+        if self.kept is not None:
+            factor = torch.zeros(()) if grads[0] is None else grads[0]
+            _check_alike(parameters, factor)
+            return [None if grad is None else grad * factor for grad in self.kept]
+        with _put_aside(parameters) as found:
+            parts: Sequence[torch.Tensor] = ()
+            if self.stage.is_last:
+                self._sync(True)
+                pairs = [(x, grad) for x, grad in zip(self.results, grads, strict=True) if grad is not None]
+                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+                whole = torch.zeros_like(self.whole) if self.whole.grad is None else self.whole.grad
+                parts = torch.split(whole, [value.shape[0] for value in self.sent])
+            for index in range(len(self.micro_batches)):
+                self._backward(index, parts[index] if parts else self._exchange(None, index))
+            found.extend(self._summed(parameters))
+        return found
+
+    # -- implementation ------------------------------------------------------------------------------------------
+
+    def _forward(self, index: int) -> torch.Tensor:
+        """Receive the hidden states of a micro-batch and return what this stage makes of them."""
+        received = None
+        if not self.stage.is_first:
+            received = self._receive(index).requires_grad_(self.is_training)
+        self.received.append(received)
+        args, kwargs = self.micro_batches[index]
+        hidden = self.stage.run(args, self._without_labels(kwargs), received)
+        self.sent.append(hidden)
+        expected = (self.rows[index], *self.sent[0].shape[1:])
+        if len(self.rows) > 1 and hidden.shape != expected:
+            raise StrategyError(
+                f"Cannot run {type(self.stage.model).__name__} as a pipeline of several micro-batches.",
+                f"Its layers return the shape {list(hidden.shape)} for {self.rows[index]} samples.",
+                "Let the layers keep samples first, or use num_micro_batches=1.",
+            )
+        return hidden
+
+    def _backward(self, index: int, grad: torch.Tensor | None) -> None:
+        """Run a micro-batch's backward pass through this stage and send the gradient to the stage before."""
+        self._sync(index == len(self.micro_batches) - 1)
+        hidden, received = self.sent[index], self.received[index]
+        if hidden.requires_grad:
+            with torch.autocast(hidden.device.type, enabled=False):
+                torch.autograd.backward(hidden, grad)
+        if received is not None:
+            self.links.exchange([(torch.zeros_like(received) if received.grad is None else received.grad, -1)], [])
+        self.received[index], self.sent[index] = None, hidden.detach()
+
+    def _interleaved(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """Run each micro-batch's backward pass as soon as later stages have; return the outputs with the loss."""
+        number, stage = len(self.micro_batches), self.stage
+        ahead = min(self.links.size - 1 - stage.index, number)
+        with _put_aside(parameters) as self.kept:
+            for index in range(number):
+                value = self._loss(index) if stage.is_last else self._forward(index)
+                if index < ahead:
+                    self._send(value)
+                else:
+                    self._backward(index - ahead, None if stage.is_last else self._exchange(value, index - ahead))
+            for index in range(number - ahead, number):
+                self._backward(index, self._exchange(None, index))
+            self.kept.extend(self._summed(parameters))
+        if not stage.is_last:
+            return None
+        total = torch.stack(self.sent).sum().requires_grad_()
+        if isinstance(self.last, Mapping):
+            return _only_loss(self.last, total)
+        return total if isinstance(self.last, torch.Tensor) else (total, *[None] * (len(self.last) - 1))
+
+    def _loss(self, index: int) -> torch.Tensor:
+        """Return a micro-batch's share of the loss, on the last stage."""
+        args, kwargs = self.micro_batches[index]
+        received = self._receive(index).requires_grad_()
+        self.received.append(received)
+        kwargs = {**kwargs, "num_items_in_batch": self._items()}
+        self.last = self.stage.finish(args, kwargs, received, self.stage.own)
+        is_loss = isinstance(self.last, torch.Tensor)
+        loss: torch.Tensor = self.last if is_loss else self.last["loss" if isinstance(self.last, Mapping) else 0]
+        self.last = map_tensors(self.last, torch.Tensor.detach)
+        self.sent.append(loss)
+        return loss
+
+    def _items(self) -> Any:
+        """Return the number of items in the whole batch, by which every micro-batch's loss is divided."""
+        given = self.kwargs.get("num_items_in_batch")
+        if given is not None:
+            return given
+        labels, ahead = self.kwargs.get("shift_labels"), 0
+        if labels is None:
+            labels, ahead = self.kwargs.get("labels"), 1
+        if labels is None or not self.settings.counts_next:
+            raise TaskError(
+                "Cannot train with schedule='1f1b'.",
+                "The number of items in the batch is unknown, by which the losses of micro-batches are divided.",
+                "Pass num_items_in_batch (and labels) to the model, or use schedule='gpipe'.",
+            )
+        return (labels[..., ahead:] != -100).sum()
+
+    def _send(self, hidden: torch.Tensor) -> None:
+        if not self.stage.is_last:
+            self._exchange(hidden, None)
+
+    def _exchange(self, hidden: torch.Tensor | None, index: int | None) -> Any:
+        """Send hidden states to the next stage and receive the gradient of another micro-batch's, if named."""
+        sends = [] if hidden is None else [(hidden.detach(), +1)]
+        if hidden is not None and self.stage.checks and len(self.sent) == 1:
+            self.links.tell(hidden)
+        receives = [] if index is None else [(empty(self.sent[index]), +1)]
+        return next(iter(self.links.exchange(sends, receives)), None)
+
+    def _receive(self, index: int) -> torch.Tensor:
+        key = (self.key, "received")
+        if self.stage.checks and index == 0:
+            self.settings.forms[key] = self.links.hear()
+        form = self.settings.forms[key]
+        shape = (self.rows[index], *form.shape[1:]) if len(self.rows) > 1 else form.shape
+        buffer = torch.empty(shape, dtype=form.dtype, device=self._device())
+        return self.links.exchange([], [(buffer, -1)])[0]
+
+    def _share(self, outputs: Any) -> list[torch.Tensor]:
+        """Give every rank the last stage's outputs, detached; keep the outputs themselves."""
+        if self.stage.is_last:
+            if self.is_training and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
+                outputs = _only_loss(outputs, outputs["loss"])
+            self.results = []
+            map_tensors(outputs, self.results.append)
+        known = self.settings.forms
+        if self.stage.checks:
+            form = map_tensors(outputs, _form)
+            known[self.key] = self.links.broadcast_object(form)
+        self.form = known[self.key]
+        wanted: list[torch.Tensor] = []
+        map_tensors(self.form, wanted.append)
+        self.leaves = [each.requires_grad for each in wanted]
+        if self.stage.is_last:
+            found = [x.shape for x in self.results]
+            if found != [x.shape for x in wanted]:
+                raise StrategyError(
+                    "Cannot share the outputs of a pipeline.",
+                    f"Batches of the same form gave outputs of the shapes {found} and {[x.shape for x in wanted]}.",
+                    "Let the shapes of a model's outputs depend on the shapes of its inputs only.",
+                )
+        device = self._device()
+        values = [x.detach() for x in self.results] if self.stage.is_last else [empty(x, device) for x in wanted]
+        return [self.links.broadcast(value) for value in values]
+
+    def _summed(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+        """Return the gradients; those of tied weights are the sums over the stages that have a copy."""
+        own = self.stage.index
+        for parameter, owners in zip(parameters, self.owners, strict=True):
+            if len(owners) > 1:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                mine = _local(parameter.grad)
+                steps = [stage - own for stage in owners if stage != own]
+                copies = self.links.exchange([(mine, step) for step in steps], [(empty(mine), step) for step in steps])
+                copies.insert(owners.index(own), mine.clone())
+                # In the order of the stages, so that the copies stay equal to the bit.
+                mine.copy_(sum(copies[1:], copies[0]))
+        return [parameter.grad for parameter in parameters]
+
+    def _sync(self, is_last: bool) -> None:
+        """Let sharded modules reduce their gradients in this backward pass, or keep them."""
+        for module in sharded(self.stage.model):
+            module.set_requires_gradient_sync(is_last, recurse=False)
+
+    def _without_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave out optional labels: only the last stage computes a loss, from all micro-batches."""
+        skipped = "labels" if self.settings.skips_labels else ""
+        return {name: value for name, value in kwargs.items() if name != skipped}
+
+    def _cut(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Cut the batch into micro-batches, whose sizes differ by one at most."""
+        flags = [name for name in COLLECTED if self.kwargs.get(name)]
+        if flags:
+            reason = f"{flags[0]} asks for tensors of all layers, and a stage has only some of them."
+            raise TaskError("Cannot run this batch through a pipeline.", reason, "Leave it out, or use pp_size=1.")
+        size = batch_size_of({**dict(enumerate(self.args)), **self.kwargs}) or 1
+        number = min(self.settings.num_micro_batches, size)
+        if number == 1:
+            self.rows = [size]
+            return [(self.args, self.kwargs)]
+        self.rows = [size // number + (index < size % number) for index in range(number)]
+
+        def part(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda x: x.tensor_split(number)[index] if x.dim() and x.shape[0] == size else self._common(x, size)
+
+        return [map_tensors((self.args, self.kwargs), part(index)) for index in range(number)]
+
+    def _common(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Return a tensor that all micro-batches share."""
+        if tensor.dim() and tensor.shape[0] != 1:
+            raise TaskError(
+                "Cannot cut this batch into micro-batches.",
+                f"Its size is {size}, and a tensor has the shape {list(tensor.shape)}.",
+                "Put the samples first in every tensor, or use num_micro_batches=1 with a batch of one sample.",
+            )
+        return tensor
+
+    def _key(self) -> Any:
+        """Return what the shapes of activations and outputs depend on: all ranks find the same."""
+        forms: list[Any] = []
+        named = {name: value for name, value in self.kwargs.items() if name != "num_items_in_batch"}
+        plain = map_tensors((self.args, named), lambda x: forms.append((tuple(x.shape), x.dtype)))
+        kind = self._device().type
+        return str((plain, forms, self.is_training, self.stage.model.training, torch.is_autocast_enabled(kind)))
+
+    def _device(self) -> torch.device:
+        found: list[torch.device] = []
+        map_tensors((self.args, self.kwargs), lambda x: found.append(x.device))
+        return found[0]
+
+
+class Links:
+    """The connections of a stage to the others; stages are named by their distance."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[torch.Tensor]:
+        """Send tensors to stages, fill others with what stages send, and return these."""
+        operations = [dist.P2POp(dist.isend, x.contiguous(), self._global(step), self.group) for x, step in sends]
+        operations += [dist.P2POp(dist.irecv, x, self._global(step), self.group) for x, step in receives]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return [x for x, _ in receives]
+
+    def tell(self, hidden: torch.Tensor) -> None:
+        """Send the next stage the shape and dtype of what follows."""
+        dist.send_object_list([_form(hidden)], self._global(+1), self.group)
+
+    def hear(self) -> torch.Tensor:
+        """Return the form of what the stage before sends next."""
+        box: list[Any] = [None]
+        dist.recv_object_list(box, self._global(-1), self.group)
+        form: torch.Tensor = box[0]
+        return form
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the last stage's value."""
+        box = [value]
+        dist.broadcast_object_list(box, self._global(self.size - 1 - self.rank), self.group)
+        return box[0]
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's tensor."""
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, self._global(self.size - 1 - self.rank), self.group)
+        return tensor
+
+    def _global(self, step: int) -> int:
+        return dist.get_global_rank(self.group, self.rank + step)
+
+
+@contextmanager
+def _put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor | None]]:
+    """Start with parameters without gradients, and put those that they had back at the end."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield []
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _check_alike(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Raise if ranks that share parameters weigh their losses differently: gradients are averaged already."""
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            both = torch.stack([factor, -factor]).nan_to_num()
+            dist.all_reduce(both, dist.ReduceOp.MAX, mesh.get_group(dim))
+            if both[0] != -both[1]:
+                raise StrategyError(
+                    "Cannot train with schedule='1f1b'.",
+                    "Processes weigh their losses differently, and the gradients were averaged before.",
+                    "Use a loss that is divided by num_items_in_batch, or schedule='gpipe'.",
+                )
+
+
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without content: shape, dtype, and whether it requires gradients."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def empty(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def sharded(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 shards."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _only_loss(outputs: Any, loss: torch.Tensor) -> Any:
+    """Return outputs of the same type with the loss alone."""
+    return type(outputs)({"loss": loss})

@@ -1,0 +1,382 @@
+"""How a model is cut into the stages of a pipeline, and how one stage runs the model's own code.
+
+A stage calls the model's own forward with stand-ins for the parts that other stages compute: masks, positions and
+everything that depends on a layer's index are computed by the model itself, from its own inputs, on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from hftrain.core.errors import ConfigError, StrategyError, listed
+from hftrain.core.tree import map_tensors
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which stage computes which part of a model.
+
+    Args:
+        layers: The name of the list of layers (`nn.ModuleList` or `nn.Sequential`); empty for the model itself.
+        children: The names of the layers in that list.
+        bounds: The index of the first layer of each stage, then the number of layers.
+        parts: The stage of each part outside the list: the first stage or the last.
+        owners: The stages that hold each tensor of the model's state, by name; tied tensors can have several.
+            Buffers that are missing here belong to all stages.
+    """
+
+    layers: str
+    children: tuple[str, ...]
+    bounds: tuple[int, ...]
+    parts: Mapping[str, int]
+    owners: Mapping[str, tuple[int, ...]]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.bounds) - 1
+
+    def layer(self, index: int) -> str:
+        """Return the name of a layer in the model."""
+        return f"{self.layers}.{self.children[index]}" if self.layers else self.children[index]
+
+
+def divide(model: nn.Module, num_stages: int) -> Cut:
+    """Cut a model's list of layers so that the largest stage has as few parameters as possible.
+
+    Parts that run before the layers belong to the first stage, the others to the last one. Their order is that in
+    which the model registers them, unless it is declared: by ``pipeline_parts`` of the model (names of parts in
+    running order, among them the list of layers), or by transformers' ``base_model_pp_plan`` and ``_pp_plan``.
+
+    Raises:
+        ConfigError: There is no such list, it has fewer layers than there are stages, parameters lie outside all
+            parts, or the model has batch normalization.
+    """
+    order = _declared(model)
+    layers = _layers(model, order)
+    home = model.get_submodule(layers)
+    children = tuple(name for name, _ in home.named_children())
+    asked = f"Cannot cut {type(model).__name__} into {num_stages} stages."
+    if len(children) < num_stages:
+        raise ConfigError(asked, f"It has {len(children)} layers.", f"Use pp_size={len(children)} or less.")
+    norm = next((name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)), None)
+    if norm is not None:
+        reason = f"{norm} normalizes each micro-batch by its own statistics, which differ from those of the batch."
+        raise ConfigError(asked, reason, "Use a normalization of single samples (LayerNorm, GroupNorm), or pp_size=1.")
+    parts = dict(_parts(model, layers, order, num_stages - 1))
+    sizes = [_size(child) for child in home.children()]
+    ends = [0, 0]
+    for name, stage in parts.items():
+        ends[stage > 0] += _size(model.get_submodule(name))
+    bounds = tuple(_balanced(sizes, ends[0], ends[1], num_stages))
+    cut = Cut(layers, children, bounds, parts, {})
+    return Cut(layers, children, bounds, parts, _owners(model, cut, asked))
+
+
+def release(model: nn.Module, cut: Cut, stage: int) -> None:
+    """Move the tensors that other stages hold to the meta device, in place; names and their order stay."""
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in _tensors(module, recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if stage in cut.owners.get(full, (stage,)) or tensor.is_meta:
+                continue
+            if id(tensor) not in moved:
+                moved[id(tensor)] = _meta(tensor)
+            setattr(module, name, moved[id(tensor)])
+
+
+class Stage:
+    """One stage of a model that is cut: runs the model's own forward on its layers.
+
+    Args:
+        model: The whole model; its parameters of other stages may be on the meta device.
+        cut: The cut.
+        index: The number of the stage.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, index: int) -> None:
+        self.model, self.cut, self.index = model, cut, index
+        self.own = range(cut.bounds[index], cut.bounds[index + 1])
+        self.is_first, self.is_last = index == 0, index == cut.num_stages - 1
+        # Layers of an `nn.Sequential` may differ in what they take.
+        self.changes_shapes = isinstance(model.get_submodule(cut.layers), nn.Sequential)
+        # Whether layers' arguments are checked, which synchronises: for the first batch of each form.
+        self.checks = True
+        # Where a running forward is: before the layers that run here, among them, or after them.
+        self._place = "before"
+
+    def run(self, args: Any, kwargs: Any, received: torch.Tensor | None) -> torch.Tensor:
+        """Return what this stage's layers make of the hidden states that the stage before sent."""
+        _, hidden = self._call(args, kwargs, received, self.own, has_head=False)
+        assert hidden is not None
+        return hidden
+
+    def finish(self, args: Any, kwargs: Any, hidden: torch.Tensor, layers: range | None = None) -> Any:
+        """Return the model's outputs from the hidden states before `layers` (default: after the last layer)."""
+        end = self.cut.bounds[-1]
+        return self._call(args, kwargs, hidden, layers or range(end, end), has_head=True)[0]
+
+    def _call(
+        self, args: Any, kwargs: Any, received: torch.Tensor | None, layers: range, *, has_head: bool
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Call the model with its `layers` only, and the parts after them if `has_head`."""
+        get, self._place = self.model.get_submodule, "before"
+        hollow = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
+        stand_ins: dict[str, nn.Module] = {}
+        for index in range(len(self.cut.children)):
+            name = self.cut.layer(index)
+            if received is not None and index == layers.start - 1:
+                stand_ins[name] = _Given(get(name), self, received)
+            elif index >= layers.stop and self.changes_shapes:
+                hollow[name] = True
+            elif index not in layers:
+                stand_ins[name] = _Skipped(get(name))
+        stand_ins.update({name: _Hollow(get(name), self, name, is_late=late) for name, late in hollow.items()})
+        last = None
+        if layers:
+            name = self.cut.layer(layers[-1])
+            last = stand_ins[name] = _Kept(get(name), self, name)
+        with _standing_in(self.model, stand_ins):
+            outputs = self.model(*args, **kwargs)
+        return outputs, last.value if last is not None else None
+
+    def _is_hollow(self, stage: int, has_head: bool) -> bool:
+        return not has_head if stage > 0 else not self.is_first
+
+
+class _StandIn(nn.Module):
+    """Takes a module's place in a forward; shows its attributes, which models read (a layer's type of attention)."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("real"), name)
+
+
+class _Skipped(_StandIn):
+    """A layer of another stage: passes its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
+
+
+class _Given(_StandIn):
+    """The layer before this stage's first one: returns what the stage before sent."""
+
+    def __init__(self, real: nn.Module, stage: Stage, value: torch.Tensor) -> None:
+        super().__init__(real)
+        self.stage, self.value = stage, value
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.stage.checks:
+            self.check(args[1:] if args else (), kwargs)
+        self.stage._place = "inside"
+        return self.value
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if a layer's further arguments come from parts that only other stages have; they hold NaN here."""
+        wrong: list[str] = []
+        named = {**{f"argument {place + 2}": value for place, value in enumerate(args)}, **kwargs}
+        for name, value in named.items():
+            if name != "hidden_states":
+                tensors: list[torch.Tensor] = []
+                map_tensors(value, tensors.append)
+                wrong += [name] * any(map(_is_hollow, tensors))
+        if wrong:
+            raise StrategyError(
+                f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
+                f"Its layers need {listed(wrong)}, computed by parameters that only another stage has.",
+                "Use pp_size=1 for this model.",
+            )
+
+
+class _Kept(_StandIn):
+    """The last layer that runs here: keeps its output, which crosses to the next stage."""
+
+    def __init__(self, real: nn.Module, stage: Stage, name: str) -> None:
+        super().__init__(real)
+        self.stage, self.name = stage, name
+        self.value: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        value = self.real(*args, **kwargs)
+        if not isinstance(value, torch.Tensor):
+            raise StrategyError(
+                f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
+                f"{self.name} returns a {type(value).__name__}; one tensor can cross from stage to stage.",
+                "Let the layers return hidden states only (newer versions of transformers do), or use pp_size=1.",
+            )
+        self.value, self.stage._place = value, "after"
+        return value
+
+
+class _Hollow(_StandIn):
+    """A part of another stage: returns NaN in the shape of its output, computed on the meta device."""
+
+    def __init__(self, real: nn.Module, stage: Stage, name: str, *, is_late: bool) -> None:
+        super().__init__(real)
+        self.stage, self.name, self.is_late = stage, name, is_late
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place = self.stage._place
+        if place == "inside" if not self.is_late else place != "after":
+            raise StrategyError(
+                f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
+                f"{self.name} is taken for a part that runs {'after' if self.is_late else 'before'} the layers, "
+                "by the order in which the model registers its parts, and does not.",
+                "Set the model's pipeline_parts to the names of its parts in running order.",
+            )
+        devices: list[torch.device] = []
+        map_tensors((args, kwargs), lambda x: devices.append(x.device))
+        state = {name: _meta(tensor) for name, tensor in _tensors(self.real)}
+        args, kwargs = map_tensors((args, kwargs), lambda x: x.to("meta"))
+        with torch.no_grad():
+            output = functional_call(self.real, state, args, kwargs, tie_weights=False)
+        return map_tensors(output, lambda x: self._nan(x, devices[0]))
+
+    def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        value = float("nan") if like.is_floating_point() else 0
+        one = torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+        # Logits can be large, and nothing changes them in place.
+        return one if self.is_late else one.contiguous()
+
+
+@contextmanager
+def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put stand-ins into a model, and its own modules back at the end."""
+    real = {name: model.get_submodule(name) for name in stand_ins}
+    try:
+        _put(model, stand_ins)
+        yield
+    finally:
+        _put(model, real)
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        home, _, child = name.rpartition(".")
+        setattr(model.get_submodule(home), child, module)
+
+
+def _declared(model: nn.Module) -> list[str]:
+    """Return the names of parts in the order that the model declares; empty if it declares none."""
+    if own := getattr(model, "pipeline_parts", None):
+        return list(own)
+    base = getattr(model, "base_model", None)
+    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or {}
+    prefix = "" if base is model else f"{getattr(model, 'base_model_prefix', '')}."
+    return [*(prefix + name for name in plan), *(getattr(model, "_pp_plan", None) or {} if base is not model else ())]
+
+
+def _layers(model: nn.Module, order: Sequence[str]) -> str:
+    """Return the name of the list of layers: the declared one, or the outermost list with the most parameters."""
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
+    }
+    outer = [name for name in lists if not any(other != name and _is_in(name, other) for other in lists)]
+    found = [name for name in order if name in lists] or outer
+    if not found:
+        raise ConfigError(
+            f"Cannot cut {type(model).__name__} into stages.",
+            "It has no list of layers (nn.ModuleList or nn.Sequential).",
+            "Put the repeated layers into one, or use pp_size=1.",
+        )
+    return max(found, key=lambda name: _size(lists[name]))
+
+
+def _parts(model: nn.Module, layers: str, order: Sequence[str], last: int) -> Iterator[tuple[str, int]]:
+    """Yield the parts outside the list of layers, and their stages: modules that do not contain it, the largest."""
+    is_after = False
+    done: list[str] = []
+    for name, module in model.named_modules():
+        if name == layers:
+            is_after = True
+            continue
+        pairs = [(layers, name), (name, layers), *((name, part) for part in done)]
+        if not any(_is_in(*pair) for pair in pairs) and next(module.parameters(), None) is not None:
+            done.append(name)
+            declared = name in order and layers in order
+            yield name, last * (order.index(name) > order.index(layers) if declared else is_after)
+
+
+def _is_in(name: str, home: str) -> bool:
+    return not home or name == home or name.startswith(f"{home}.")
+
+
+def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each tensor; a tensor with several names belongs to the stages of all of them."""
+    homes = dict(cut.parts)
+    for stage, (start, end) in enumerate(zip(cut.bounds, cut.bounds[1:], strict=False)):
+        homes.update({cut.layer(index): stage for index in range(start, end)})
+    stages: dict[int, set[int]] = {}
+    names: dict[str, int] = {}
+    for name, tensor in _tensors(model):
+        home = next((stage for part, stage in homes.items() if _is_in(name, part)), None)
+        if home is None and isinstance(tensor, nn.Parameter):
+            reason = f"The parameter {name} belongs to no part: its module also contains the layers."
+            raise ConfigError(asked, reason, "Move it into a module of its own.")
+        if home is not None:
+            stages.setdefault(id(tensor), set()).add(home)
+            names[name] = id(tensor)
+    return {name: tuple(sorted(stages[key])) for name, key in names.items()}
+
+
+def _balanced(sizes: Sequence[int], first: int, last: int, stages: int) -> list[int]:
+    """Return the bounds of runs of layers, none empty, whose largest sum is smallest.
+
+    Args:
+        sizes: The size of each layer.
+        first: What the first run holds besides.
+        last: What the last run holds besides.
+        stages: The number of runs.
+
+    Example:
+        >>> _balanced([1, 1, 1, 1], 2, 0, 2)
+        [0, 1, 4]
+    """
+    total = [0, *accumulate(sizes)]
+    best = {end: (total[end] + first, [0, end]) for end in range(1, len(total))}
+    for stage in range(2, stages + 1):
+        extra = last if stage == stages else 0
+        best = {
+            end: min(
+                (max(best[start][0], total[end] - total[start] + extra), [*best[start][1], end])
+                for start in range(stage - 1, end)
+            )
+            for end in range(stage, len(total))
+        }
+    return best[len(sizes)][1]
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = module.named_parameters("", recurse, remove_duplicate=False)
+    return chain(parameters, module.named_buffers("", recurse, remove_duplicate=False))
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
