@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.strategies.mesh.schedules import COLLECTED, Links, Run, Settings, empty, sharded
-from hftrain.strategies.mesh.stages import Cut, Stage, divide, release
+from hftrain.strategies.mesh.stages import Cut, Stage, divide, release, tie
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -21,7 +21,8 @@ SCHEDULES = ("gpipe", "1f1b")
 def cut(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> Pipeline:
     """Cut a model into as many stages as a group has ranks, keep this rank's, and return the pipeline.
 
-    Parameters of other stages move to the meta device. Shard the returned pipeline's `own_modules` afterwards.
+    Parameters of other stages move to the meta device. Shard the returned pipeline's `own_modules` afterwards, and call
+    its `tie`.
 
     Args:
         model: The whole model, with the same weights on every rank; changed in place.
@@ -108,9 +109,11 @@ class Pipeline(nn.Module):
 
     def own_modules(self) -> list[nn.Module]:
         """Return this stage's layers and parts, in order; they hold all of its parameters."""
-        index = self.stage.index
-        parts = [name for name, stage in self.plan.parts.items() if stage == index]
-        return [self.module.get_submodule(name) for name in (*parts, *map(self.plan.layer, self.stage.own))]
+        return [self.module.get_submodule(name) for name in self.plan.own(self.stage.index)]
+
+    def tie(self) -> None:
+        """Tie weights again after `own_modules` were sharded, so that names are those of one process."""
+        tie(self.module, self.plan, self.stage.index)
 
     def own_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this stage's parameters with their names in the model.

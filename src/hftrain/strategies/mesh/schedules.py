@@ -379,6 +379,7 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype, contiguous and without content."""
     return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
 
 

@@ -6,15 +6,15 @@ everything that depends on a layer's index are computed by the model itself, fro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from hftrain.core.errors import ConfigError, StrategyError, listed
 from hftrain.core.tree import map_tensors
@@ -33,6 +33,7 @@ class Cut:
         parts: The stage of each part outside the list: the first stage or the last.
         owners: The stages that hold each tensor of the model's state, by name; tied tensors can have several.
             Buffers that are missing here belong to all stages.
+        ties: The names of each tensor that has several.
     """
 
     layers: str
@@ -40,11 +41,17 @@ class Cut:
     bounds: tuple[int, ...]
     parts: Mapping[str, int]
     owners: Mapping[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.bounds) - 1
+
+    def own(self, stage: int) -> list[str]:
+        """Return the names of a stage's parts and layers, which hold all of its parameters."""
+        parts = [name for name, home in self.parts.items() if home == stage]
+        return [*parts, *map(self.layer, range(self.bounds[stage], self.bounds[stage + 1]))]
 
     def layer(self, index: int) -> str:
         """Return the name of a layer in the model."""
@@ -80,7 +87,7 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
         ends[stage > 0] += _size(model.get_submodule(name))
     bounds = tuple(_balanced(sizes, ends[0], ends[1], num_stages))
     cut = Cut(layers, children, bounds, parts, {})
-    return Cut(layers, children, bounds, parts, _owners(model, cut, asked))
+    return replace(cut, owners=_owners(model, cut, asked), ties=_ties(model))
 
 
 def release(model: nn.Module, cut: Cut, stage: int) -> None:
@@ -96,6 +103,16 @@ def release(model: nn.Module, cut: Cut, stage: int) -> None:
             setattr(module, name, moved[id(tensor)])
 
 
+def tie(model: nn.Module, cut: Cut, stage: int) -> None:
+    """Put tied parameters that were replaced in a stage's own modules (`fully_shard` does) into their other homes."""
+    own = cut.own(stage)
+    for names in cut.ties:
+        found = [name for name in names if any(_is_in(name, home) for home in own)]
+        for name in names if found else ():
+            home, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(home), leaf, model.get_parameter(found[0]))
+
+
 class Stage:
     """One stage of a model that is cut: runs the model's own forward on its layers.
 
@@ -109,8 +126,12 @@ class Stage:
         self.model, self.cut, self.index = model, cut, index
         self.own = range(cut.bounds[index], cut.bounds[index + 1])
         self.is_first, self.is_last = index == 0, index == cut.num_stages - 1
+        self.dtype: torch.dtype | None = None
         # Layers of an `nn.Sequential` may differ in what they take.
         self.changes_shapes = isinstance(model.get_submodule(cut.layers), nn.Sequential)
+        # Copies on the meta device, which tell the shapes of what other stages compute: made before hooks are added.
+        names = [*cut.parts, *(map(cut.layer, range(len(cut.children))) if self.changes_shapes else ())]
+        self.shapes = {name: _hollow(model.get_submodule(name)) for name in names}
         # Whether layers' arguments are checked, which synchronises: for the first batch of each form.
         self.checks = True
         # Where a running forward is: before the layers that run here, among them, or after them.
@@ -132,6 +153,7 @@ class Stage:
     ) -> tuple[Any, torch.Tensor | None]:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
         get, self._place = self.model.get_submodule, "before"
+        self.dtype = None if received is None else received.dtype
         hollow = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
         stand_ins: dict[str, nn.Module] = {}
         for index in range(len(self.cut.children)):
@@ -244,15 +266,16 @@ class _Hollow(_StandIn):
             )
         devices: list[torch.device] = []
         map_tensors((args, kwargs), lambda x: devices.append(x.device))
-        state = {name: _meta(tensor) for name, tensor in _tensors(self.real)}
         args, kwargs = map_tensors((args, kwargs), lambda x: x.to("meta"))
         with torch.no_grad():
-            output = functional_call(self.real, state, args, kwargs, tie_weights=False)
+            output = self.stage.shapes[self.name](*args, **kwargs)
         return map_tensors(output, lambda x: self._nan(x, devices[0]))
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         value = float("nan") if like.is_floating_point() else 0
-        one = torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+        # The precision may cast what the real part returns, and models give masks and rotations that dtype.
+        dtype = self.stage.dtype if like.is_floating_point() and self.stage.dtype else like.dtype
+        one = torch.full((), value, dtype=dtype, device=device).expand(like.shape)
         # Logits can be large, and nothing changes them in place.
         return one if self.is_late else one.contiguous()
 
@@ -321,9 +344,7 @@ def _is_in(name: str, home: str) -> bool:
 
 def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each tensor; a tensor with several names belongs to the stages of all of them."""
-    homes = dict(cut.parts)
-    for stage, (start, end) in enumerate(zip(cut.bounds, cut.bounds[1:], strict=False)):
-        homes.update({cut.layer(index): stage for index in range(start, end)})
+    homes = {name: stage for stage in range(cut.num_stages) for name in cut.own(stage)}
     stages: dict[int, set[int]] = {}
     names: dict[str, int] = {}
     for name, tensor in _tensors(model):
@@ -335,6 +356,13 @@ def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]
             stages.setdefault(id(tensor), set()).add(home)
             names[name] = id(tensor)
     return {name: tuple(sorted(stages[key])) for name, key in names.items()}
+
+
+def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
 def _balanced(sizes: Sequence[int], first: int, last: int, stages: int) -> list[int]:
@@ -372,6 +400,11 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the meta device."""
+    return copy.deepcopy(module, {id(tensor): _meta(tensor) for _, tensor in _tensors(module)})
 
 
 def _size(module: nn.Module) -> int:
