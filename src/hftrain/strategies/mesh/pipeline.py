@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.strategies.mesh.schedules import COLLECTED, Links, Run, Settings, empty, sharded
-from hftrain.strategies.mesh.stages import Cut, Stage, divide, release, tie
+from hftrain.strategies.mesh.cutting import Cut, divide, release, tie
+from hftrain.strategies.mesh.links import Links, empty
+from hftrain.strategies.mesh.schedules import COLLECTED, Run, Settings, sharded
+from hftrain.strategies.mesh.stages import Stage
 
 SCHEDULES = ("gpipe", "1f1b")
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import StrategyError, TaskError
 from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.strategies.mesh.links import Links, described, empty, restored
 from hftrain.strategies.mesh.stages import Stage
 
 # What would be collected from all layers, of which a stage has only some.
@@ -201,7 +202,7 @@ class Run:
     def _receive(self, index: int) -> torch.Tensor:
         key = (self.key, "received")
         if self.stage.checks and index == 0:
-            self.settings.forms[key] = self.links.hear()
+            self.settings.forms[key] = self.links.hear(self._device())
         form = self.settings.forms[key]
         shape = (self.rows[index], *form.shape[1:]) if len(self.rows) > 1 else form.shape
         buffer = torch.empty(shape, dtype=form.dtype, device=self._device())
@@ -216,8 +217,8 @@ class Run:
             map_tensors(outputs, self.results.append)
         known = self.settings.forms
         if self.stage.checks:
-            form = map_tensors(outputs, _form)
-            known[self.key] = self.links.broadcast_object(form)
+            form = self.links.broadcast_object(described(outputs), self._device())
+            known[self.key] = restored(form, self.stage.kind)
         self.form = known[self.key]
         wanted: list[torch.Tensor] = []
         map_tensors(self.form, wanted.append)
@@ -301,50 +302,6 @@ class Run:
         return found[0]
 
 
-class Links:
-    """The connections of a stage to the others; stages are named by their distance."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> list[torch.Tensor]:
-        """Send tensors to stages, fill others with what stages send, and return these."""
-        operations = [dist.P2POp(dist.isend, x.contiguous(), self._global(step), self.group) for x, step in sends]
-        operations += [dist.P2POp(dist.irecv, x, self._global(step), self.group) for x, step in receives]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return [x for x, _ in receives]
-
-    def tell(self, hidden: torch.Tensor) -> None:
-        """Send the next stage the shape and dtype of what follows."""
-        dist.send_object_list([_form(hidden)], self._global(+1), self.group)
-
-    def hear(self) -> torch.Tensor:
-        """Return the form of what the stage before sends next."""
-        box: list[Any] = [None]
-        dist.recv_object_list(box, self._global(-1), self.group)
-        form: torch.Tensor = box[0]
-        return form
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the last stage's value."""
-        box = [value]
-        dist.broadcast_object_list(box, self._global(self.size - 1 - self.rank), self.group)
-        return box[0]
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's tensor."""
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, self._global(self.size - 1 - self.rank), self.group)
-        return tensor
-
-    def _global(self, step: int) -> int:
-        return dist.get_global_rank(self.group, self.rank + step)
-
-
 @contextmanager
 def _put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor | None]]:
     """Start with parameters without gradients, and put those that they had back at the end."""
@@ -371,16 +328,6 @@ def _check_alike(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> No
                     "Processes weigh their losses differently, and the gradients were averaged before.",
                     "Use a loss that is divided by num_items_in_batch, or schedule='gpipe'.",
                 )
-
-
-def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without content: shape, dtype, and whether it requires gradients."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-
-def empty(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype, contiguous and without content."""
-    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a model is cut into the stages of a pipeline, and how one stage runs the model's own code.
+"""How one stage of a pipeline runs the model's own code.
 
 A stage calls the model's own forward with stand-ins for the parts that other stages compute: masks, positions and
 everything that depends on a layer's index are computed by the model itself, from its own inputs, on every stage.
@@ -6,111 +6,16 @@ everything that depends on a layer's index are computed by the model itself, fro
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, StrategyError, listed
+from hftrain.core.errors import StrategyError, listed
 from hftrain.core.tree import map_tensors
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which stage computes which part of a model.
-
-    Args:
-        layers: The name of the list of layers (`nn.ModuleList` or `nn.Sequential`); empty for the model itself.
-        children: The names of the layers in that list.
-        bounds: The index of the first layer of each stage, then the number of layers.
-        parts: The stage of each part outside the list: the first stage or the last.
-        owners: The stages that hold each tensor of the model's state, by name; tied tensors can have several.
-            Buffers that are missing here belong to all stages.
-        ties: The names of each tensor that has several.
-    """
-
-    layers: str
-    children: tuple[str, ...]
-    bounds: tuple[int, ...]
-    parts: Mapping[str, int]
-    owners: Mapping[str, tuple[int, ...]]
-    ties: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return len(self.bounds) - 1
-
-    def own(self, stage: int) -> list[str]:
-        """Return the names of a stage's parts and layers, which hold all of its parameters."""
-        parts = [name for name, home in self.parts.items() if home == stage]
-        return [*parts, *map(self.layer, range(self.bounds[stage], self.bounds[stage + 1]))]
-
-    def layer(self, index: int) -> str:
-        """Return the name of a layer in the model."""
-        return f"{self.layers}.{self.children[index]}" if self.layers else self.children[index]
-
-
-def divide(model: nn.Module, num_stages: int) -> Cut:
-    """Cut a model's list of layers so that the largest stage has as few parameters as possible.
-
-    Parts that run before the layers belong to the first stage, the others to the last one. Their order is that in
-    which the model registers them, unless it is declared: by ``pipeline_parts`` of the model (names of parts in
-    running order, among them the list of layers), or by transformers' ``base_model_pp_plan`` and ``_pp_plan``.
-
-    Raises:
-        ConfigError: There is no such list, it has fewer layers than there are stages, parameters lie outside all
-            parts, or the model has batch normalization.
-    """
-    order = _declared(model)
-    layers = _layers(model, order)
-    home = model.get_submodule(layers)
-    children = tuple(name for name, _ in home.named_children())
-    asked = f"Cannot cut {type(model).__name__} into {num_stages} stages."
-    if len(children) < num_stages:
-        raise ConfigError(asked, f"It has {len(children)} layers.", f"Use pp_size={len(children)} or less.")
-    norm = next((name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)), None)
-    if norm is not None:
-        reason = f"{norm} normalizes each micro-batch by its own statistics, which differ from those of the batch."
-        raise ConfigError(asked, reason, "Use a normalization of single samples (LayerNorm, GroupNorm), or pp_size=1.")
-    parts = dict(_parts(model, layers, order, num_stages - 1))
-    sizes = [_size(child) for child in home.children()]
-    ends = [0, 0]
-    for name, stage in parts.items():
-        ends[stage > 0] += _size(model.get_submodule(name))
-    bounds = tuple(_balanced(sizes, ends[0], ends[1], num_stages))
-    cut = Cut(layers, children, bounds, parts, {})
-    return replace(cut, owners=_owners(model, cut, asked), ties=_ties(model))
-
-
-def release(model: nn.Module, cut: Cut, stage: int) -> None:
-    """Move the tensors that other stages hold to the meta device, in place; names and their order stay."""
-    moved: dict[int, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in _tensors(module, recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            if stage in cut.owners.get(full, (stage,)) or tensor.is_meta:
-                continue
-            if id(tensor) not in moved:
-                moved[id(tensor)] = _meta(tensor)
-            setattr(module, name, moved[id(tensor)])
-
-
-def tie(model: nn.Module, cut: Cut, stage: int) -> None:
-    """Put tied parameters that were replaced in a stage's own modules (`fully_shard` does) into their other homes."""
-    own = cut.own(stage)
-    for names in cut.ties:
-        found = [name for name in names if any(_is_in(name, home) for home in own)]
-        for name in names if found else ():
-            home, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(home), leaf, model.get_parameter(found[0]))
+from hftrain.strategies.mesh.cutting import Cut, hollow
 
 
 class Stage:
@@ -127,11 +32,13 @@ class Stage:
         self.own = range(cut.bounds[index], cut.bounds[index + 1])
         self.is_first, self.is_last = index == 0, index == cut.num_stages - 1
         self.dtype: torch.dtype | None = None
+        # The type of the model's outputs.
+        self.kind: Any = dict
         # Layers of an `nn.Sequential` may differ in what they take.
         self.changes_shapes = isinstance(model.get_submodule(cut.layers), nn.Sequential)
         # Copies on the meta device, which tell the shapes of what other stages compute: made before hooks are added.
         names = [*cut.parts, *(map(cut.layer, range(len(cut.children))) if self.changes_shapes else ())]
-        self.shapes = {name: _hollow(model.get_submodule(name)) for name in names}
+        self.shapes = {name: hollow(model.get_submodule(name)) for name in names}
         # Whether layers' arguments are checked, which synchronises: for the first batch of each form.
         self.checks = True
         # Where a running forward is: before the layers that run here, among them, or after them.
@@ -154,23 +61,24 @@ class Stage:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
         get, self._place = self.model.get_submodule, "before"
         self.dtype = None if received is None else received.dtype
-        hollow = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
+        absent = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
         stand_ins: dict[str, nn.Module] = {}
         for index in range(len(self.cut.children)):
             name = self.cut.layer(index)
             if received is not None and index == layers.start - 1:
                 stand_ins[name] = _Given(get(name), self, received)
             elif index >= layers.stop and self.changes_shapes:
-                hollow[name] = True
+                absent[name] = True
             elif index not in layers:
                 stand_ins[name] = _Skipped(get(name))
-        stand_ins.update({name: _Hollow(get(name), self, name, is_late=late) for name, late in hollow.items()})
+        stand_ins.update({name: _Hollow(get(name), self, name, is_late=late) for name, late in absent.items()})
         last = None
         if layers:
             name = self.cut.layer(layers[-1])
             last = stand_ins[name] = _Kept(get(name), self, name)
         with _standing_in(self.model, stand_ins):
             outputs = self.model(*args, **kwargs)
+        self.kind = type(outputs)
         return outputs, last.value if last is not None else None
 
     def _is_hollow(self, stage: int, has_head: bool) -> bool:
@@ -295,120 +203,6 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         home, _, child = name.rpartition(".")
         setattr(model.get_submodule(home), child, module)
-
-
-def _declared(model: nn.Module) -> list[str]:
-    """Return the names of parts in the order that the model declares; empty if it declares none."""
-    if own := getattr(model, "pipeline_parts", None):
-        return list(own)
-    base = getattr(model, "base_model", None)
-    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or {}
-    prefix = "" if base is model else f"{getattr(model, 'base_model_prefix', '')}."
-    return [*(prefix + name for name in plan), *(getattr(model, "_pp_plan", None) or {} if base is not model else ())]
-
-
-def _layers(model: nn.Module, order: Sequence[str]) -> str:
-    """Return the name of the list of layers: the declared one, or the outermost list with the most parameters."""
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
-    }
-    outer = [name for name in lists if not any(other != name and _is_in(name, other) for other in lists)]
-    found = [name for name in order if name in lists] or outer
-    if not found:
-        raise ConfigError(
-            f"Cannot cut {type(model).__name__} into stages.",
-            "It has no list of layers (nn.ModuleList or nn.Sequential).",
-            "Put the repeated layers into one, or use pp_size=1.",
-        )
-    return max(found, key=lambda name: _size(lists[name]))
-
-
-def _parts(model: nn.Module, layers: str, order: Sequence[str], last: int) -> Iterator[tuple[str, int]]:
-    """Yield the parts outside the list of layers, and their stages: modules that do not contain it, the largest."""
-    is_after = False
-    done: list[str] = []
-    for name, module in model.named_modules():
-        if name == layers:
-            is_after = True
-            continue
-        pairs = [(layers, name), (name, layers), *((name, part) for part in done)]
-        if not any(_is_in(*pair) for pair in pairs) and next(module.parameters(), None) is not None:
-            done.append(name)
-            declared = name in order and layers in order
-            yield name, last * (order.index(name) > order.index(layers) if declared else is_after)
-
-
-def _is_in(name: str, home: str) -> bool:
-    return not home or name == home or name.startswith(f"{home}.")
-
-
-def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each tensor; a tensor with several names belongs to the stages of all of them."""
-    homes = {name: stage for stage in range(cut.num_stages) for name in cut.own(stage)}
-    stages: dict[int, set[int]] = {}
-    names: dict[str, int] = {}
-    for name, tensor in _tensors(model):
-        home = next((stage for part, stage in homes.items() if _is_in(name, part)), None)
-        if home is None and isinstance(tensor, nn.Parameter):
-            reason = f"The parameter {name} belongs to no part: its module also contains the layers."
-            raise ConfigError(asked, reason, "Move it into a module of its own.")
-        if home is not None:
-            stages.setdefault(id(tensor), set()).add(home)
-            names[name] = id(tensor)
-    return {name: tuple(sorted(stages[key])) for name, key in names.items()}
-
-
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
-
-
-def _balanced(sizes: Sequence[int], first: int, last: int, stages: int) -> list[int]:
-    """Return the bounds of runs of layers, none empty, whose largest sum is smallest.
-
-    Args:
-        sizes: The size of each layer.
-        first: What the first run holds besides.
-        last: What the last run holds besides.
-        stages: The number of runs.
-
-    Example:
-        >>> _balanced([1, 1, 1, 1], 2, 0, 2)
-        [0, 1, 4]
-    """
-    total = [0, *accumulate(sizes)]
-    best = {end: (total[end] + first, [0, end]) for end in range(1, len(total))}
-    for stage in range(2, stages + 1):
-        extra = last if stage == stages else 0
-        best = {
-            end: min(
-                (max(best[start][0], total[end] - total[start] + extra), [*best[start][1], end])
-                for start in range(stage - 1, end)
-            )
-            for end in range(stage, len(total))
-        }
-    return best[len(sizes)][1]
-
-
-def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = module.named_parameters("", recurse, remove_duplicate=False)
-    return chain(parameters, module.named_buffers("", recurse, remove_duplicate=False))
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device."""
-    return copy.deepcopy(module, {id(tensor): _meta(tensor) for _, tensor in _tensors(module)})
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
