@@ -162,7 +162,7 @@ def test_part_is_read_from_the_blocks_that_hold_it(tmp_path: Path, monkeypatch: 
             assert torch.equal(found, part)
             assert found.is_contiguous()
             assert sum(read) == part.numel()
-            assert len(read) <= 4
+            assert all(read) or part.numel() == 0, "no block is read that has nothing of it"
 
 
 def test_part_of_a_file_is_read(tmp_path: Path) -> None:
