@@ -138,7 +138,7 @@ def test_streams_begin_with_a_copy_of_the_numbers():
 
 
 def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(sharding, "_scatter", lambda parcels: None)
+    monkeypatch.setattr(sharding.DispatchLoader, "_scatter", lambda self, parcels: None)
     options = {"rank": 0, "world_size": 2, "dispatch_batches": True}
     before = generators()
     whole = list(feed(Stream(), **options).open(1))
