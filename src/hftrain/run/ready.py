@@ -146,6 +146,8 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         unheld[:] = [p for p in trainer.task.parameters() if id(p) not in held]
         return precision.attach(trainer.model, trainer.optimizer)
 
+    strategy.parallelize = trainer.task.parallelize
+
     def wrap(model: nn.Module) -> nn.Module:
         wrapped, optimizer = strategy.setup(model, make_optimizer, precision.policy)
         assert optimizer is not None

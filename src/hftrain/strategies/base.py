@@ -114,9 +114,9 @@ class Strategy(Ranks, Shown):
         shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
         sizes: The number of processes along each dimension of a mesh (``"tp"``, ``"cp"``, ...); empty without a mesh.
         loads_parts: Whether states may hold `StoredTensor` values when they are loaded.
+        parallelize: The task's plan for tensor ranks, see `TaskModule.parallelize`; set before `setup`.
         recomputes: Whether `setup` enables activation recomputation in the backward pass.
-        recompute: Enables gradient checkpointing, given a model and the options, and returns a function that disables
-            it; None uses the model's own method or torch's checkpoint.
+        recompute: Enables gradient checkpointing (model, options) and returns what disables it; None: as the model does.
         rank: The global rank; read from the launcher before `launch`, from the process group afterwards.
         local_rank: The rank on this machine, from the same sources.
         world_size: The number of processes, from the same sources.
@@ -132,6 +132,7 @@ class Strategy(Ranks, Shown):
     saves_in_background = restores_in_a_run = saves_objects = True
     shards_model = loads_parts = recomputes = False
     sizes: Mapping[str, int] = MappingProxyType({})
+    parallelize: Callable[[Any], Mapping[str, Any] | None] | None = None
     recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None
     makes: frozenset[str] = frozenset()
     schedule: Any = None
@@ -139,8 +140,7 @@ class Strategy(Ranks, Shown):
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
-        launch = read_launch()
-        self._made_in = launch.rank, launch.world_size
+        self._made_in = (launch := read_launch()).rank, launch.world_size
         self.planned_device, self.place_model = planned_device, place_model
         self.non_blocking: bool | None = None
         self._device: torch.device | None = None

@@ -111,6 +111,24 @@ class TaskModule(nn.Module):
         """
         return None
 
+    def parallelize(self, mesh: Any) -> Mapping[str, Any] | None:
+        """Say how tensor ranks share the layers of `model`; called by the strategy ``"mesh"`` before it shards.
+
+        Args:
+            mesh: Their one-dimensional `DeviceMesh`.
+
+        Returns:
+            Styles (``"colwise"``, ``"rowwise"``, ...) by the names of the model's modules, in which ``*`` stands for
+            one part of a name; what is not named is held whole by each rank. None, the default, uses the model's own
+            plan (`tp_plan`).
+
+        Example:
+            >>> class Blocks(TaskModule):
+            ...     def parallelize(self, mesh):
+            ...         return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        """
+        return None
+
     def count_items(self, batch: Any) -> int | torch.Tensor:
         """Return the number of items the batch's loss averages over: the weight of the batch within a step.
 

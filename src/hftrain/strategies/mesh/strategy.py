@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hftrain.core.errors import StrategyError, listed
 from hftrain.core.launcher import read_launch
@@ -126,6 +127,8 @@ class MeshStrategy(FSDPStrategy):
             options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
             split_context(model, context, multiple=multiple, **options)
         has_parts = layout.tp > 1 and self._share_layers(model)
+        if self.data.world_size < self.world_size:
+            self._prove_same_batch(model)
         if self.loss_parallel:
             vocabulary = meshes.parameters["tp"] if has_parts else None
             share_loss(model, vocabulary=vocabulary, sequence=context)
@@ -135,6 +138,8 @@ class MeshStrategy(FSDPStrategy):
         mesh = self._meshes.parameters["tp"]
         ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
         inner, given = replace(ranks), self.plan_by_name
+        if given is None and self.parallelize is not None:
+            given = self.parallelize(mesh)
         found = placings(model, find_plan(model, given), ranks, strict=given is not None)
         logger.info("The tensor ranks hold:\n%s", table(found, ranks))
         owner, layers = find_layers(model, self.layer_classes) if self.sequence_parallel else (model, [])
@@ -145,6 +150,25 @@ class MeshStrategy(FSDPStrategy):
         model.register_forward_hook(lambda *_: ranks.check_met())
         head = getattr(base_of(model), "get_output_embeddings", lambda: None)()
         return any(each.module is head and isinstance(each.style, Colwise) for each in found)
+
+    def _prove_same_batch(self, model: nn.Module) -> None:
+        """Check in the first forward pass that the ranks of one data coordinate get the same batch."""
+
+        def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            handle.remove()
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            told = [[list(each.shape), each.detach().double().sum().item()] for each in given if not each.is_meta]
+            readers: dict[int, list[Any]] = {}
+            for data_rank, each in self.gather_object([self.data.rank, told]):
+                if readers.setdefault(data_rank, each) != each:
+                    raise StrategyError(
+                        f"The ranks of data coordinate {data_rank} got different batches:",
+                        "they share the model's layers, sequences or stages, so they must read the same samples.",
+                        "Shard data over strategy.data.rank and strategy.data.world_size, not over all processes; seed "
+                        "random augmentation alike on all of them.",
+                    )
+
+        handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
     def _prove_equal(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Check in the first update that tensor ranks have the same gradients of what they all hold."""

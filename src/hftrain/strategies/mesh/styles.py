@@ -7,7 +7,7 @@ in place for the time of its forward pass, so its own code runs unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,8 +181,6 @@ class Rowwise(Style):
 class Vocabulary(Style):
     """An embedding whose rows are shared out; a rank looks up what it has, and the results are summed."""
 
-    outside: list[torch.Tensor] = field(default_factory=list)
-
     def dims(self, module: nn.Module) -> dict[str, int]:
         return {"weight": 0}
 
@@ -190,11 +188,18 @@ class Vocabulary(Style):
         num = len(vars(module)["weight"])
         row = x - ranks.rank * num
         is_outside = (row < 0) | (row >= num)
-        self.outside.append(is_outside)
+        own = vars(module)
+        # A row of the whole table, also after an error.
+        padding = own.pop("_outside", (None, own["padding_idx"]))[1]
+        own["_outside"] = is_outside, padding
+        own["padding_idx"] = padding - ranks.rank * num if padding is not None else None
+        if padding is not None and not 0 <= own["padding_idx"] < num:
+            own["padding_idx"] = None
         return row.masked_fill(is_outside, 0)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        return leave(x.masked_fill(self.outside.pop().unsqueeze(-1), 0), ranks.mesh)
+        is_outside, vars(module)["padding_idx"] = vars(module).pop("_outside")
+        return leave(x.masked_fill(is_outside.unsqueeze(-1), 0), ranks.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
