@@ -116,7 +116,7 @@ class Strategy(Ranks, Shown):
         loads_parts: Whether states may hold `StoredTensor` values when they are loaded.
         parallelize: The task's plan for tensor ranks, see `TaskModule.parallelize`; set before `setup`.
         recomputes: Whether `setup` enables activation recomputation in the backward pass.
-        recompute: Enables gradient checkpointing (model, options) and returns what disables it; None: as the model does.
+        recompute: Enables gradient checkpointing (model, options); returns what disables it. None: as the model does.
         rank: The global rank; read from the launcher before `launch`, from the process group afterwards.
         local_rank: The rank on this machine, from the same sources.
         world_size: The number of processes, from the same sources.
