@@ -339,6 +339,10 @@ class FSDPStrategy(SplittingStrategy):
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""
 
+    def _held_elsewhere(self, model: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of which this process holds nothing."""
+        return set()
+
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
         """Shard a model, broadcast rank 0's whole weights if requested, and return the outermost unit."""
         mesh = self._mesh()
@@ -354,7 +358,8 @@ class FSDPStrategy(SplittingStrategy):
             )
         # Return full precision from the outermost unit, because losses are computed from its outputs.
         outermost = MixedPrecisionPolicy(**casting, output_dtype=policy.param_dtype if casting else None)
-        fully_shard(model, mesh=mesh, mp_policy=outermost, offload_policy=offload)
+        elsewhere = self._held_elsewhere(model)
+        fully_shard(model, mesh=mesh, mp_policy=outermost, offload_policy=offload, ignored_params=elsewhere)
         if self.forward_prefetch:
             in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for module, following in pairwise(in_order):
@@ -372,7 +377,7 @@ class FSDPStrategy(SplittingStrategy):
 
     def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
         """Broadcast rank 0's parameters and buffers, one tensor at a time; each rank keeps its shards."""
-        if any(tensor.is_meta for _, tensor in _tensors(model)):
+        if not self._held_elsewhere(model) and any(tensor.is_meta for _, tensor in _tensors(model)):
             model.to_empty(device="cpu" if self.offload else self.device)
         with torch.no_grad():
             for name, tensor in _tensors(model):

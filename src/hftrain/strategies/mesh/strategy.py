@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +15,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hftrain.core.errors import StrategyError, listed
+from hftrain.core.errors import ConfigError, StrategyError, listed
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.types import PrecisionPolicy
+from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import Layout, layout_of
 from hftrain.strategies.mesh.loss import share_loss
+from hftrain.strategies.mesh.pipeline import Pipeline, cut
 from hftrain.strategies.mesh.plans import base_of, find_plan, install, placings, table
 from hftrain.strategies.mesh.randomness import Apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.sequence_parallel import share_sequence
+from hftrain.strategies.mesh.staged import (
+    clip_grad_norm,
+    model_pieces,
+    optimizer_pieces,
+    own_optimizer_state,
+    whole_model,
+    whole_tensors,
+)
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
 
@@ -52,6 +62,8 @@ class MeshStrategy(FSDPStrategy):
             outputs have none while it trains.
         attention: How context ranks see the whole sequence: ``"ulysses"`` exchanges parts of the sequence for heads,
             ``"gather"`` collects keys and values; ``"auto"`` takes the first where the ranks divide the heads.
+        schedule: The pipeline's: ``"gpipe"`` or ``"1f1b"``; see `Pipeline`.
+        num_micro_batches: How many micro-batches the pipeline cuts a batch into; None: one for each stage.
         **options: See `FSDPStrategy`.
 
     Raises:
@@ -73,6 +85,8 @@ class MeshStrategy(FSDPStrategy):
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         attention: str = "auto",
+        schedule: str = "gpipe",
+        num_micro_batches: int | None = None,
         **options: Any,
     ) -> None:
         launch = read_launch()
@@ -80,7 +94,8 @@ class MeshStrategy(FSDPStrategy):
         self.layout: Layout = layout_of(launch.world_size, sizes, uses=uses, machine_size=launch.local_world_size)
         self.plan_by_name = plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        self.attention = attention
+        self.attention, self.schedule, self.num_micro_batches = attention, schedule, num_micro_batches
+        self._pipeline: Pipeline | None = None
         self.sizes = self.layout.sizes
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
@@ -108,11 +123,94 @@ class MeshStrategy(FSDPStrategy):
             self._prove_equal(wrapped, optimizer)
         return wrapped, optimizer
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = super().unwrap(model)
+        return self.unwrap(model.module) if isinstance(model, Pipeline) else model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        # A pipeline exchanges gradients after its last micro-batch.
+        return nullcontext() if self._pipeline is not None else super().no_sync(model)
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        if self._pipeline is not None:
+            return clip_grad_norm(self._pipeline, max_norm, norm_type)
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        pipeline = self._pipeline_of(model)
+        if pipeline is None:
+            return super().model_state(model)
+        state = whole_model(pipeline)
+        return state if self.is_main else {}
+
+    def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
+        pipeline = self._pipeline_of(model)
+        if pipeline is None:
+            return super().model_shards(model)
+        return model_pieces(pipeline, self._state(model), is_main=self.is_main)
+
+    def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        pipeline = self._pipeline_of(model)
+        return super().full_tensors(model) if pipeline is None else whole_tensors(pipeline, self.device)
+
+    def optimizer_shards(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
+        pipeline = self._pipeline_of(model)
+        if pipeline is None:
+            return super().optimizer_shards(model, optimizer)
+        place = self.layout.coordinate(self.rank)
+        is_writer = not any(at for dim, at in place.items() if dim != "pp")
+        return optimizer_pieces(pipeline, optimizer, is_writer=is_writer)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        own = own_optimizer_state(optimizer, state) if self._pipeline is not None else state
+        super().load_optimizer_state(model, optimizer, own)
+
     # -- implementation ------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
         super()._check_options()
+        unfit = {"cp_size": self.layout.cp > 1, "loss_parallel": self.loss_parallel, "offload": self.offload}
+        unfit |= {"state_dict_type='FULL_STATE_DICT'": self.state_dict_type == "FULL_STATE_DICT"}
+        unfit |= {"sequence_parallel": self.sequence_parallel}
+        asked = [name for name, is_asked in unfit.items() if is_asked]
+        if self.layout.pp > 1 and asked:
+            reason = f"Gradients of a pipeline with {asked[0]} are not proved."
+            raise ConfigError(
+                f"Cannot use pp_size={self.layout.pp} with {asked[0]}.", reason, "Leave one of the two out."
+            )
         self._group_size = self.layout.shard_size
+
+    def _pipeline_of(self, model: nn.Module) -> Pipeline | None:
+        pipeline = self._pipeline
+        return pipeline if pipeline is not None and self.unwrap(model) is pipeline.module else None
+
+    def _split_root(self, model: nn.Module) -> nn.Module | None:
+        return self._pipeline_of(model) or super()._split_root(model)
+
+    def _held_elsewhere(self, model: nn.Module) -> set[nn.Parameter]:
+        if self._pipeline is None:
+            return set()
+        own = {id(parameter) for _, parameter in self._pipeline.own_parameters()}
+        return {parameter for parameter in model.parameters() if id(parameter) not in own}
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        units = super()._units(model)
+        if self._pipeline is None:
+            return units
+        elsewhere = self._held_elsewhere(model)
+        return [unit for unit in units if elsewhere.isdisjoint(unit.parameters())]
+
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
+        root = super()._split(model, units, policy, whole)
+        if self._pipeline is not None:
+            root = self._pipeline
+            # Stages have layers of their own, which must not draw the same numbers.
+            torch.manual_seed((torch.initial_seed() + root.stage.index * 0x9E3779B97F4A7C15) % 2**63)
+        if self.data.world_size < self.world_size:
+            self._prove_same_batch(root)
+        return root
 
     def _mesh(self) -> DeviceMesh:
         held = self._meshes.parameters
@@ -121,14 +219,15 @@ class MeshStrategy(FSDPStrategy):
     def _share_out(self, model: nn.Module) -> None:
         """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
         meshes, layout = self._meshes, self.layout
+        if layout.pp > 1:
+            stages = {"schedule": self.schedule, "num_micro_batches": self.num_micro_batches}
+            self._pipeline = cut(model, meshes.parameters["pp"].get_group(), **stages)
         context = meshes.samples["cp"] if layout.cp > 1 else None
         if context is not None:
             multiple = layout.tp if self.sequence_parallel else 1
             options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
             split_context(model, context, multiple=multiple, **options)
         has_parts = layout.tp > 1 and self._share_layers(model)
-        if self.data.world_size < self.world_size:
-            self._prove_same_batch(model)
         if self.loss_parallel:
             vocabulary = meshes.parameters["tp"] if has_parts else None
             share_loss(model, vocabulary=vocabulary, sequence=context)
