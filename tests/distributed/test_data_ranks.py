@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.paired import PairedStrategy
-from support.tiny import Stream, make_arguments
+from support.tiny import Stream, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import FlightLog, PredictionWriter, Throughput, Trainer, TrainerCallback, set_seed
+from hftrain import FlightLog, PredictionWriter, StepOutput, Throughput, Trainer, TrainerCallback, set_seed
 from hftrain.core.errors import StrategyError
 from hftrain.strategies.ranks import DataRanks
 
@@ -165,3 +166,48 @@ def test_runs_count_what_half_as_many_processes_count(tmp_path: Path, run_distri
         assert plain[0]["tokens"] > 0
         for number, found in enumerate(paired):
             assert_alike(found, plain[number // 2], f"process {number}")
+
+
+class Summing(Task):
+    """Logs a number of each micro-batch, and adds up all samples in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torchmetrics = pytest.importorskip("torchmetrics")
+        self.seen = torchmetrics.SumMetric()
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+        output = super().training_step(batch)
+        output.logs = {"x": batch["x"].sum()}
+        return output
+
+    def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+        self.seen.update(len(batch["x"]))
+        return super().evaluation_step(batch)
+
+
+def measure(folder: str, strategy: str) -> list[float]:
+    """Return what is summed over ranks and divided by a time, times that time; logs; a metric's sum."""
+    set_seed(3)
+    args = make_arguments(Path(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=4)
+    made, throughput = PairedStrategy(use_cpu=True) if strategy == "paired" else strategy, Throughput()
+    trainer: Any = Trainer(
+        Summing(), args, train_dataset=make_rows(22), eval_dataset=make_rows(7, seed=2), strategy=made,
+        callbacks=[throughput],
+    )  # fmt: skip
+    metrics = trainer.train().metrics
+    logged = next(entry for entry in trainer.state.log_history if "x" in entry)
+    throughput._counts, throughput._since_s = [10, 0, 0], time.perf_counter() - 1000
+    rate = throughput._speed(trainer.strategy.device)["samples_per_second"]
+    found = [metrics["train_samples_per_second"] * metrics["train_runtime"], rate * 1000, logged["x"]]
+    found.append(float(trainer.evaluate()["eval_seen"]))
+    trainer.strategy.close()
+    return found
+
+
+def test_speeds_logs_and_metrics_count_each_sample_once(tmp_path: Path, run_distributed: Any) -> None:
+    paired = run_distributed(measure, 4, folder=str(tmp_path / "paired"), strategy="paired")
+    plain = run_distributed(measure, 2, folder=str(tmp_path / "ddp"), strategy="ddp")
+    assert plain[0] == pytest.approx([16, 20, plain[0][2], 7], rel=0.02)
+    for found in paired:
+        assert found == pytest.approx(plain[0], rel=0.02)
