@@ -62,7 +62,7 @@ def test_package_that_is_a_public_name_holds_what_its_registry_does(name: str) -
     ("module", "names"),
     [
         ("strategies", ("Strategy", "SingleDeviceStrategy", "MPSStrategy", "DDPStrategy", "DataParallelStrategy")),
-        ("strategies", ("FSDPStrategy", "FSDP1Strategy", "DeepSpeedStrategy", "XLAStrategy")),
+        ("strategies", ("FSDPStrategy", "FSDP1Strategy", "MeshStrategy", "DeepSpeedStrategy", "XLAStrategy")),
         ("strategies.fsdp", ("FSDPStrategy", "FSDP1Strategy")),
         ("strategies.deepspeed", ("DeepSpeedStrategy",)),
         ("loggers", ("Logger", "WandbLogger", "TensorBoardLogger", "AzureMLLogger", "DVCLiveLogger")),

@@ -6,6 +6,7 @@ from hftrain.strategies.ddp import DDPStrategy as DDPStrategy
 from hftrain.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
 from hftrain.strategies.fsdp import FSDP1Strategy as FSDP1Strategy
 from hftrain.strategies.fsdp import FSDPStrategy as FSDPStrategy
+from hftrain.strategies.mesh import MeshStrategy as MeshStrategy
 from hftrain.strategies.registry import strategies
 from hftrain.strategies.single import MPSStrategy as MPSStrategy
 from hftrain.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
