@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -98,6 +100,19 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
     return found
 
 
+def split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer's state without its sharded tensors, and these by ``"<parameter index>.<key>"``."""
+    plain: dict[int, dict[str, Any]] = {index: {} for index in state["state"]}
+    split = {}
+    for index, entry in state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, DTensor):
+                split[f"{index}.{key}"] = value
+            else:
+                plain[index][key] = value
+    return {**state, "state": plain}, split
+
+
 def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where this process's block begins in the whole tensor, and its shape, according to torch's planner."""
     mesh = tensor.device_mesh
@@ -118,3 +133,37 @@ def _is_writer(tensor: DTensor) -> bool:
     if place is None or any(at for at, each in zip(place, tensor.placements, strict=True) if each.is_replicate()):
         return False
     return tensor.to_local().numel() > 0 or not any(place)
+
+
+def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`; return the norm before. Collective.
+
+    Computes with local tensors: what torch derives for operations on several mesh dimensions takes seconds.
+
+    Args:
+        grads: All sharded over one mesh.
+        max_norm: The maximum norm; infinite to change nothing.
+        norm_type: The p of the p-norm.
+    """
+    mesh = grads[0].device_mesh  # type: ignore[attr-defined]
+    if any(grad.device_mesh != mesh for grad in grads):  # type: ignore[attr-defined]
+        raise ValueError("The gradients are sharded over different meshes.")
+    place = mesh.get_coordinate() or ()
+    local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
+    # A part that several ranks hold counts on the first one.
+    own = [
+        part
+        for grad, part in zip(grads, local, strict=True)
+        if not any(at for at, each in zip(place, grad.placements, strict=True) if each.is_replicate())  # type: ignore[attr-defined]
+    ]
+    norm = torch.nn.utils.get_total_norm(own, norm_type).to(local[0].device)
+    is_max = math.isinf(norm_type)
+    total = norm if is_max else norm**norm_type
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    norm = total if is_max else total ** (1.0 / norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for part in local:
+        part.mul_(factor.to(part.device))
+    return norm

@@ -22,8 +22,8 @@ from hftrain.core.tree import detach
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
+from hftrain.strategies.fsdp import states as shards
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.states import gather, pieces, split_like, split_tree_like, take_sharded, whole_tensors
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 
@@ -72,7 +72,7 @@ class FSDPStrategy(SplittingStrategy):
     """
 
     name = "fsdp"
-    split_object_like = staticmethod(split_tree_like)
+    split_object_like = staticmethod(shards.split_tree_like)
     shards_model = loads_parts = True
 
     def __init__(
@@ -203,30 +203,33 @@ class FSDPStrategy(SplittingStrategy):
             model.set_requires_gradient_sync(True)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norm = super().clip_grad_norm(parameters, max_norm, norm_type)
-        return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
+        parameters = list(parameters)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not grads or not all(isinstance(grad, DTensor) for grad in grads):
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        return shards.clip_by_norm(grads, max_norm, norm_type).to(self.device)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        found = gather(self._state(model), device=self.device, keeps=self.is_main)
+        found = shards.gather(self._state(model), device=self.device, keeps=self.is_main)
         return detach(found) if self.is_main else {}
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        return pieces(self._state(model), is_main=self.is_main)
+        return shards.pieces(self._state(model), is_main=self.is_main)
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_tensors(self._state(model), self.device)
+        return shards.whole_tensors(self._state(model), self.device)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         model = self.unwrap(model)
         own = model.state_dict()
-        split = {name: split_like(value, own.get(name)) for name, value in state.items()}
+        split = {name: shards.split_like(value, own.get(name)) for name, value in state.items()}
         return model.load_state_dict(split, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         state = self._optimizer_state(model, optimizer)
-        found: dict[str, Any] = gather(state, device=self.device, keeps=self.is_main)
+        found: dict[str, Any] = shards.gather(state, device=self.device, keeps=self.is_main)
         return found if self.is_main else {}
 
     def optimizer_shards(
@@ -234,27 +237,17 @@ class FSDPStrategy(SplittingStrategy):
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        state = self._optimizer_state(model, optimizer)
-        split = {
-            f"{index}.{key}": value
-            for index, entry in state["state"].items()
-            for key, value in entry.items()
-            if isinstance(value, DTensor)
-        }
-        plain = {
-            index: {key: value for key, value in entry.items() if not isinstance(value, DTensor)}
-            for index, entry in state["state"].items()
-        }
-        return {**state, "state": plain}, pieces(split, is_main=self.is_main)
+        plain, split = shards.split_optimizer(self._optimizer_state(model, optimizer))
+        return plain, shards.pieces(split, is_main=self.is_main)
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
         found: dict[str, Any] = {}
-        return take_sharded(states, (), found), pieces(found, is_main=self.is_main)
+        return shards.take_sharded(states, (), found), shards.pieces(found, is_main=self.is_main)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         split = {
-            index: {key: split_like(value, parameters[index]) for key, value in entry.items()}
+            index: {key: shards.split_like(value, parameters[index]) for key, value in entry.items()}
             for index, entry in state["state"].items()
         }
         super().load_optimizer_state(model, optimizer, {**state, "state": split})
@@ -386,7 +379,7 @@ class FSDPStrategy(SplittingStrategy):
                 else:
                     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 dist.broadcast(full, src=0)
-                tensor.copy_(split_like(full, tensor))
+                tensor.copy_(shards.split_like(full, tensor))
 
     def _casting(self) -> torch.autocast:
         policy = self._policy

@@ -39,7 +39,6 @@ class Layout:
         dp_shard: Data ranks that share one copy's parameters, gradients and optimizer state.
         cp: Ranks that share each sequence.
         tp: Ranks that share each layer.
-        shards_context: Whether context ranks share parameters like shards; otherwise they are copies.
     """
 
     pp: int = 1
@@ -47,7 +46,6 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
-    shards_context: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,7 +65,7 @@ class Layout:
     @property
     def shard_size(self) -> int:
         """The number of processes over which a parameter of one stage and tensor rank is sharded."""
-        return self.dp_shard * (self.cp if self.shards_context else 1)
+        return self.dp_shard * self.cp
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a process's place in each dimension.
@@ -83,10 +81,9 @@ class Layout:
 
     def meshes(self, device_type: str) -> Meshes:
         """Make the device meshes. Collective."""
-        copies = self.size // (self.pp * self.shard_size * self.tp)
         held = init_device_mesh(
             device_type,
-            (self.pp, copies, self.shard_size, self.tp),
+            (self.pp, self.dp_replicate, self.shard_size, self.tp),
             mesh_dim_names=("pp", "replicate", "shard", "tp"),
         )
         read = init_device_mesh(
@@ -108,7 +105,7 @@ def layout_of(
         world_size: The number of processes.
         given: Sizes by dimension; None where none was named.
         uses: The dimensions that the strategy's name promises. The one without a size takes the processes that are
-            left; what is left without such a dimension becomes replicas.
+            left; what is left without such a dimension are shards.
         machine_size: The number of processes of one machine, which shards fill when replicas are used, too.
 
     Raises:
@@ -131,13 +128,12 @@ def layout_of(
         names = " and ".join(ARGUMENTS[dim] for dim in open_dims[1:])
         raise _refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
     named = math.prod(size or 1 for size in sizes.values())
-    fill = open_dims[0] if open_dims else "dp_replicate"
+    fill = open_dims[0] if open_dims else "dp_shard"
     if world_size % named or (fill in sizes and named != world_size):
         reason = f"They describe {named} processes, and the launcher started {world_size}."
         raise _refusal(given, reason, "Start that many (torchrun --nproc_per_node), or change the sizes.")
     sizes.setdefault(fill, world_size // named)
-    is_sharded = "dp_shard" in uses or (sizes.get("dp_shard") or 1) > 1
-    return Layout(**{dim: size or 1 for dim, size in sizes.items()}, shards_context=is_sharded)
+    return Layout(**{dim: size or 1 for dim, size in sizes.items()})
 
 
 def _refusal(given: Mapping[str, int | None], reason: str, remedy: str) -> ConfigError:
