@@ -35,6 +35,7 @@ from hftrain.step.legality import LegalityRow, legality_table
 DOCS = Path(__file__).resolve().parent
 SURFACE = DOCS.parent / "tests/documented/documented_surface.json"
 CLIENTS = DOCS.parent / "tests/clients/results"
+MESHES = DOCS.parent / "tests/support/meshes.json"
 PLACE = re.compile(r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL)
 
 # Older settings with a value that differs from their default.
@@ -463,9 +464,33 @@ def client_hooks_table() -> str:
     return table(("Method", "Overridden by"), rows)
 
 
+def meshes_table() -> str:
+    """List the meshes and the models whose numbers tests compare with one process."""
+    proofs = json.loads(MESHES.read_text("utf-8"))
+    refused = {(mesh, model) for each in proofs["refused"] for mesh in each["meshes"] for model in each["models"]}
+    models = proofs["models"]
+    rows = (
+        (name, str(mesh["processes"]), *("refused" if (name, model) in refused else "proved" for model in models))
+        for name, mesh in proofs["meshes"].items()
+    )
+    return table(("Mesh", "Processes", *models.values()), rows)
+
+
+def mesh_refusals_table() -> str:
+    """List what is refused, in the words of the error."""
+    proofs = json.loads(MESHES.read_text("utf-8"))
+    rows = (
+        (", ".join(proofs["models"][model] for model in each["models"]), "; ".join(each["meshes"]), each["says"])
+        for each in proofs["refused"]
+    )
+    return table(("Model", "Meshes", "Reason"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "client-hooks": client_hooks_table,
+    "meshes": meshes_table,
+    "mesh-refusals": mesh_refusals_table,
     "arguments": arguments_table,
     "argument-readers": readers_table,
     "loop": loop_table,

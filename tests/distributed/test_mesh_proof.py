@@ -45,7 +45,7 @@ def test_every_mesh_computes_what_one_process_does(run_distributed: Any, num_pro
     check(run_distributed, [{"mesh": mesh, **common} for mesh in of_meshes(num_processes)])
 
 
-@pytest.mark.parametrize(("mesh", "models"), [("fsdp_tp", list(MODELS)), ("cp", list(MODELS))])
+@pytest.mark.parametrize(("mesh", "models"), [("tp", list(MODELS)), ("cp", list(MODELS))])
 def test_every_model_computes_what_one_process_does(run_distributed: Any, mesh: str, models: list[str]) -> None:
     check(run_distributed, [{"mesh": mesh, "model": model, "clip": 0.5, "tied": True} for model in models])
 
