@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
 from hftrain.trainer.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
+
+T = TypeVar("T")
 
 
 class _Reached(BaseException):
@@ -32,15 +34,24 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     Raises:
         ConfigError: There is no such file, or it ends without calling `train()`.
     """
+    return at_training(script, arguments, lambda trainer: trainer.estimate_memory())
+
+
+def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:
+    """Run a script up to its first `train()`, and return what `act` returns for its Trainer.
+
+    Raises:
+        ConfigError: There is no such file, or it ends without calling `train()`.
+    """
     if not Path(script).is_file():
         reason = "There is no such file."
         raise ConfigError(f"Cannot estimate the memory of {str(script)!r}.", reason, "Check the path.")
-    found: list[MemoryEstimate] = []
+    found: list[T] = []
     train, argv, path = Trainer.train, sys.argv, list(sys.path)
 
     def stand_in(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        Trainer.train = train  # type: ignore[method-assign]  # the estimate trains
-        found.append(trainer.estimate_memory())
+        Trainer.train = train  # type: ignore[method-assign]  # an estimate trains
+        found.append(act(trainer))
         raise _Reached
 
     Trainer.train = stand_in  # type: ignore[method-assign, assignment]

@@ -1,0 +1,339 @@
+"""Which strategies fit a model: the memory and communication of a rank, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.mesh.layout import Layout
+from hftrain.strategies.mesh.plans import Placing, find_plan, placings
+from hftrain.strategies.mesh.styles import Colwise, Rowwise
+
+# Of a device's memory; the rest is for its runtime, the communication library and fragmentation.
+USABLE = 0.9
+# How many times longer a byte takes between machines than within one.
+BETWEEN_MACHINES = 10
+
+
+@dataclass(kw_only=True)
+class Saved:
+    """What one forward pass keeps for the backward pass, and moves among the ranks.
+
+    Args:
+        layers: Bytes kept by each layer: whole on every tensor rank, and shared out.
+        inputs: Bytes of each layer's inputs, which checkpointing keeps.
+        outside: Bytes kept outside of the layers: embeddings, logits, the loss.
+        largest: The largest tensor of these.
+        reduced: Bytes that the tensor ranks sum in a forward and backward pass.
+        exchanged: Bytes of queries, keys, values and results of attention.
+    """
+
+    layers: list[list[int]] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outside: int = 0
+    largest: int = 0
+    reduced: int = 0
+    exchanged: int = 0
+
+    def bytes(self, layout: Layout, *, checkpointing: bool = False) -> int:
+        """Return what a rank keeps at most, temporary gradients of activations not counted."""
+        each = [(whole + shared // layout.tp) // layout.cp for whole, shared in self.layers]
+        inner = sum(self.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
+        return self.outside + inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model on the meta device, and what a training step does with it.
+
+    Args:
+        module: The model in the dtype it computes in.
+        units: Its layers, which are sharded and recomputed one by one.
+        sizes: Bytes of an element of each parameter as it is kept, by name.
+        compute_size: Bytes of an element while it computes.
+        reduce_size: Bytes of an element of a gradient that is exchanged.
+        state_ratio: Bytes of optimizer state for each byte of trainable parameters.
+        casts: Whether autocast keeps copies of the parameters.
+        forward: Runs a forward pass with one micro-batch.
+        micro_batch: Its samples.
+        accumulation: Micro-batches of a step.
+        plan: Styles by module names for tensor ranks; None uses the model's own.
+    """
+
+    module: nn.Module
+    units: Sequence[nn.Module]
+    sizes: Mapping[str, int]
+    compute_size: int
+    reduce_size: int
+    state_ratio: float
+    casts: bool
+    forward: Callable[[], Any]
+    micro_batch: int
+    accumulation: int = 1
+    plan: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with its memory and communication in each process.
+
+    Units:
+        bytes; `inside` and `between` are sent by a rank in one step, within a machine and between machines.
+    """
+
+    strategy: str
+    options: dict[str, Any]
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    offload: bool
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    inside: int
+    between: int
+
+    @property
+    def device(self) -> int:
+        """The peak of device memory."""
+        held = 0 if self.offload else self.parameters + self.gradients + self.optimizer
+        return held + self.activations + self.temporary
+
+
+def share(model: Model, tp: int) -> list[Placing]:
+    """Return how tensor ranks share the modules.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if tp == 1:
+        return []
+    ranks: Any = SimpleNamespace(size=tp)
+    return placings(model.module, find_plan(model.module, model.plan), ranks, strict=model.plan is not None)
+
+
+def trace(model: Model, found: Iterable[Placing] = ()) -> Saved:
+    """Run a forward pass on the meta device and count what it keeps."""
+    saved = Saved(layers=[[0, 0] for _ in model.units], inputs=[0] * len(model.units))
+    # Kept alive, so that no other storage takes the same identity.
+    held = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
+    seen: dict[int, Any] = {id(storage): storage for storage in held}
+    place = SimpleNamespace(unit=None, shared=0)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in seen:
+            seen[id(storage)] = storage
+            if place.unit is None:
+                saved.outside += storage.nbytes()
+            else:
+                saved.layers[place.unit][place.shared] += storage.nbytes()
+            saved.largest = max(saved.largest, storage.nbytes())
+        return tensor
+
+    def enter(index: int, args: Any, kwargs: dict[str, Any]) -> None:
+        place.unit = index
+        hidden = next(iter((*args, *kwargs.values())), None)
+        saved.inputs[index] = _bytes(hidden)
+
+    def meet(placing: Placing, args: Any, output: Any) -> None:
+        place.shared = 1 if placing.opens else 0 if placing.closes else place.shared
+        if isinstance(placing.style, (Colwise, Rowwise)):
+            saved.reduced += _bytes(args[0] if isinstance(placing.style, Colwise) else output)
+
+    with ExitStack() as stack:
+        for index, unit in enumerate(model.units):
+            stack.callback(_before(unit, index, enter).remove)
+            stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", None)).remove)
+        for each in found:
+            stack.callback(_after(each, meet).remove)
+        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+        stack.enter_context(_Attention(saved))
+        model.forward()
+    return saved
+
+
+def candidates(model: Model, gpus: int, machine: int, memory: float) -> tuple[list[Candidate], dict[str, str]]:
+    """Return what fits, the best first, and why the rest does not, by name.
+
+    Without offloading before with it, without checkpointing before with it, then by the time of communication.
+
+    Args:
+        model: The model.
+        gpus: The number of processes.
+        machine: How many of them one machine has at most.
+        memory: The memory of a device, in bytes.
+    """
+    fits, rejected = [], {}
+    for name, layout, options in _layouts(gpus, machine):
+        shown = f"{name} ({layout})"
+        try:
+            found = share(model, layout.tp)
+        except ConfigError as error:
+            rejected[shown] = " ".join(str(error).split())
+            continue
+        saved = trace(model, found)
+        settings = [setting for setting in _settings(model) if layout.dp_shard > 1 or not setting[2]]
+        tried = [measure(model, name, layout, options, found, saved, machine, *setting) for setting in settings]
+        least = min(tried, key=lambda each: each.device)
+        good = next((each for each in tried if each.device <= memory * USABLE), None)
+        if good is None:
+            rejected[shown] = f"needs {least.device / 1e9:.1f} GB at least, of {memory * USABLE / 1e9:.1f} GB usable"
+        else:
+            fits.append(good)
+    fits.sort(key=lambda each: (each.offload, each.checkpointing, each.inside + BETWEEN_MACHINES * each.between))
+    return fits, rejected
+
+
+def measure(
+    model: Model,
+    name: str,
+    layout: Layout,
+    options: dict[str, Any],
+    found: Sequence[Placing],
+    saved: Saved,
+    machine: int,
+    micro_batch: int,
+    checkpointing: bool,
+    offload: bool,
+) -> Candidate:
+    """Return the memory and communication of one way to train; see `Candidate`."""
+    shards, scale = layout.shard_size, micro_batch / model.micro_batch
+    is_sharded, copies = shards > 1, layout.size // (shards * layout.tp)
+    # The global batch stays what it is on as many data ranks.
+    accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
+    dims = {id(p): each.dims.get(key) for each in found for key, p in each.module.named_parameters(recurse=False)}
+    home = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
+    held = trained = computed = exchanged = 0
+    units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
+    for key, parameter in model.module.named_parameters():
+        shape = list(parameter.shape)
+        if (dim := dims.get(id(parameter))) is not None:
+            shape[dim] //= layout.tp
+        num = torch.Size(shape).numel()
+        own = num if not shape else num // max(shape[0], 1) * -(-shape[0] // shards)
+        held += own * model.sizes[key]
+        trained += own * model.sizes[key] * parameter.requires_grad
+        part = units[home.get(id(parameter), -1)]
+        part[0] += num * model.compute_size
+        part[1] += num * model.reduce_size * parameter.requires_grad
+    computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
+    gradients, temporary = trained, 2 * int(saved.largest * scale)
+    if is_sharded:
+        # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
+        temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(unit[1] for unit in units)
+        temporary += exchanged if accumulation > 1 else 0  # gradients are whole until the last micro-batch
+    else:
+        gradients += trained if copies > 1 else 0  # DDP's buckets
+        temporary += computed if model.casts else 0
+    passes = 1.5 if checkpointing else 1
+    traffic = {
+        "shards": _part(shards) * (2 * accumulation * computed + exchanged),
+        "copies": 2 * _part(copies) * exchanged / shards,
+        "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
+        "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / (layout.cp * layout.tp),
+    }
+    spans = {"shards": shards * layout.tp > machine, "copies": layout.size > machine}
+    between = sum(int(size) for kind, size in traffic.items() if spans.get(kind))
+    return Candidate(
+        strategy="fsdp_offload" if offload and name == "fsdp" else name,
+        options=options | ({"offload": True} if offload and name != "fsdp" else {}),
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        offload=offload,
+        parameters=held,
+        gradients=gradients,
+        optimizer=int(trained * model.state_ratio),
+        activations=int(saved.bytes(layout, checkpointing=checkpointing) * scale),
+        temporary=temporary,
+        inside=sum(map(int, traffic.values())) - between,
+        between=between,
+    )
+
+
+# -- implementation ------------------------------------------------------------------------------------------------
+
+
+def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, Any]]]:
+    if gpus == 1:
+        yield "single", Layout(), {}
+        return
+    yield "ddp", Layout(dp_replicate=gpus, shards_context=False), {}
+    yield "fsdp", Layout(dp_shard=gpus), {}
+    if gpus > machine and gpus % machine == 0 and machine > 1:
+        yield "hsdp", Layout(dp_replicate=gpus // machine, dp_shard=machine), {}
+    sizes = [size for size in range(2, min(gpus, machine) + 1) if gpus % size == 0 and machine % size == 0]
+    for size in sizes:
+        name = "fsdp_tp" if size < gpus else "tp"
+        yield name, Layout(dp_shard=gpus // size, tp=size), {"tp_size": size}
+    for size in sizes:
+        yield "fsdp_cp", Layout(dp_shard=gpus // size, cp=size), {"cp_size": size}
+
+
+def _settings(model: Model) -> Iterator[tuple[int, bool, bool]]:
+    """Yield micro-batches, checkpointing and offloading, the cheapest first."""
+    batches = [size for size in range(model.micro_batch, 0, -1) if model.micro_batch % size == 0]
+    for offload in (False, True):
+        for checkpointing in (False, True) if model.units else (False,):
+            yield from ((size, checkpointing, offload) for size in batches)
+
+
+def _part(ranks: int) -> float:
+    """Return the share of a whole that a rank sends in an all-gather or a reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _before(unit: nn.Module, index: int, act: Callable[..., None]) -> Any:
+    return unit.register_forward_pre_hook(lambda _, args, kwargs: act(index, args, kwargs), with_kwargs=True)
+
+
+def _after(placing: Placing, act: Callable[..., None]) -> Any:
+    return placing.module.register_forward_hook(lambda _, args, output: act(placing, args, output))
+
+
+class _Kept(torch.autograd.Function):
+    """Attention that keeps what fused kernels keep: its arguments, its result and a sum for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover  # nothing goes backward
+        raise NotImplementedError
+
+
+class _Attention(TorchFunctionMode):
+    """Compute attention as if by a fused kernel, and count its arguments."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__()
+        self.saved = saved
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        given = [named[name] for name in ("query", "key", "value")]
+        result: torch.Tensor = _Kept.apply(*given)  # type: ignore[no-untyped-call]
+        self.saved.exchanged += sum(map(_bytes, (*given, result)))
+        return result
