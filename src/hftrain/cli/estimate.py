@@ -34,7 +34,8 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     Raises:
         ConfigError: There is no such file, or it ends without calling `train()`.
     """
-    return at_training(script, arguments, lambda trainer: trainer.estimate_memory())
+    estimate: MemoryEstimate = at_training(script, arguments, lambda trainer: trainer.estimate_memory())
+    return estimate
 
 
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:

@@ -271,7 +271,7 @@ def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, A
     if gpus == 1:
         yield "single", Layout(), {}
         return
-    yield "ddp", Layout(dp_replicate=gpus, shards_context=False), {}
+    yield "ddp", Layout(dp_replicate=gpus), {}
     yield "fsdp", Layout(dp_shard=gpus), {}
     if gpus > machine and gpus % machine == 0 and machine > 1:
         yield "hsdp", Layout(dp_replicate=gpus // machine, dp_shard=machine), {}
