@@ -33,7 +33,7 @@ MARKS = (
 # What `tests-oldest` runs.
 OLDEST = (
     "tests/unit", "tests/loops", "tests/resume", "tests/distributed/test_fsdp.py",
-    "tests/distributed/test_trainer_ddp.py",
+    "tests/distributed/test_trainer_ddp.py", "tests/distributed/test_mesh_plain.py",
 )  # fmt: skip
 
 # What `tests-interop-oldest` runs: the other tests compare with the newest transformers' Trainer.
