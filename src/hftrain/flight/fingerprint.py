@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from hftrain.core.blocks import block_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # An odd number; its powers, and its products with an index, differ in all bits.
 _MIX = -7046029254386353131
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A process's block of a whole tensor: the shape of that, where the block begins, its own shape."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def num_before(self, place: int) -> int:
+        """Return how many elements of the block come before a place in the whole tensor."""
+        found, rest, own = 0, math.prod(self.shape), self.num_elements
+        for length, first, size in zip(self.shape, self.offsets, self.sizes, strict=True):
+            if not own:
+                break
+            rest, own = rest // length, own // size
+            index, place = divmod(place, rest)
+            found += min(max(index - first, 0), size) * own
+            if not first <= index < first + size:
+                break
+        return found
+
+    def of(self, values: torch.Tensor, part: slice, start: int) -> torch.Tensor:
+        """Return the values of a part of the block; the first of `values` is that of place `-start`."""
+        if self.sizes[1:] == self.shape[1:]:
+            start += self.offsets[0] * math.prod(self.shape[1:])
+            own = slice(part.start + start, part.stop + start)
+            return values if own == slice(0, len(values)) else values[own]
+        left, stride = torch.arange(part.start, part.stop, device=values.device), 1
+        places = torch.full_like(left, start)
+        for length, first, size in reversed([*zip(self.shape, self.offsets, self.sizes, strict=True)]):
+            places += (left % size + first) * stride
+            left, stride = left // size, stride * length
+        return values[places]
 
 
 class Fingerprint:
@@ -30,9 +74,9 @@ class Fingerprint:
         for each in self.parameters:
             starts.append(starts[-1] + each.numel())  # of the whole tensor
         self._starts = starts
-        self._own = [_own_range(each) for each in self.parameters]
+        self._own = [_own_block(each) for each in self.parameters]
         self.is_split = any(
-            own is None or len(own) < each.numel() for own, each in zip(self._own, self.parameters, strict=True)
+            own is None or own.num_elements < each.numel() for own, each in zip(self._own, self.parameters, strict=True)
         )
         self._windows = list(self._cut())
         device = self.parameters[0].device if self.parameters else None
@@ -70,19 +114,16 @@ class Fingerprint:
         gradients, weights, powers, has_any = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor](), False
         for number, first, end in window:
             parameter, own = self.parameters[number], self._own[number]
-            if own is None or first >= own.stop or end <= own.start:
+            if own is None:
                 continue
-            first, end = max(first, own.start), min(end, own.stop)
-            part, place = (
-                slice(first - own.start, end - own.start),
-                self._starts[number] + first - self._start_of(window),
-            )
+            part = slice(own.num_before(first), own.num_before(end))
+            if part.start == part.stop:
+                continue
             weights.append(_local(parameter)[part])
             gradient = None if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
             has_any |= gradient is not None
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
-            is_whole = end - first == len(self._powers)
-            powers.append(self._powers if is_whole else self._powers[place : place + end - first])
+            powers.append(own.of(self._powers, part, self._starts[number] - self._start_of(window)))
         if not weights:
             return torch.zeros(2, dtype=torch.int64)
         rows = [_joined(each) for each in (weights, gradients)[: 1 + has_any]]
@@ -125,22 +166,17 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces if len({each.dtype for each in pieces}) == 1 else [_bits(each) for each in pieces])
 
 
-def _own_range(parameter: torch.Tensor) -> range | None:
+def _own_block(parameter: torch.Tensor) -> _Block | None:
     """Return which elements of the whole tensor this process counts; None if that is not known.
 
     Of replicas, the first one counts.
     """
-    placements = getattr(parameter, "placements", None)
-    if placements is None:
-        return range(parameter.numel())
-    rows, coordinate = range(parameter.shape[0] if parameter.dim() else 1), parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
-    for dim, placement in enumerate(placements):
-        if placement.is_replicate():
-            rows = rows if coordinate[dim] == 0 else rows[:0]
-        elif type(placement).__name__ == "Shard" and placement.dim == 0:
-            size = -(-len(rows) // parameter.device_mesh.size(dim))  # type: ignore[attr-defined]
-            rows = rows[coordinate[dim] * size : (coordinate[dim] + 1) * size]
-        else:
-            return None
-    per_row = parameter.numel() // max(1, parameter.shape[0] if parameter.dim() else 1)
-    return range(rows.start * per_row, rows.stop * per_row)
+    shape = tuple(parameter.shape) or (1,)
+    if not isinstance(parameter, DTensor):
+        return _Block(shape, (0,) * len(shape), shape)
+    at, placements = parameter.device_mesh.get_coordinate() or (), parameter.placements
+    if any(place.is_partial() for place in placements):
+        return None
+    offsets, sizes = block_of(parameter)
+    is_copy = any(at[dim] for dim, place in enumerate(placements) if place.is_replicate())
+    return _Block(shape, offsets or (0,), (0,) * len(shape) if is_copy else sizes or (1,))

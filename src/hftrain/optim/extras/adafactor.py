@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -152,7 +153,7 @@ def _update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any
             state["exp_avg_sq"] = torch.zeros_like(gradient)
     for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):
         if name in state:  # a checkpoint may have held them in the parameter's dtype
-            state[name] = state[name].to(gradient)
+            state[name] = _placed(state[name].to(gradient), gradient)
     state["step"] += 1
     state["RMS"] = _root_mean_square(weights)
     size = step_size(group, state)
@@ -173,6 +174,14 @@ def _update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any
     weights.sub_(update)
     if is_half:
         parameter.copy_(weights)
+
+
+def _placed(mean: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a mean, which a checkpoint holds whole, as one that can be computed with a split gradient."""
+    if isinstance(mean, DTensor) or not isinstance(gradient, DTensor):
+        return mean
+    mesh = gradient.device_mesh
+    return DTensor.from_local(mean, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:

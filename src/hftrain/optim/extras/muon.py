@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer, adamw
 
+from hftrain.core.blocks import block_of
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.optim.low_rank import find_targets
@@ -31,7 +32,8 @@ class Muon(Optimizer):
     """torch's Muon for the hidden matrices and its AdamW for the rest, as one optimizer with one state.
 
     Under FSDP (strategy ``"fsdp"``), each matrix has an owner that gets all its rows, orthogonalises them and sends
-    them back: two exchanges per step in bfloat16, with the bits of one process. With DDP every process does it all.
+    them back: two exchanges per step in bfloat16, with the bits of one process. With DDP every process does it all, as
+    do those of a mesh that splits matrices in other ways: each is put together once per step, in bfloat16.
 
     Args:
         params: Parameters or groups, as for every optimizer.
@@ -50,7 +52,7 @@ class Muon(Optimizer):
 
     Raises:
         ConfigError: An option has no such value, or a target is not a matrix.
-        StrategyError: The strategy splits matrices in another way than by rows.
+        StrategyError: The strategy has flattened the matrices.
 
     Source: Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al., 2025,
     arXiv 2502.16982; `torch.optim.Muon`.
@@ -177,7 +179,7 @@ def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], n
         if not dims:
             found[index] = orthogonalise(update, num_steps)
         elif [places[number] for number in dims] != [Shard(0)]:
-            raise _refused(f"It has split a matrix as {places}, not by rows.")
+            found[index] = _from_whole(matrix, update, num_steps)
         else:
             split.setdefault((matrix.device_mesh, dims[0]), []).append(index)  # type: ignore[attr-defined]
     for (mesh, dim), indices in split.items():
@@ -186,6 +188,14 @@ def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], n
         for index, part in zip(indices, parts, strict=True):
             found[index] = part
     return found
+
+
+def _from_whole(matrix: Any, part: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Put a matrix together on every process, and return this process's block of the result. Collective."""
+    layout = {"shape": matrix.shape, "stride": matrix.stride()}
+    held: Any = DTensor.from_local(part.bfloat16(), matrix.device_mesh, matrix.placements, run_check=False, **layout)
+    (row, column), (height, width) = block_of(matrix)
+    return orthogonalise(held.full_tensor(), num_steps)[row : row + height, column : column + width]
 
 
 def _by_owners(parts: list[torch.Tensor], shapes: list[torch.Size], group: Any, num_steps: int) -> list[torch.Tensor]:

@@ -6,19 +6,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hftrain.core.blocks import block_of
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard, StoredTensor
-
-# The planner takes some 200 microseconds a tensor.
-_blocks: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
 
 
 def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
@@ -111,20 +106,6 @@ def split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
             else:
                 plain[index][key] = value
     return {**state, "state": plain}, split
-
-
-def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this process's block begins in the whole tensor, and its shape, according to torch's planner."""
-    mesh = tensor.device_mesh
-    known = _blocks.setdefault(mesh, {})
-    key = (*(mesh.get_coordinate() or ()), tensor.shape, tensor.placements)
-    if key not in known:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({"": tensor.detach()})
-        (item,) = planner.create_local_plan().items
-        chunk = item.tensor_data.chunk  # type: ignore[union-attr]
-        known[key] = tuple(chunk.offsets), tuple(chunk.sizes)
-    return known[key]
 
 
 def _is_writer(tensor: DTensor) -> bool:
