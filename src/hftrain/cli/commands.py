@@ -116,14 +116,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
     part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
-    what = "print which strategy, mesh and micro-batch fit a script's model on GPUs that are not here"
-    part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
-    part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
-    part.add_argument("--memory", metavar="SIZE", default="80GB", help="the memory of each; default: 80GB")
-    what = "how many of them a machine has; default: 8 at most"
-    part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
-    part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
-    part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    _add_plan(add, file)
 
     what = "print a script that completes this command in a shell"
     part = add(
@@ -186,3 +179,14 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
     part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
     part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
+
+
+def _add_plan(add: Callable[..., argparse.ArgumentParser], file: object) -> None:
+    what = "print which strategy, mesh and micro-batch fit a script's model on GPUs that are not here"
+    part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
+    part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
+    part.add_argument("--memory", metavar="SIZE", default="80GB", help="the memory of each; default: 80GB")
+    what = "how many of them a machine has; default: 8 at most"
+    part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
+    part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
+    part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

@@ -214,21 +214,7 @@ def measure(
     is_sharded, copies = shards > 1, layout.size // (shards * layout.tp)
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
-    dims = {id(p): each.dims.get(key) for each in found for key, p in each.module.named_parameters(recurse=False)}
-    home = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
-    held = trained = computed = exchanged = 0
-    units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
-    for key, parameter in model.module.named_parameters():
-        shape = list(parameter.shape)
-        if (dim := dims.get(id(parameter))) is not None:
-            shape[dim] //= layout.tp
-        num = torch.Size(shape).numel()
-        own = num if not shape else num // max(shape[0], 1) * -(-shape[0] // shards)
-        held += own * model.sizes[key]
-        trained += own * model.sizes[key] * parameter.requires_grad
-        part = units[home.get(id(parameter), -1)]
-        part[0] += num * model.compute_size
-        part[1] += num * model.reduce_size * parameter.requires_grad
+    held, trained, units = _held(model, layout, found)
     computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
     gradients, temporary = trained, 2 * int(saved.largest * scale)
     if is_sharded:
@@ -265,6 +251,26 @@ def measure(
 
 
 # -- implementation ------------------------------------------------------------------------------------------------
+
+
+def _held(model: Model, layout: Layout, found: Sequence[Placing]) -> tuple[int, int, list[list[int]]]:
+    """Return the bytes of a rank's parameters, of those that train, and what each layer gathers and exchanges."""
+    dims = {id(p): each.dims.get(key) for each in found for key, p in each.module.named_parameters(recurse=False)}
+    home = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
+    held = trained = 0
+    units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
+    for key, parameter in model.module.named_parameters():
+        shape = list(parameter.shape)
+        if (dim := dims.get(id(parameter))) is not None:
+            shape[dim] //= layout.tp
+        num = torch.Size(shape).numel()
+        own = num if not shape else num // max(shape[0], 1) * -(-shape[0] // layout.shard_size)
+        held += own * model.sizes[key]
+        trained += own * model.sizes[key] * parameter.requires_grad
+        part = units[home.get(id(parameter), -1)]
+        part[0] += num * model.compute_size
+        part[1] += num * model.reduce_size * parameter.requires_grad
+    return held, trained, units
 
 
 def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, Any]]]:
