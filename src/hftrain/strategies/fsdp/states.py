@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,7 +138,9 @@ def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm_type: floa
         for grad, part in zip(grads, local, strict=True)
         if not any(at for at, each in zip(place, grad.placements, strict=True) if each.is_replicate())  # type: ignore[attr-defined]
     ]
-    norm = torch.nn.utils.get_total_norm(own, norm_type).to(local[0].device)
+    # A rank without parts of its own would have a norm of the default dtype.
+    dtype = functools.reduce(torch.promote_types, {part.dtype for part in local})
+    norm = torch.nn.utils.get_total_norm(own, norm_type).to(local[0].device, dtype)
     is_max = math.isinf(norm_type)
     total = norm if is_max else norm**norm_type
     for dim in range(mesh.ndim):
