@@ -49,7 +49,8 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {**LLAMA, "mesh": "tp, sequence_parallel"},
     ),
     "the parts of a vocabulary are compared with different maxima": (
-        "loss:cross_entropies", "dist.all_reduce(highest", "(lambda *_, **__: None)(highest", {**LLAMA, "mesh": "tp, loss_parallel"},
+        "loss:cross_entropies", "dist.all_reduce(highest", "(lambda *_, **__: None)(highest",
+        {**LLAMA, "mesh": "tp, loss_parallel"},
     ),
     "the divisor is wrong by cp": (
         "context:split_context", "sums=True", "sums=False", {**LLAMA, "mesh": "cp"},

@@ -92,4 +92,4 @@ def _gather(ranks: TensorRanks, block: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def _whole(ranks: TensorRanks, part: Any) -> Any:
-    return join(part, ranks.mesh, 1, sums=True)[:, : ranks.length]
+    return join(part, ranks.mesh, 1, sums=True)[:, : ranks.length].contiguous()  # models view their inputs
