@@ -22,6 +22,7 @@ from hftrain.checkpoint import weights as weights_module
 from hftrain.checkpoint.state_files import load_optimizer
 from hftrain.checkpoint.weights import load_weights, read_weights
 from hftrain.core.state import TrainerState
+from hftrain.storage.shards import read_whole
 
 
 class Tool:
@@ -256,10 +257,10 @@ def test_state_that_was_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
     make(tmp_path, StopAt(1), save_safetensors=safe).train()
     read: list[weakref.ref[torch.Tensor]] = []
 
-    def watch(folder: Path) -> dict[str, Any]:
-        state = read_weights(folder)
-        read.extend(weakref.ref(value) for value in state.values())
-        return state
+    def watch(state: dict[str, Any]) -> dict[str, Any]:
+        found = read_whole(state)
+        read.extend(weakref.ref(value) for value in found.values())
+        return found
 
     kept: list[int] = []
 
@@ -269,7 +270,7 @@ def test_state_that_was_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
             kept.append(sum(each() is not None for each in read))
 
     trainer = make(tmp_path, Count(), save_safetensors=safe)
-    monkeypatch.setattr(weights_module, "read_weights", watch)
+    monkeypatch.setattr(weights_module, "read_whole", watch)
     trainer.train(resume_from_checkpoint=True)
     assert read
     assert kept == [0]

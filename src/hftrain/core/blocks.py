@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 # The planner takes some 200 microseconds a tensor.
 _blocks: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
@@ -19,6 +19,8 @@ def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     known = _blocks.setdefault(mesh, {})
     key = (*(mesh.get_coordinate() or ()), tensor.shape, tensor.placements)
     if key not in known:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # half a second, for meshes alone
+
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({"": tensor.detach()})
         (item,) = planner.create_local_plan().items

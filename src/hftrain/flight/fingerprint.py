@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hftrain.core.blocks import block_of
 
@@ -166,13 +165,13 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces if len({each.dtype for each in pieces}) == 1 else [_bits(each) for each in pieces])
 
 
-def _own_block(parameter: torch.Tensor) -> _Block | None:
+def _own_block(parameter: Any) -> _Block | None:
     """Return which elements of the whole tensor this process counts; None if that is not known.
 
     Of replicas, the first one counts.
     """
     shape = tuple(parameter.shape) or (1,)
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "device_mesh"):
         return _Block(shape, (0,) * len(shape), shape)
     at, placements = parameter.device_mesh.get_coordinate() or (), parameter.placements
     if any(place.is_partial() for place in placements):

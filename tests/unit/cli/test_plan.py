@@ -30,6 +30,7 @@ print("trained")
 
 @pytest.fixture
 def script(tmp_cwd: Path) -> Path:
+    pytest.importorskip("transformers")
     path = tmp_cwd / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
     return path

@@ -39,7 +39,7 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"strategy": "dpp"}, "No strategy has that name.*Did you mean 'ddp'"),
+        ({"strategy": "dpp"}, "No strategy has that name.*Did you mean .*'ddp'"),
         ({"precision": "bf61"}, "No precision has that name.*'bf16'"),
         ({"strategy": "ddp", "deepspeed": {"zero": 3}}, "strategy='ddp'.*deepspeed"),
         ({"strategy": "single", "fsdp": "full_shard"}, "strategy='single'.*fsdp"),

@@ -124,10 +124,10 @@ def layout_of(
         inner = math.prod(sizes.get(dim, 1) or 1 for dim in ("pp", "cp", "tp"))
         sizes["dp_shard"] = max((machine_size or world_size) // inner, 1)
         open_dims.remove("dp_shard")
-    if len(open_dims) > 1:
+    named = math.prod(size or 1 for size in sizes.values())
+    if len(open_dims) > 1 and named < world_size:
         names = " and ".join(ARGUMENTS[dim] for dim in open_dims[1:])
         raise _refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
-    named = math.prod(size or 1 for size in sizes.values())
     fill = open_dims[0] if open_dims else "dp_shard"
     if world_size % named or (fill in sizes and named != world_size):
         reason = f"They describe {named} processes, and the launcher started {world_size}."
