@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import ConfigError, listed, suggest
-from hftrain.core.log import get_logger
 from hftrain.strategies.mesh.styles import (
     Colwise,
     Experts,
@@ -24,8 +24,6 @@ from hftrain.strategies.mesh.styles import (
     is_conv1d,
     place,
 )
-
-logger = get_logger(__name__)
 
 # By the names that transformers' plans use.
 STYLES: dict[str, Style] = {
@@ -181,9 +179,9 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
         if isinstance(placing.style, Colwise):
             _count_own_part((placing.module, modules[placing.name.rpartition(".")[0]]), own)
         if placing.opens:
-            placing.module.register_forward_hook(_only(own.part))
+            placing.module.register_forward_hook(partial(_part, own))
         if placing.closes:
-            placing.module.register_forward_hook(_only(own.meet))
+            placing.module.register_forward_hook(partial(_meet, own))
 
 
 def table(found: list[Placing], ranks: TensorRanks) -> str:
@@ -199,9 +197,12 @@ def table(found: list[Placing], ranks: TensorRanks) -> str:
     return "\n".join(lines.values())
 
 
-def _only(act: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that leaves a module's output as it is."""
-    return lambda *_: act()
+def _part(ranks: TensorRanks, module: nn.Module, *_: Any) -> None:
+    ranks.part(module)
+
+
+def _meet(ranks: TensorRanks, *_: Any) -> None:
+    ranks.meet()
 
 
 def _prefix(model: nn.Module) -> str:

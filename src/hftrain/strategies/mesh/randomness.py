@@ -24,26 +24,46 @@ class Apart:
     """
 
     def __init__(self, coordinate: int, device: torch.device) -> None:
-        self._offset = (coordinate + 1) * _STEP
+        self._coordinate = coordinate
         self._device = device
         self._shared: list[torch.Tensor] = []
+        self._seed: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether numbers are drawn apart now.
+
+        The generator itself tells: recomputation that ends early, or an error, restores it without calling `leave`.
+        """
+        return bool(self._shared) and self._module().initial_seed() == self._seed
 
     def enter(self) -> None:
         """Draw different numbers from here on; regions may be nested."""
         # Drawn on the host: the same on all ranks, and without waiting for a device.
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._shared.append(self._module().get_rng_state())
-        self._module().manual_seed((seed + self._offset) % _MAX)
+        self._seed = seed_apart(seed, self._coordinate + 1)
+        self._module().manual_seed(self._seed)
 
     def leave(self) -> None:
         """Draw the same numbers as the other ranks again."""
         self._module().set_rng_state(self._shared.pop())
 
-    def reset(self) -> None:
-        """Forget regions that an error left open."""
-        if self._shared:
-            self._module().set_rng_state(self._shared[0])
-            self._shared.clear()
+    def open(self) -> None:
+        """Enter the one region that `close` ends; nothing if numbers are drawn apart already."""
+        if not self.is_open:
+            self._shared.clear()  # of regions that were never left
+            self.enter()
+
+    def close(self) -> None:
+        """End the region that `open` began; nothing if there is none."""
+        if self.is_open:
+            self.leave()
 
     def _module(self) -> Any:
         return torch.random if self._device.type == "cpu" else torch.get_device_module(self._device)
+
+
+def seed_apart(seed: int, coordinate: int) -> int:
+    """Return a seed for a coordinate, far from those of the others."""
+    return (seed + coordinate * _STEP) % _MAX

@@ -26,7 +26,7 @@ from hftrain.strategies.mesh.layout import Layout, layout_of
 from hftrain.strategies.mesh.loss import share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline, cut
 from hftrain.strategies.mesh.plans import base_of, find_plan, install, placings, table
-from hftrain.strategies.mesh.randomness import Apart
+from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.sequence_parallel import share_sequence
 from hftrain.strategies.mesh.staged import (
@@ -207,7 +207,7 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is not None:
             root = self._pipeline
             # Stages have layers of their own, which must not draw the same numbers.
-            torch.manual_seed((torch.initial_seed() + root.stage.index * 0x9E3779B97F4A7C15) % 2**63)
+            torch.manual_seed(seed_apart(torch.initial_seed(), root.stage.index))
         if self.data.world_size < self.world_size:
             self._prove_same_batch(root)
         return root
@@ -245,7 +245,7 @@ class MeshStrategy(FSDPStrategy):
         install(found, ranks, inner, layers)
         if layers:
             share_sequence(owner, layers, found, inner)
-        model.register_forward_pre_hook(lambda *_: ranks.reset())
+        model.register_forward_pre_hook(lambda *_: ranks.apart.close())  # after an error
         model.register_forward_hook(lambda *_: ranks.check_met())
         head = getattr(base_of(model), "get_output_embeddings", lambda: None)()
         return any(each.module is head and isinstance(each.style, Colwise) for each in found)
@@ -256,7 +256,7 @@ class MeshStrategy(FSDPStrategy):
         def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
             given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-            told = [[list(each.shape), each.detach().double().sum().item()] for each in given if not each.is_meta]
+            told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given if not each.is_meta]
             readers: dict[int, list[Any]] = {}
             for data_rank, each in self.gather_object([self.data.rank, told]):
                 if readers.setdefault(data_rank, each) != each:

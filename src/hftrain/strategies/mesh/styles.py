@@ -6,7 +6,7 @@ in place for the time of its forward pass, so its own code runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class TensorRanks:
     apart: Apart
     sequence: bool = False
     length: int = 0
-    is_apart: bool = False
 
     @property
     def size(self) -> int:
@@ -51,27 +50,20 @@ class TensorRanks:
         """This rank's place."""
         return int(self.mesh.get_local_rank())
 
-    def part(self) -> None:
-        """Draw different random numbers from here on. With a shared sequence, the ranks do so anyway."""
-        if not self.is_apart and not self.sequence and torch.is_grad_enabled():
-            self.apart.enter()
-            self.is_apart = True
+    def part(self, module: nn.Module) -> None:
+        """Draw different random numbers from here on, in training. With a shared sequence, the ranks do so anyway."""
+        if module.training and not self.sequence:
+            self.apart.open()
 
     def meet(self) -> None:
-        """Draw the same random numbers again."""
-        if self.is_apart:
-            self.apart.leave()
-            self.is_apart = False
-
-    def reset(self) -> None:
-        """Forget what a forward pass with an error left open."""
-        self.apart.reset()
-        self.is_apart = False
+        """Draw the same random numbers again. With a shared sequence, the layer's end does so."""
+        if not self.sequence:
+            self.apart.close()
 
     def check_met(self) -> None:
         """Raise if the model ended where the ranks hold different parts."""
-        if self.is_apart:
-            self.reset()
+        if self.apart.is_open:
+            self.apart.close()
             raise StrategyError(
                 "The tensor ranks end the forward pass with different parts of the activations:",
                 "the plan splits a module column-wise, and none that follows it row-wise.",
@@ -300,6 +292,3 @@ def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None, device: to
         stride=parameter.contiguous().stride(),
     )
     return nn.Parameter(held, requires_grad=parameter.requires_grad)
-
-
-Parallelize = Callable[[DeviceMesh], Mapping[str, Any] | None]
