@@ -118,36 +118,53 @@ def _is_writer(tensor: DTensor) -> bool:
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; return the norm before. Collective.
+    """Scale sharded gradients in place so that their norm is at most `max_norm`; return the norm before. Collective."""
+    norm = norm_of(grads, norm_type)
+    scale_down(grads, norm, max_norm)
+    return norm
+
+
+def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of gradients that are sharded over one mesh, or plain. Collective.
 
     Computes with local tensors: what torch derives for operations on several mesh dimensions takes seconds.
 
     Args:
-        grads: All sharded over one mesh.
-        max_norm: The maximum norm; infinite to change nothing.
+        grads: One or more.
         norm_type: The p of the p-norm.
     """
-    mesh = grads[0].device_mesh  # type: ignore[attr-defined]
-    if any(grad.device_mesh != mesh for grad in grads):  # type: ignore[attr-defined]
+    local = [_local(grad) for grad in grads]
+    # A rank without parts of its own would have a norm of the default dtype.
+    dtype = functools.reduce(torch.promote_types, {part.dtype for part in local})
+    meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in grads}
+    if len(meshes) > 1:
         raise ValueError("The gradients are sharded over different meshes.")
+    (mesh,) = meshes
+    if mesh is None:
+        return torch.nn.utils.get_total_norm(local, norm_type).to(dtype)
     place = mesh.get_coordinate() or ()
-    local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
     # A part that several ranks hold counts on the first one.
     own = [
         part
         for grad, part in zip(grads, local, strict=True)
         if not any(at for at, each in zip(place, grad.placements, strict=True) if each.is_replicate())  # type: ignore[attr-defined]
     ]
-    # A rank without parts of its own would have a norm of the default dtype.
-    dtype = functools.reduce(torch.promote_types, {part.dtype for part in local})
     norm = torch.nn.utils.get_total_norm(own, norm_type).to(local[0].device, dtype)
     is_max = math.isinf(norm_type)
     total = norm if is_max else norm**norm_type
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
             dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    norm = total if is_max else total ** (1.0 / norm_type)
+    return total if is_max else total ** (1.0 / norm_type)
+
+
+def scale_down(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients with this norm in place so that it is at most `max_norm`; infinite changes nothing."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for part in local:
-        part.mul_(factor.to(part.device))
-    return norm
+    for grad in grads:
+        _local(grad).mul_(factor.to(grad.device))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

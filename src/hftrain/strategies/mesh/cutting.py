@@ -59,8 +59,8 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
     running order, among them the list of layers), or by transformers' ``base_model_pp_plan`` and ``_pp_plan``.
 
     Raises:
-        ConfigError: There is no such list, it has fewer layers than there are stages, parameters lie outside all
-            parts, or the model has batch normalization.
+        ConfigError: The model has no list of layers, fewer layers than there are stages, parameters outside all parts,
+            or batch normalization.
     """
     order = _declared(model)
     layers = _layers(model, order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.strategies.fsdp.states import norm_of
 from hftrain.strategies.mesh.cutting import Cut, divide, release, tie
 from hftrain.strategies.mesh.links import Links, empty
 from hftrain.strategies.mesh.schedules import COLLECTED, Run, Settings, sharded
@@ -60,7 +61,7 @@ class Pipeline(nn.Module):
         num_micro_batches: How many micro-batches a batch is cut into, at most one a sample; default: one a stage.
 
     Raises:
-        ConfigError: There is no such schedule or it does not fit the model, or the number is not positive.
+        ConfigError: No schedule has that name, or it does not fit the model, or the number is not positive.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Pipeline(nn.Module):
     def _check(self) -> None:
         asked = f"Cannot train {type(self.module).__name__} with schedule={self.schedule!r}."
         if self.schedule not in SCHEDULES:
-            raise ConfigError(asked, "There is no such schedule.", suggest(self.schedule, SCHEDULES))
+            raise ConfigError(asked, "No schedule has that name.", suggest(self.schedule, SCHEDULES))
         if self.num_micro_batches < 1:
             raise ConfigError(asked, f"num_micro_batches={self.num_micro_batches} is not positive.", "Use 1 or more.")
         if self.schedule == "1f1b" and not (self._is_causal() or "num_items_in_batch" in self._takes):
@@ -171,8 +172,11 @@ class _Function(torch.autograd.Function):
 def grad_norm(pipeline: Pipeline, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of the gradients of all stages; tied copies count once. Collective."""
     grads = [parameter.grad for _, parameter in pipeline.own_parameters(once=True) if parameter.grad is not None]
-    own = torch.nn.utils.get_total_norm(grads, norm_type)
-    own = own.full_tensor() if isinstance(own, DTensor) else own
+    # Stages must agree on the dtype, also one that trains nothing; each knows all parameters.
+    trained = {parameter.dtype for parameter in pipeline.module.parameters() if parameter.requires_grad}
+    dtype = functools.reduce(torch.promote_types, trained)
+    device = next(pipeline.own_parameters())[1].device
+    own = norm_of(grads, norm_type).to(dtype) if grads else torch.zeros((), dtype=dtype, device=device)
     all_own = [torch.empty_like(own) for _ in range(pipeline.plan.num_stages)]
     dist.all_gather(all_own, own, group=pipeline.group)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(all_own), norm_type)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hftrain.core.types import Shard
-from hftrain.strategies.fsdp.states import pieces
+from hftrain.strategies.fsdp.states import pieces, scale_down
 from hftrain.strategies.mesh.pipeline import Pipeline, grad_norm, whole_state
 
 State = dict[str, Any]
@@ -71,8 +71,8 @@ def whole_model(pipeline: Pipeline) -> dict[str, torch.Tensor]:
 def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale the gradients of all stages by one norm, which is returned. Collective."""
     norm = grad_norm(pipeline, norm_type)
-    own = [parameter for _, parameter in pipeline.own_parameters()]
-    torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+    grads = [parameter.grad for _, parameter in pipeline.own_parameters() if parameter.grad is not None]
+    scale_down(grads, norm, max_norm)
     return norm
 
 
