@@ -59,6 +59,9 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
         options[_OPTIONS[name]] = max(options.get(_OPTIONS[name], 1), size)
     if any(options.get(name, 1) > 1 for name in ("tp_size", "cp_size", "pp_size")):
         plan = getattr(config, "tp_plan", None)
+        if plan == {}:
+            reason = "An empty tp_plan splits no layer, and tensor ranks would all compute the same."
+            raise _refusal(sizes, reason, "Leave tp_plan out, or tp_size at 1.")
         extra = {
             "plan": None if plan in (None, "auto") else plan,
             "attention": "ulysses" if sizes.get("sp_size", 1) > 1 else None,

@@ -23,15 +23,8 @@ from hftrain.strategies.mesh.styles import SHARES_LOSS
 _IGNORED = -100
 
 
-def share_loss(model: nn.Module, *, vocabulary: DeviceMesh | None, sequence: DeviceMesh | None) -> None:
-    """Let the ranks share the loss of a model in training. Mutates the model.
-
-    While it trains with labels, its outputs have no `logits`.
-
-    Args:
-        model: A causal language model of transformers.
-        vocabulary: The ranks that have parts of the head's outputs, if any.
-        sequence: The ranks that share each sequence, if any.
+def find_head(model: nn.Module) -> nn.Linear:
+    """Return the head of a causal language model of transformers whose loss can be shared.
 
     Raises:
         ConfigError: The model's loss is not the usual one, or its head is not a plain linear layer.
@@ -45,10 +38,27 @@ def share_loss(model: nn.Module, *, vocabulary: DeviceMesh | None, sequence: Dev
             "It shares the usual loss of transformers' causal language models with a plain linear head.",
             "Leave loss_parallel out: the logits are then put together on every rank.",
         )
+    return head
+
+
+def share_loss(
+    model: nn.Module, head: nn.Linear, *, vocabulary: DeviceMesh | None, sequence: DeviceMesh | None
+) -> None:
+    """Let the ranks share the loss of a model in training. Mutates the model.
+
+    While it trains with labels, its outputs have no `logits`.
+
+    Args:
+        model: A causal language model of transformers.
+        head: Its head.
+        vocabulary: The ranks that have parts of the head's outputs, if any.
+        sequence: The ranks that share each sequence, if any.
+    """
     model.register_forward_pre_hook(partial(_before, head), with_kwargs=True)
     model.register_forward_hook(partial(_after, head))
     head.register_forward_pre_hook(partial(_own_positions, sequence), prepend=True)
-    base.loss_function = partial(_loss, own, head, vocabulary, sequence)
+    base: Any = base_of(model)
+    base.loss_function = partial(_loss, base.loss_function, head, vocabulary, sequence)
 
 
 def _before(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -82,15 +82,15 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
 
     Args:
         model: The whole model.
-        given: The user's plan; None uses the model's own (`tp_plan`), or the one for its type.
+        given: The user's plan, whose patterns replace those of the model's own (`tp_plan`), or of the one for its type.
 
     Raises:
         ConfigError: There is no plan, or a style is not known.
     """
     bare = base_of(model)
-    plan = given
-    if plan is None:
-        plan = getattr(bare, "tp_plan", None) or _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""))
+    own = getattr(bare, "tp_plan", None) or _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""))
+    plan = dict(given or {})  # first, because the first pattern that matches wins
+    plan |= {pattern: style for pattern, style in (own or {}).items() if pattern not in plan}
     if not plan:
         raise ConfigError(
             f"Cannot share the layers of {type(bare).__name__} among tensor ranks:",
@@ -115,14 +115,14 @@ def base_of(model: nn.Module) -> nn.Module:
     return model if get is None else get()
 
 
-def placings(model: nn.Module, plan: Mapping[str, Style], ranks: TensorRanks, *, strict: bool) -> list[Placing]:
+def placings(model: nn.Module, plan: Mapping[str, Style], num_ranks: int, named: Collection[str] = ()) -> list[Placing]:
     """Return how every module is shared; unplanned ones are held whole by each rank.
 
     Args:
         model: The whole model.
         plan: The styles by pattern; see `find_plan`.
-        ranks: The ranks.
-        strict: Whether every pattern must match, because a user wrote them.
+        num_ranks: How many ranks share it.
+        named: The patterns that a user wrote, each of which must match.
 
     Raises:
         ConfigError: A pattern matches nothing, or the ranks cannot share a module's heads.
@@ -138,9 +138,10 @@ def placings(model: nn.Module, plan: Mapping[str, Style], ranks: TensorRanks, *,
             continue
         used.add(pattern)
         for placing in _inside(name, module, plan[pattern]):
-            chosen[placing.module] = _checked(placing, model, ranks)
-    lost = [pattern for pattern in plan if pattern not in used and pattern.rpartition(".")[2] not in _OF_EXPERTS]
-    if not used or (lost and strict):
+            chosen[placing.module] = _checked(placing, model, num_ranks)
+    of_modules = [pattern for pattern in named or plan if pattern.rpartition(".")[2] not in _OF_EXPERTS]
+    lost = [pattern for pattern in of_modules if pattern not in used]
+    if lost and (named or not used):
         raise ConfigError(
             f"Cannot use the plan for {type(base_of(model)).__name__}.",
             f"It has no modules named {listed(lost, most=3)}.",
@@ -184,13 +185,13 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
             placing.module.register_forward_hook(partial(_meet, own))
 
 
-def table(found: list[Placing], ranks: TensorRanks) -> str:
+def table(found: list[Placing], num_ranks: int) -> str:
     """Return one line for each kind of module: its name, its style, its shape and what a rank holds."""
     lines: dict[str, str] = {}
     for placing in found:
         for name, parameter in placing.module.named_parameters(recurse=False):
             dim, shape = placing.dims.get(name), list(parameter.shape)
-            own = [size // ranks.size if place == dim else size for place, size in enumerate(shape)]
+            own = [size // num_ranks if place == dim else size for place, size in enumerate(shape)]
             kind = re.sub(r"\.\d+\.", ".*.", f"{placing.name}.{name}")
             style = type(placing.style).__name__.lower() if dim is not None else "replicated"
             lines.setdefault(kind, f"{kind}: {style}, {shape} -> {own}")
@@ -262,26 +263,24 @@ def _placing(name: str, module: nn.Module, style: Style, **outer: bool) -> Placi
     return Placing(name=name, module=module, style=style, dims={key: dims.get(key) for key in own}, **outer)
 
 
-def _checked(placing: Placing, model: nn.Module, ranks: TensorRanks) -> Placing:
+def _checked(placing: Placing, model: nn.Module, num_ranks: int) -> Placing:
     """Return the placing if the ranks can share the module; vocabularies that they cannot share are held whole."""
     module, style = placing.module, placing.style
     sizes = {name: getattr(module, name).shape[dim] for name, dim in placing.dims.items() if dim is not None}
     packed = getattr(style, "packed", 1) * (2 if isinstance(style, Experts) else 1)
-    uneven = {
-        name: size for name, size in sizes.items() if size % (ranks.size * (packed if name != "down_proj" else 1))
-    }
+    uneven = {name: size for name, size in sizes.items() if size % (num_ranks * (packed if name != "down_proj" else 1))}
     if isinstance(style, Vocabulary) and getattr(module, "max_norm", None) is not None:
         uneven = sizes  # the norms of rows are changed in place
     if uneven and (isinstance(style, Vocabulary) or getattr(style, "gathers", False)):
         return Placing(name=placing.name, module=module, style=Replicated(), dims={})
     parent = model.get_submodule(placing.name.removesuffix(".base_layer").rpartition(".")[0])
     head = getattr(parent, "head_dim", None) if isinstance(style, Colwise) and not style.gathers else None
-    rows = sizes.get("weight", 0) // ranks.size // packed
+    rows = sizes.get("weight", 0) // num_ranks // packed
     if uneven or (isinstance(head, int) and rows % head):
         what = f"a width of {next(iter(uneven.values()))}" if uneven else f"{sizes['weight'] // packed // head} heads"
         raise ConfigError(
-            f"Cannot share {placing.name} among {ranks.size} tensor ranks.",
-            f"It has {what}, which {ranks.size} does not divide.",
+            f"Cannot share {placing.name} among {num_ranks} tensor ranks.",
+            f"It has {what}, which {num_ranks} does not divide.",
             "Use a tp_size that divides them (for attention: the number of key and value heads).",
         )
     return placing

@@ -120,8 +120,7 @@ def share(model: Model, tp: int) -> list[Placing]:
     """
     if tp == 1:
         return []
-    ranks: Any = SimpleNamespace(size=tp)
-    return placings(model.module, find_plan(model.module, model.plan), ranks, strict=model.plan is not None)
+    return placings(model.module, find_plan(model.module, model.plan), tp, model.plan or ())
 
 
 def trace(model: Model, found: Iterable[Placing] = ()) -> Saved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,19 +16,8 @@ from hftrain.strategies.mesh.sequence import SequenceSplit
 from hftrain.strategies.mesh.styles import Colwise, Experts, Rowwise, TensorRanks
 
 
-def share_sequence(
-    owner: nn.Module, layers: Sequence[nn.Module], found: Sequence[Placing], ranks: TensorRanks
-) -> SequenceSplit:
-    """Let the tensor ranks share the sequence between the blocks of the layers. Mutates the modules.
-
-    A block, the parent of modules that the plan splits (attention, MLP), gets the whole sequence and ends with parts of
-    it. Call this after the context ranks have split the sequence, if they do.
-
-    Args:
-        owner: The module whose forward pass calls the layers.
-        layers: The layers.
-        found: How the model's modules are shared.
-        ranks: The ranks in the layers, which get to know whether they share a sequence now.
+def find_blocks(layers: Sequence[nn.Module], found: Sequence[Placing]) -> set[nn.Module]:
+    """Return the blocks of layers: the parents of modules that the plan splits (attention, MLP).
 
     Raises:
         ConfigError: A layer has no such blocks, or experts.
@@ -44,6 +33,23 @@ def share_sequence(
         reason = "Its layers have no blocks (attention, MLP) around the modules that the plan splits."
     if reason:
         raise ConfigError("Cannot use sequence_parallel=True with this model.", reason, "Leave sequence_parallel out.")
+    return blocks
+
+
+def share_sequence(
+    owner: nn.Module, layers: Sequence[nn.Module], blocks: Iterable[nn.Module], ranks: TensorRanks
+) -> SequenceSplit:
+    """Let the tensor ranks share the sequence between the blocks of the layers. Mutates the modules.
+
+    A block gets the whole sequence and ends with parts of it. Call this after the context ranks have split the
+    sequence, if they do.
+
+    Args:
+        owner: The module whose forward pass calls the layers.
+        layers: The layers.
+        blocks: Their blocks.
+        ranks: The ranks in the layers, which get to know whether they share a sequence now.
+    """
     for block in blocks:
         block.register_forward_pre_hook(partial(_gather, ranks), with_kwargs=True)
     return SequenceSplit(

@@ -23,12 +23,12 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import Layout, layout_of
-from hftrain.strategies.mesh.loss import share_loss
+from hftrain.strategies.mesh.loss import find_head, share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline, cut
-from hftrain.strategies.mesh.plans import base_of, find_plan, install, placings, table
+from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
 from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
-from hftrain.strategies.mesh.sequence_parallel import share_sequence
+from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequence
 from hftrain.strategies.mesh.staged import (
     clip_grad_norm,
     model_pieces,
@@ -56,7 +56,7 @@ class MeshStrategy(FSDPStrategy):
         dp_replicate: Copies of the sharded model.
         dp_shard: Data ranks that share each parameter, its gradient and its optimizer state.
         uses: The dimensions that a preset's name promises; the one without a size takes the processes that are left.
-        plan: Styles by module names, in which ``*`` stands for one part of a name; None uses the model's own plan.
+        plan: Styles by module names, in which ``*`` stands for one part of a name; they come before the model's own.
         sequence_parallel: Whether tensor ranks also share the activations between the layers, along the sequence.
         loss_parallel: Whether the ranks share the loss of a causal language model: no rank holds all logits, and its
             outputs have none while it trains.
@@ -219,36 +219,41 @@ class MeshStrategy(FSDPStrategy):
     def _share_out(self, model: nn.Module) -> None:
         """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
         meshes, layout = self._meshes, self.layout
+        # What refuses a model comes before what changes it.
+        found = self._place_layers(model) if layout.tp > 1 else []
+        shares_sequence = self.sequence_parallel and layout.tp > 1
+        owner, layers = find_layers(model, self.layer_classes) if shares_sequence else (model, [])
+        blocks = find_blocks(layers, found) if shares_sequence else ()
+        head = find_head(model) if self.loss_parallel else None
         if layout.pp > 1:
             stages = {"schedule": self.schedule, "num_micro_batches": self.num_micro_batches}
             self._pipeline = cut(model, meshes.parameters["pp"].get_group(), **stages)
         context = meshes.samples["cp"] if layout.cp > 1 else None
         if context is not None:
-            multiple = layout.tp if self.sequence_parallel else 1
+            multiple = layout.tp if shares_sequence else 1
             options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
             split_context(model, context, multiple=multiple, **options)
-        has_parts = layout.tp > 1 and self._share_layers(model)
-        if self.loss_parallel:
-            vocabulary = meshes.parameters["tp"] if has_parts else None
-            share_loss(model, vocabulary=vocabulary, sequence=context)
+        if found:
+            mesh = meshes.parameters["tp"]
+            ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
+            inner = replace(ranks)
+            install(found, ranks, inner, layers)
+            if shares_sequence:
+                share_sequence(owner, layers, blocks, inner)
+            model.register_forward_pre_hook(lambda *_: ranks.apart.close())  # after an error
+            model.register_forward_hook(lambda *_: ranks.check_met())
+        if head is not None:
+            has_parts = any(each.module is head and isinstance(each.style, Colwise) for each in found)
+            share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
 
-    def _share_layers(self, model: nn.Module) -> bool:
-        """Share the layers among the tensor ranks; return whether each has a part of the head's outputs."""
-        mesh = self._meshes.parameters["tp"]
-        ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
-        inner, given = replace(ranks), self.plan_by_name
+    def _place_layers(self, model: nn.Module) -> list[Placing]:
+        """Return how the tensor ranks share each module."""
+        given = self.plan_by_name
         if given is None and self.parallelize is not None:
-            given = self.parallelize(mesh)
-        found = placings(model, find_plan(model, given), ranks, strict=given is not None)
-        logger.info("The tensor ranks hold:\n%s", table(found, ranks))
-        owner, layers = find_layers(model, self.layer_classes) if self.sequence_parallel else (model, [])
-        install(found, ranks, inner, layers)
-        if layers:
-            share_sequence(owner, layers, found, inner)
-        model.register_forward_pre_hook(lambda *_: ranks.apart.close())  # after an error
-        model.register_forward_hook(lambda *_: ranks.check_met())
-        head = getattr(base_of(model), "get_output_embeddings", lambda: None)()
-        return any(each.module is head and isinstance(each.style, Colwise) for each in found)
+            given = self.parallelize(self._meshes.parameters["tp"])
+        found = placings(model, find_plan(model, given), self.layout.tp, given or ())
+        logger.info("The tensor ranks hold:\n%s", table(found, self.layout.tp))
+        return found
 
     def _prove_same_batch(self, model: nn.Module) -> None:
         """Check in the first forward pass that the ranks of one data coordinate get the same batch."""
