@@ -53,12 +53,14 @@ def test_every_model_computes_what_one_process_does(run_distributed: Any, mesh: 
 @pytest.mark.guarantees
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_every_model_on_every_mesh(run_distributed: Any, mesh: str) -> None:
-    for model in MODELS:
-        common = {"mesh": mesh, "model": model}
-        cases: list[dict[str, Any]] = [
-            {**common, "tied": tied, "accumulation": accumulation, "clip": clip, "padding": padding}
+    kinds: list[dict[str, Any]] = [
+        *(
+            {"tied": tied, "accumulation": accumulation, "clip": clip, "padding": padding}
             for tied, accumulation, clip, padding in (
                 (False, 1, None, None), (True, 3, 0.5, 0), (True, 1, 0.5, 30), (False, 3, None, 30),
             )
-        ]  # fmt: skip
-        check(run_distributed, [*cases, {**common, "labels": "whole", "length": 11}, {**common, "vocab_size": 31}])
+        ),
+        {"labels": "whole", "length": 11},
+        {"vocab_size": 31},
+    ]  # fmt: skip
+    check(run_distributed, [{"mesh": mesh, "model": model, **kind} for model in MODELS for kind in kinds])
