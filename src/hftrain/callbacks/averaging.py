@@ -122,7 +122,8 @@ class WeightAverage(TrainerCallback):
 
     def _start_of(self, parameter: nn.Parameter) -> torch.Tensor:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.detach().to(self.device or parameter.device, dtype, copy=True)
+        device = parameter.device if parameter.is_meta else self.device or parameter.device
+        return parameter.detach().to(device, dtype, copy=True)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the averaged parameters with their averages, of those that train by now."""
@@ -130,7 +131,9 @@ class WeightAverage(TrainerCallback):
         for name, parameter in self._named:
             if name not in averages and parameter.requires_grad and parameter.is_floating_point():
                 averages[name] = self._start_of(parameter)
-        return [(parameter.detach(), averages[name]) for name, parameter in self._named if name in averages]
+        # Stages of a pipeline average what they hold; other parameters are on the meta device.
+        own = [(name, parameter.detach()) for name, parameter in self._named if not parameter.is_meta]
+        return [(parameter, averages[name]) for name, parameter in own if name in averages]
 
 
 class EMA(WeightAverage):

@@ -67,7 +67,7 @@ class ChunkedCrossEntropy(TrainerCallback):
 
     Raises:
         ConfigError: The model's head is not a plain `nn.Linear`, its loss is not the usual one of causal language
-            models, or the strategy runs copies of it.
+            models, or the strategy runs copies or stages of it.
         TaskError: The first forward pass shows that the loss is not computed from the labels and the head's output.
 
     Example:
@@ -90,6 +90,8 @@ class ChunkedCrossEntropy(TrainerCallback):
             reason = f"Its head is a {type(head).__name__}, not a plain nn.Linear."
         elif strategy.name == "data_parallel":
             reason = "strategy='data_parallel' runs copies of it; start one process per GPU instead."
+        elif strategy.sizes.get("pp", 1) > 1:
+            reason = "Only the last stage of a pipeline has its head and its labels; use pp_size=1."
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
         base.loss_function = partial(_loss, loss, head)

@@ -239,8 +239,9 @@ def load_task(
         model: Another model to load the weights into.
     """
     target = bare if model is None else strategy.unwrap(model)
-    # If there are none yet, the process that has the weights sends them.
-    if not any(parameter.is_meta for parameter in target.parameters()):
+    # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
+    are_elsewhere = [parameter.is_meta for parameter in target.parameters()]
+    if not are_elsewhere or not all(are_elsewhere):
         load_weights(target, folder, strategy=strategy if target is bare else None)
     with without_model(task):
         task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

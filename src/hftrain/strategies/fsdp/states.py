@@ -49,10 +49,13 @@ def whole_tensors(state: Mapping[str, Any], device: torch.device) -> Iterator[tu
 def split_like(value: Any, like: Any) -> Any:
     """Return this process's shard of a full tensor, sharded as `like`; return anything else unchanged.
 
-    Of a `StoredTensor`, only this shard is read, or the whole tensor if `like` is not sharded.
+    Of a `StoredTensor`, only this shard is read, or the whole tensor if `like` is not sharded; nothing if `like` is on
+    the meta device, as another stage of a pipeline has it: `like` itself is returned.
     """
     if not isinstance(value, (torch.Tensor, StoredTensor)) or isinstance(value, DTensor):
         return value
+    if isinstance(like, torch.Tensor) and like.is_meta and value.shape == like.shape:
+        return like
     if not isinstance(like, DTensor) or value.shape != like.shape:
         # the loading code reports a mismatch or handles such values
         return value.read() if isinstance(value, StoredTensor) else value
@@ -65,9 +68,13 @@ def split_like(value: Any, like: Any) -> Any:
 
 
 def take_sharded(tree: Any, path: tuple[Any, ...], found: dict[str, Any]) -> Any:
-    """Return nested mappings with None for sharded tensors, which are added to `found` by their path as JSON."""
+    """Return nested mappings with None for sharded tensors, which are added to `found` by their path as JSON.
+
+    Tensors on the meta device become None, too: another stage of a pipeline has them.
+    """
     if isinstance(tree, DTensor):
         found[json.dumps(path)] = tree.detach()
+    if isinstance(tree, DTensor) or (isinstance(tree, torch.Tensor) and tree.is_meta):
         return None
     if isinstance(tree, Mapping):
         return {key: take_sharded(value, (*path, key), found) for key, value in tree.items()}
@@ -133,7 +140,7 @@ def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         grads: One or more.
         norm_type: The p of the p-norm.
     """
-    local = [_local(grad) for grad in grads]
+    local = [local_part(grad) for grad in grads]
     # A rank without parts of its own would have a norm of the default dtype.
     dtype = functools.reduce(torch.promote_types, {part.dtype for part in local})
     meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in grads}
@@ -162,9 +169,10 @@ def scale_down(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: floa
     """Scale gradients with this norm in place so that it is at most `max_norm`; infinite changes nothing."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        _local(grad).mul_(factor.to(grad.device))
+        local_part(grad).mul_(factor.to(grad.device))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor that may be sharded."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

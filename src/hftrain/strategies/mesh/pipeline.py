@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -169,9 +169,13 @@ class _Function(torch.autograd.Function):
         return None, None, None, *run.backward(ctx.parameters, grads)
 
 
-def grad_norm(pipeline: Pipeline, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of the gradients of all stages; tied copies count once. Collective."""
-    grads = [parameter.grad for _, parameter in pipeline.own_parameters(once=True) if parameter.grad is not None]
+def grad_norm(
+    pipeline: Pipeline, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Return the norm of the gradients of all stages, of these parameters only; tied copies count once. Collective."""
+    among = set(map(id, pipeline.module.parameters() if parameters is None else parameters))
+    once = [parameter for _, parameter in pipeline.own_parameters(once=True) if id(parameter) in among]
+    grads = [parameter.grad for parameter in once if parameter.grad is not None]
     # Stages must agree on the dtype, also one that trains nothing; each knows all parameters.
     trained = {parameter.dtype for parameter in pipeline.module.parameters() if parameter.requires_grad}
     dtype = functools.reduce(torch.promote_types, trained)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import StrategyError, TaskError
 from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.strategies.fsdp.states import local_part
 from hftrain.strategies.mesh.links import Links, described, empty, restored
 from hftrain.strategies.mesh.stages import Stage
 
@@ -242,7 +243,7 @@ class Run:
             if len(owners) > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                mine = _local(parameter.grad)
+                mine = local_part(parameter.grad)
                 steps = [stage - own for stage in owners if stage != own]
                 copies = self.links.exchange([(mine, step) for step in steps], [(empty(mine), step) for step in steps])
                 copies.insert(owners.index(own), mine.clone())
@@ -328,11 +329,6 @@ def _check_alike(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> No
                     "Processes weigh their losses differently, and the gradients were averaged before.",
                     "Use a loss that is divided by num_items_in_batch, or schedule='gpipe'.",
                 )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

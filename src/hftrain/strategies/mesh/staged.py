@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hftrain.core.types import Shard
-from hftrain.strategies.fsdp.states import pieces, scale_down
+from hftrain.strategies.fsdp.states import local_part, pieces, scale_down
 from hftrain.strategies.mesh.pipeline import Pipeline, grad_norm, whole_state
 
 State = dict[str, Any]
@@ -68,12 +69,36 @@ def whole_model(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu() for name, value in found.items() if value is not None}
 
 
-def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale the gradients of all stages by one norm, which is returned. Collective."""
-    norm = grad_norm(pipeline, norm_type)
-    grads = [parameter.grad for _, parameter in pipeline.own_parameters() if parameter.grad is not None]
+def clip_grad_norm(
+    pipeline: Pipeline, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale the gradients of parameters of all stages by their norm, which is returned. Collective."""
+    norm = grad_norm(pipeline, norm_type, parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     scale_down(grads, norm, max_norm)
     return norm
+
+
+class StagesScaler(GradScaler):
+    """Scale the loss of a pipeline; all processes skip an update if the gradients of one stage overflow."""
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale. Collective."""
+        held = [each for group in optimizer.param_groups for each in group["params"] if not each.is_meta]
+        grads = [each.grad for each in held if each.grad is not None]
+        # A stage that trains nothing has no gradient, and the scaler needs one to hear of an overflow.
+        borrowed, witness = (None, grads[0]) if grads else (held[0], torch.zeros_like(held[0]))
+        largest = [torch.linalg.vector_norm(local_part(grad), torch.inf) for grad in grads]
+        overflows = ~torch.stack(largest or [local_part(witness).new_zeros(())]).isfinite().all()
+        spoil = overflows.float()
+        dist.all_reduce(spoil, dist.ReduceOp.MAX)
+        local_part(witness).add_(torch.where(spoil > 0, torch.inf, 0.0))
+        if borrowed is not None:
+            borrowed.grad = witness
+        super().unscale_(optimizer)
+        if borrowed is not None:
+            borrowed.grad = None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

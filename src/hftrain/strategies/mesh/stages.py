@@ -60,6 +60,8 @@ class Stage:
     ) -> tuple[Any, torch.Tensor | None]:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
         get, self._place = self.model.get_submodule, "before"
+        # A weight that autocast has cast for the micro-batch before would get this one's gradient too late for FSDP.
+        torch.clear_autocast_cache()
         self.dtype = None if received is None else received.dtype
         absent = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
         stand_ins: dict[str, nn.Module] = {}

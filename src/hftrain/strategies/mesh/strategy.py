@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequence
 from hftrain.strategies.mesh.staged import (
+    StagesScaler,
     clip_grad_norm,
     model_pieces,
     optimizer_pieces,
@@ -127,13 +129,16 @@ class MeshStrategy(FSDPStrategy):
         model = super().unwrap(model)
         return self.unwrap(model.module) if isinstance(model, Pipeline) else model
 
+    def scaler_factory(self, device: torch.device) -> GradScaler:
+        return StagesScaler(device.type) if self.layout.pp > 1 else super().scaler_factory(device)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         # A pipeline exchanges gradients after its last micro-batch.
         return nullcontext() if self._pipeline is not None else super().no_sync(model)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         if self._pipeline is not None:
-            return clip_grad_norm(self._pipeline, max_norm, norm_type)
+            return clip_grad_norm(self._pipeline, list(parameters), max_norm, norm_type)
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,215 @@
+"""Features that change numbers: a run on a mesh logs, predicts and saves what one process does, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.distributed import launch
+from support.resuming import StopAt
+from support.tiny import make_arguments
+from torch import nn
+
+from hftrain import (
+    EMA,
+    ChunkedCrossEntropy,
+    Freeze,
+    GradientAccumulationScheduler,
+    GradientClipping,
+    HFTrainError,
+    SavePolicy,
+    SpikeGuard,
+    Trainer,
+    TrainerCallback,
+    layerwise_groups,
+    set_seed,
+)
+from hftrain.strategies.registry import create_strategy
+
+pytestmark = pytest.mark.distributed
+
+LOGGED = ("loss", "grad_norm", "eval_loss", "spike_loss", "skipped_steps", "nonfinite_losses", "step")
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    """Return samples with different numbers of labels."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for number in range(24):
+        tokens = torch.randint(3, 64, (12,), generator=generator)
+        found.append({"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) < number % 9, -100)})
+    return found
+
+
+def make_model(dtype: torch.dtype) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=64, n_positions=16, **rates)
+    return GPT2LMHeadModel(config).to(dtype)
+
+
+class Spoil(TrainerCallback):
+    """Fill the gradients of the last block in one backward pass, or its weights after one step."""
+
+    def __init__(self, value: float, *, grads_at: int = 0, weights_at: int = 0) -> None:
+        self.value, self.grads_at, self.weights_at, self.num_passes = value, grads_at, weights_at, 0
+
+    def wrap_stepper(self, stepper: Any, *, model: nn.Module, **_: Any) -> Any:
+        def backward(loss: torch.Tensor, **options: Any) -> None:
+            stepper.backward(loss, **options)
+            self.num_passes += 1
+            if self.num_passes == self.grads_at:
+                self._fill([parameter.grad for parameter in self._of_last_block(model)])
+
+        return replace(stepper, backward=backward)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.weights_at:
+            self._fill(self._of_last_block(model))
+
+    def _of_last_block(self, model: nn.Module) -> list[nn.Parameter]:
+        return [each for name, each in model.named_parameters() if ".h.1." in name and not each.is_meta]
+
+    @torch.no_grad()
+    def _fill(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(self.value)
+
+
+class Steep(Trainer):
+    """Its loss is a spike in the fourth step."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        return found * 1e4 if model.training and self.state.global_step == 3 else found
+
+
+class Weighted(Trainer):
+    """The documented override with weights of classes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        weights = torch.linspace(0.5, 2, logits.shape[-1], dtype=logits.dtype)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight=weights)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Layered(Trainer):
+    """A rate for each layer."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        layers = {"layers": ["transformer.wte", "transformer.h.*"], "decay": 0.5}
+        self.optimizer = torch.optim.AdamW(layerwise_groups(self.model, lr=1e-2, weight_decay=0.01, **layers))
+        return self.optimizer
+
+
+def sum_over_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    goals = labels[:, 1:].flatten()
+    loss = nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), goals, reduction="sum")
+    return loss / (goals.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+FP16: dict[str, Any] = {"fp16": True, "dtype": torch.float32, "optim": "sgd"}
+LOWER = ["transformer.h.0", "transformer.wte", "transformer.wpe"]
+PLANS: dict[str, Callable[[], dict[str, Any]]] = {
+    "average": lambda: {"callbacks": [EMA(0.5)], "resumes_at": 2, **SAVES},
+    "group clipping": lambda: {"callbacks": [GradientClipping("group", 0.5)], "max_grad_norm": 0.0},
+    "unfreezing": lambda: {"callbacks": [Freeze({"transformer.h.0": 1, "transformer.wpe": 2})]},
+    "rates of layers": lambda: {"kind": Layered},
+    "spike": lambda: {"kind": Steep, "callbacks": [SpikeGuard("skip", rolling_interval_length=3)], "max_steps": 4},
+    "restore": lambda: {
+        "save_policy": SavePolicy(on_nonfinite="restore"), "callbacks": [Spoil(torch.nan, weights_at=2)], **SAVES,
+    },
+    "stop": lambda: {
+        "save_policy": SavePolicy(on_nonfinite="stop"), "callbacks": [Spoil(torch.nan, weights_at=2)], **SAVES,
+    },
+    "overflow": lambda: {"callbacks": [Spoil(torch.inf, grads_at=2)], **FP16},
+    "overflow, unclipped": lambda: {"callbacks": [Spoil(torch.inf, grads_at=2)], "max_grad_norm": 0.0, **FP16},
+    "overflow, frozen": lambda: {"callbacks": [Spoil(torch.inf, grads_at=2), Freeze(LOWER)], **FP16},
+    "chunked": lambda: {"callbacks": [ChunkedCrossEntropy(chunk_size=5)], "gradient_accumulation_steps": 3},
+    "accumulation": lambda: {
+        "callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})], "gradient_accumulation_steps": 2,
+    },
+    "loss function": lambda: {"compute_loss_func": sum_over_items, "gradient_accumulation_steps": 2},
+    "weights of classes": lambda: {"kind": Weighted, "gradient_accumulation_steps": 2},
+    "noise": lambda: {"neftune_noise_alpha": 5.0},
+}  # fmt: skip
+PARTS = ("callbacks", "compute_loss_func", "save_policy")
+REFUSED = {("pp", "chunked"): "Only the last stage of a pipeline has its head and its labels"}
+
+
+def make_trainer(folder: Path, name: str, plan: str, *more: TrainerCallback) -> Any:
+    set_seed(7)
+    options = PLANS[plan]()
+    options.pop("resumes_at", None)
+    kind, dtype = options.pop("kind", Trainer), options.pop("dtype", torch.float64)
+    parts = {part: options.pop(part) for part in PARTS if part in options}
+    parts["callbacks"] = [*parts.get("callbacks", ()), *more]
+    strategy: Any = "single" if name == "single" else create_strategy(name, use_cpu=True)
+    settings = {"max_steps": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3} | options
+    args, rows = make_arguments(folder, **settings), make_rows()
+    return kind(make_model(dtype), args, train_dataset=rows, eval_dataset=rows[:7], strategy=strategy, **parts)
+
+
+def run(folder: Path, name: str, plan: str) -> dict[str, Any]:
+    """Train, predict and save; return the numbers."""
+    stop_at = PLANS[plan]().get("resumes_at")
+    if stop_at:
+        trainer = make_trainer(folder, name, plan, StopAt(stop_at))
+        trainer.train()
+        trainer.strategy.close()
+    trainer, error = make_trainer(folder, name, plan), ""
+    try:
+        trainer.train(resume_from_checkpoint=bool(stop_at))
+    except HFTrainError as raised:
+        error = str(raised)
+    logs = [[line[key] for key in LOGGED if key in line] for line in trainer.state.log_history]
+    found = [] if error else trainer.predict(make_rows()[:7]).predictions.flatten()[::97].tolist()
+    weights = trainer.strategy.model_state(trainer.model_wrapped) if not error else {}
+    trainer.strategy.close()
+    return {
+        "error": error,
+        "numbers": [*(number for line in logs for number in line), *found],
+        "weights": {key: value.flatten()[::7].tolist() for key, value in weights.items()},
+    }
+
+
+def everything(folder: str, name: str) -> dict[str, Any]:
+    return {plan: run(Path(folder) / plan, name, plan) for plan in PLANS}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return everything(str(tmp_path_factory.mktemp("alone")), "single")
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_features_give_the_numbers_of_one_process(tmp_path: Path, alone: dict[str, Any], name: str) -> None:
+    ended = launch(
+        everything, tmp_path, kwargs={"folder": str(tmp_path), "name": name}, num_processes=2, forks=True, timeout_s=560
+    )
+    assert ended.returncode == 0, ended.output
+    first, second = ended.results
+    for plan, own in alone.items():
+        assert first[plan]["numbers"] == second[plan]["numbers"], plan
+        refused = REFUSED.get((name, plan))
+        if refused:
+            assert refused in first[plan]["error"]
+            continue
+        assert first[plan]["error"] == own["error"], plan
+        rel = 1e-3 if plan.startswith("overflow") else 1e-7
+        if plan != "noise":  # ranks draw other numbers than one process
+            assert first[plan]["numbers"] == pytest.approx(own["numbers"], rel=rel, abs=rel, nan_ok=True), plan
+            for key, values in own["weights"].items():
+                assert first[plan]["weights"][key] == pytest.approx(values, rel=rel, abs=1e-2 * rel), (plan, key)
