@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,12 @@ def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: boo
         if isinstance(value, torch.Tensor)
     }
     return {**state, "state": {}}, pieces(flat, is_main=is_writer)
+
+
+def object_pieces(pipeline: Pipeline, found: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Return the pieces of objects' states, named by paths, that this stage writes; of tied copies, the first does."""
+    stage, owners = pipeline.stage.index, pipeline.plan.owners
+    return {path: each for path, each in found.items() if owners.get(json.loads(path)[-1], (stage,))[0] == stage}
 
 
 def own_optimizer_state(optimizer: Optimizer, state: State) -> State:

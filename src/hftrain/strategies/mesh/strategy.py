@@ -34,6 +34,7 @@ from hftrain.strategies.mesh.staged import (
     StagesScaler,
     clip_grad_norm,
     model_pieces,
+    object_pieces,
     optimizer_pieces,
     own_optimizer_state,
     whole_model,
@@ -167,6 +168,10 @@ class MeshStrategy(FSDPStrategy):
         place = self.layout.coordinate(self.rank)
         is_writer = not any(at for dim, at in place.items() if dim != "pp")
         return optimizer_pieces(pipeline, optimizer, is_writer=is_writer)
+
+    def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
+        plain, found = super().split_objects(states)
+        return plain, found if self._pipeline is None else object_pieces(self._pipeline, found)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         own = own_optimizer_state(optimizer, state) if self._pipeline is not None else state
