@@ -92,6 +92,8 @@ class ChunkedCrossEntropy(TrainerCallback):
             reason = "strategy='data_parallel' runs copies of it; start one process per GPU instead."
         elif strategy.sizes.get("pp", 1) > 1:
             reason = "Only the last stage of a pipeline has its head and its labels; use pp_size=1."
+        elif strategy.sizes.get("tp", 1) > 1 or getattr(strategy, "loss_parallel", False):
+            reason = "Ranks share its head or its tokens; MeshStrategy(loss_parallel=True) alone saves the logits, too."
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
         base.loss_function = partial(_loss, loss, head)
