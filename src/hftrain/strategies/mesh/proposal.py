@@ -210,7 +210,7 @@ def measure(
 ) -> Candidate:
     """Return the memory and communication of one way to train; see `Candidate`."""
     shards, scale = layout.shard_size, micro_batch / model.micro_batch
-    is_sharded, copies = shards > 1, layout.size // (shards * layout.tp)
+    is_sharded, copies = name not in ("single", "ddp"), layout.size // (shards * layout.tp)
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
     held, trained, units = _held(model, layout, found)
