@@ -176,14 +176,17 @@ def candidates(model: Model, gpus: int, machine: int, memory: float) -> tuple[li
         memory: The memory of a device, in bytes.
     """
     fits, rejected = [], {}
+    traced: dict[int, tuple[list[Placing], Saved]] = {}
     for name, layout, options in _layouts(gpus, machine):
         shown = f"{name} ({layout})"
         try:
-            found = share(model, layout.tp)
+            if layout.tp not in traced:
+                found = share(model, layout.tp)
+                traced[layout.tp] = found, trace(model, found)
         except ConfigError as error:
             rejected[shown] = " ".join(str(error).split())
             continue
-        saved = trace(model, found)
+        found, saved = traced[layout.tp]
         settings = [setting for setting in _settings(model) if layout.dp_shard > 1 or not setting[2]]
         tried = [measure(model, name, layout, options, found, saved, machine, *setting) for setting in settings]
         least = min(tried, key=lambda each: each.device)
@@ -219,7 +222,8 @@ def measure(
     if is_sharded:
         # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
         temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(unit[1] for unit in units)
-        temporary += exchanged if accumulation > 1 else 0  # gradients are whole until the last micro-batch
+        # Gradients are whole until the last micro-batch, and then parts one by one.
+        temporary += max(exchanged - trained, 0) if accumulation > 1 else 0
     else:
         gradients += trained if copies > 1 else 0  # DDP's buckets
         temporary += computed if model.casts else 0
@@ -284,6 +288,8 @@ def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, A
     for size in sizes:
         name = "fsdp_tp" if size < gpus else "tp"
         yield name, Layout(dp_shard=gpus // size, tp=size), {"tp_size": size}
+        if gpus > machine > size and gpus % machine == 0:
+            yield "hsdp_tp", Layout(dp_replicate=gpus // machine, dp_shard=machine // size, tp=size), {"tp_size": size}
     for size in sizes:
         yield "fsdp_cp", Layout(dp_shard=gpus // size, cp=size), {"cp_size": size}
 
@@ -318,7 +324,8 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        rows = query.transpose(-3, -2)  # heads last, so that the output projection takes the result without a copy
+        result = query.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(-3, -2)
         ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return result
 

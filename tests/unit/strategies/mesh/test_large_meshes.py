@@ -203,9 +203,8 @@ def test_model_that_a_mesh_cannot_share_is_refused_before_it_is_changed(
 ) -> None:
     model = make_model(**changes)
     before = {key: (each, each.clone()) for key, each in model.named_parameters()}
-    with start("mesh", 512, 77, **options) as strategy:
-        with pytest.raises(ConfigError, match=reason):
-            strategy.setup(model, lambda split: torch.optim.AdamW(split.parameters()), FP32)
+    with start("mesh", 512, 77, **options) as strategy, pytest.raises(ConfigError, match=reason):
+        strategy.setup(model, lambda split: torch.optim.AdamW(split.parameters()), FP32)
     for key, parameter in model.named_parameters():
         assert parameter is before[key][0]
         assert torch.equal(parameter, before[key][1])

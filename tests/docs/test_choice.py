@@ -1,0 +1,21 @@
+"""The tables of docs/strategy.md must be what `hftrain plan` computes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from support.source import ROOT
+
+
+def test_page_holds_what_the_plan_computes() -> None:
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("docs_choice", ROOT / "docs/choice.py")
+    assert spec is not None
+    assert spec.loader is not None
+    choice = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(choice)
+    text = choice.PAGE.read_text(encoding="utf-8")
+    assert {place["name"] for place in choice.PLACE.finditer(text)} == set(choice.MODELS)
+    # The smallest takes seconds; the others follow from the same code.
+    assert choice.fill(text, ("1B",)) == text, "run python docs/choice.py"
