@@ -119,9 +119,7 @@ def layout_of(
     for dim, size in sizes.items():
         if size == "auto":
             reason = f"{ARGUMENTS[dim]} cannot follow from the model, which is placed by it."
-            raise _refusal(
-                given, reason, f"Let `hftrain plan SCRIPT --gpus {world_size}` propose sizes, and name them."
-            )
+            raise _refusal(given, reason, f"Name a size that `hftrain plan SCRIPT --gpus {world_size}` proposes.")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise _refusal(given, f"{ARGUMENTS[dim]} is not a number of processes.", "Use 1 or more.")
     open_dims = [dim for dim in uses if dim not in sizes]

@@ -222,8 +222,7 @@ def measure(
     if is_sharded:
         # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
         temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(unit[1] for unit in units)
-        # Gradients are whole until the last micro-batch, and then parts one by one.
-        temporary += max(exchanged - trained, 0) if accumulation > 1 else 0
+        temporary += max(exchanged - trained, 0) if accumulation > 1 else 0  # whole until the last micro-batch
     else:
         gradients += trained if copies > 1 else 0  # DDP's buckets
         temporary += computed if model.casts else 0
