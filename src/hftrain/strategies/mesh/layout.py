@@ -117,7 +117,7 @@ def layout_of(
     """
     sizes = {dim: given[dim] for dim in DIMS if given.get(dim) is not None}
     for dim, size in sizes.items():
-        if size == "auto":
+        if str(size) == "auto":
             reason = f"{ARGUMENTS[dim]} cannot follow from the model, which is placed by it."
             raise _refusal(given, reason, f"Name a size that `hftrain plan SCRIPT --gpus {world_size}` proposes.")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
