@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.cli.plan import read_model, weightless
+from hftrain.core.errors import StrategyError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
@@ -186,6 +187,19 @@ def test_gradients_that_are_nan_are_not_taken_for_a_wrong_plan(start: Any) -> No
         wrapped(input_ids=torch.zeros(1, 8, dtype=torch.long))["logits"].mul(torch.nan).sum().backward()
         assert local(model.model.norm.weight.grad).isnan().all()
         optimizer.step()
+
+
+def test_gradients_that_differ_between_tensor_ranks_are_an_error_of_the_plan(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    with start("fsdp_tp", 8, 0, tp_size=2) as strategy:
+        wrapped, optimizer = strategy.setup(model, lambda split: torch.optim.AdamW(split.parameters()), FP32)
+        wrapped(input_ids=torch.zeros(1, 8, dtype=torch.long))["logits"].sum().backward()
+        # Another rank's norms are larger by a hundredth.
+        monkeypatch.setattr(dist, "all_reduce", lambda both, *_, **__: both[0].mul_(1.01))
+        with pytest.raises(StrategyError, match=r"have different gradients of .*norm.weight"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize(
