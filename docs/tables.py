@@ -486,11 +486,19 @@ def mesh_refusals_table() -> str:
     return table(("Model", "Meshes", "Reason"), rows)
 
 
+def architectures_table() -> str:
+    """List the types of models whose numbers tests compare with one process, by mesh."""
+    proved = json.loads(MESHES.read_text("utf-8"))["architectures"]
+    rows = ((mesh, str(len(kinds)), ", ".join(f"`{kind}`" for kind in kinds)) for mesh, kinds in proved.items())
+    return table(("Mesh", "Types", "`config.model_type`"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "client-hooks": client_hooks_table,
     "meshes": meshes_table,
     "mesh-refusals": mesh_refusals_table,
+    "mesh-architectures": architectures_table,
     "arguments": arguments_table,
     "argument-readers": readers_table,
     "loop": loop_table,

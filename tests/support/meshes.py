@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from support.architectures import tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -102,6 +103,8 @@ def make(name: str, **options: Any) -> Any:
         )
     elif name == "gpt2":
         model = tf.GPT2LMHeadModel(tf.GPT2Config(**{**sizes, **gpt, **calm, **options}))
+    elif name.startswith("lm:"):
+        model = tiny(name[3:], **options)
     else:
         model = tf.BertForSequenceClassification(tf.BertConfig(**{**sizes, **still, "num_labels": 3, **options}))
     if name == "lora":
@@ -244,13 +247,13 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 class OneProcess:
-    """Five steps of one process: losses, gradients, norms, weights and AdamW's state."""
+    """The steps of one process: losses, gradients, norms, weights and AdamW's state."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.model = _build(case)
         self.optimizer = _adamw(self.model)
         self.steps: list[tuple[float, dict[str, torch.Tensor], torch.Tensor]] = []
-        for step in range(5):
+        for step in range(case.get("steps", 5)):
             batches, total = micro_batches(case, step), 0.0
             items = sum((each["labels"][:, 1:] != -100).sum() for each in batches)
             for each in batches:
@@ -265,7 +268,7 @@ class OneProcess:
 
 
 def on_mesh(case: dict[str, Any]) -> dict[str, float]:
-    """Train five steps on the mesh of a case; return the largest differences from one process, by kind."""
+    """Train on the mesh of a case; return the largest differences from one process, by kind."""
     mesh = PROOFS["meshes"][case["mesh"]]
     options = {**mesh.get("options", {}), **case.get("options", {})}
     if case["model"] == "blocks" and mesh.get("shares_layers"):

@@ -28,7 +28,7 @@ ALONG = {
 }
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # They mix positions, and would see those of one rank only.
-_MIXING = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.BatchNorm1d, nn.MultiheadAttention)
+MIXING = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.BatchNorm1d, nn.MultiheadAttention)
 _SPLIT: WeakSet[nn.Module] = WeakSet()
 _ASKED = "Cannot use context parallelism with this model."
 
@@ -131,7 +131,7 @@ def _check_layer(layer: nn.Module) -> None:
         reason = f"The forward pass of its {type(layer).__name__} is wrapped already, by checkpointing for example."
         raise ConfigError(_ASKED, reason, "Wrap layers after split_context.")
     for name, module in layer.named_modules():
-        if isinstance(module, _MIXING):
+        if isinstance(module, MIXING):
             reason = f"{type(layer).__name__}.{name} ({type(module).__name__}) mixes positions other than by attention."
             raise ConfigError(_ASKED, reason, "Use cp_size=1 for this model.")
 

@@ -17,10 +17,12 @@ from hftrain.strategies.mesh.styles import (
     Experts,
     Replicated,
     Rowwise,
+    SharedKey,
     Style,
     TensorRanks,
     Vocabulary,
     apply_style,
+    convolutions,
     is_conv1d,
     place,
 )
@@ -38,11 +40,13 @@ STYLES: dict[str, Style] = {
     "packed_colwise": Colwise(packed=2),
     "packed_qkv_colwise": Colwise(packed=3),
     "moe_tp_experts": Experts(),
+    "mla_kv_a_proj": SharedKey(),
 }
 # Of experts, whose module has the style.
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
-# Common models without a plan of their own, by `config.model_type`.
+# What models' own plans lack, by `config.model_type`.
 _PLANS: dict[str, dict[str, str]] = {
+    "apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
     "gpt2": {
         "transformer.wte": "embedding_rowwise",
         "transformer.h.*.attn.c_attn": "packed_qkv_colwise",
@@ -88,9 +92,10 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
         ConfigError: There is no plan, or a style is not known.
     """
     bare = base_of(model)
-    own = getattr(bare, "tp_plan", None) or _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""))
-    plan = dict(given or {})  # first, because the first pattern that matches wins
-    plan |= {pattern: style for pattern, style in (own or {}).items() if pattern not in plan}
+    more = _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""), {})
+    plan: dict[str, Any] = {}
+    for each in (given, more, getattr(bare, "tp_plan", None)):  # the first pattern that matches wins
+        plan = {**plan, **{pattern: style for pattern, style in (each or {}).items() if pattern not in plan}}
     if not plan:
         raise ConfigError(
             f"Cannot share the layers of {type(bare).__name__} among tensor ranks:",
@@ -106,6 +111,9 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
                 suggest(str(style), STYLES),
             )
         found[pattern] = style if isinstance(style, Style) else STYLES[style]
+        if style == "mla_kv_a_proj":
+            config: Any = bare.config
+            found[pattern] = SharedKey(width=config.get_text_config().qk_rope_head_dim)
     return found
 
 
@@ -175,7 +183,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
                 new.__dict__.update(vars(parameter))
                 known[id(parameter)] = new
             placed[name] = known[id(parameter)]
-        if placed:
+        if placed or convolutions(placing.module):
             apply_style(placing.module, placing.style, own, placed)
         if isinstance(placing.style, Colwise):
             _count_own_part((placing.module, modules[placing.name.rpartition(".")[0]]), own)
@@ -275,8 +283,9 @@ def _checked(placing: Placing, model: nn.Module, num_ranks: int) -> Placing:
         return Placing(name=placing.name, module=module, style=Replicated(), dims={})
     parent = model.get_submodule(placing.name.removesuffix(".base_layer").rpartition(".")[0])
     head = getattr(parent, "head_dim", None) if isinstance(style, Colwise) and not style.gathers else None
-    rows = sizes.get("weight", 0) // num_ranks // packed
-    if uneven or (isinstance(head, int) and rows % head):
+    rows = sizes.get("weight", 0) // packed
+    # A layer with one output for each head has no rows of heads.
+    if uneven or (isinstance(head, int) and rows % head == 0 and rows // num_ranks % head):
         what = f"a width of {next(iter(uneven.values()))}" if uneven else f"{sizes['weight'] // packed // head} heads"
         raise ConfigError(
             f"Cannot share {placing.name} among {num_ranks} tensor ranks.",

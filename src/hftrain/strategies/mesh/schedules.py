@@ -255,6 +255,9 @@ class Run:
         """Let sharded modules reduce their gradients in this backward pass, or keep them."""
         for module in sharded(self.stage.model):
             module.set_requires_gradient_sync(is_last, recurse=False)
+            if id(module) == id(self.stage.model):
+                # Only the last stage has outputs of the whole model, by which FSDP gathers its parameters again.
+                module.set_reshard_after_backward(is_last, recurse=False)
 
     def _without_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leave out optional labels: only the last stage computes a loss, from all micro-batches."""

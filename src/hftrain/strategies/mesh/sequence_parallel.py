@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.core.errors import ConfigError
+from hftrain.strategies.mesh.context import MIXING
 from hftrain.strategies.mesh.moves import join, split
 from hftrain.strategies.mesh.plans import Placing
 from hftrain.strategies.mesh.sequence import SequenceSplit
@@ -31,6 +32,9 @@ def find_blocks(layers: Sequence[nn.Module], found: Sequence[Placing]) -> set[nn
         reason = "The router of its experts sees every token on every rank, so its gradients would be counted twice."
     elif not blocks or blocks & set(layers):
         reason = "Its layers have no blocks (attention, MLP) around the modules that the plan splits."
+    for name, child in (pair for layer in layers for pair in layer.named_children()):
+        if not reason and blocks.isdisjoint(child.modules()) and (any(child.children()) or isinstance(child, MIXING)):
+            reason = f"The plan splits nothing in its layers' {name}, which would see only a part of the sequence."
     if reason:
         raise ConfigError("Cannot use sequence_parallel=True with this model.", reason, "Leave sequence_parallel out.")
     return blocks

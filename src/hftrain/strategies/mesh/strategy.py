@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hftrain.core.errors import ConfigError, StrategyError, listed
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
@@ -27,6 +25,7 @@ from hftrain.strategies.mesh.layout import Layout, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline, cut
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
+from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequence
@@ -99,6 +98,7 @@ class MeshStrategy(FSDPStrategy):
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.attention, self.schedule, self.num_micro_batches = attention, schedule, num_micro_batches
         self._pipeline: Pipeline | None = None
+        self._proof = Proof()
         self.sizes = self.layout.sizes
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
@@ -123,7 +123,8 @@ class MeshStrategy(FSDPStrategy):
         """
         wrapped, optimizer = super().setup(model, make_optimizer, policy)
         if optimizer is not None and self.layout.tp > 1:
-            self._prove_equal(wrapped, optimizer)
+            group = self._meshes.parameters["tp"].get_group()
+            self._proof.check_in_first_update(lambda: self.unwrap(wrapped), optimizer, group)
         return wrapped, optimizer
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -245,7 +246,7 @@ class MeshStrategy(FSDPStrategy):
             split_context(model, context, multiple=multiple, **options)
         if found:
             mesh = meshes.parameters["tp"]
-            ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device))
+            ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device), proof=self._proof)
             inner = replace(ranks)
             install(found, ranks, inner, layers)
             if shares_sequence:
@@ -283,30 +284,3 @@ class MeshStrategy(FSDPStrategy):
                     )
 
         handle = model.register_forward_pre_hook(check, with_kwargs=True)
-
-    def _prove_equal(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Check in the first update that tensor ranks have the same gradients of what they all hold."""
-        group = self._meshes.parameters["tp"].get_group()
-
-        def check(*_: Any) -> None:
-            handle.remove()
-            unequal = []
-            for name, parameter in self.unwrap(model).named_parameters():
-                grad = parameter.grad
-                if not isinstance(grad, DTensor) or not isinstance(grad.placements[-1], Replicate):
-                    continue
-                local = grad.to_local().detach().double()
-                both = torch.stack([local.norm(), -local.norm()])
-                dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-                most, least = both[0].item(), -both[1].item()
-                if most - least > 1e-3 * most:  # NaN is no difference
-                    unequal.append(name)
-            if unequal:
-                raise StrategyError(
-                    f"The tensor ranks have different gradients of {listed(unequal, most=3)}, which each holds whole:",
-                    "the plan leaves out where their computations part or meet.",
-                    "Give these modules the style 'replicated_with_grad_allreduce', or split what surrounds them "
-                    "column-wise first and row-wise last.",
-                )
-
-        handle = optimizer.register_step_pre_hook(check)

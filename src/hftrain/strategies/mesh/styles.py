@@ -7,7 +7,7 @@ in place for the time of its forward pass, so its own code runs unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
+from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart
 
 # The attribute of a head whose outputs stay parts, because the ranks share the loss.
@@ -33,12 +34,14 @@ class TensorRanks:
         apart: Their random numbers where they hold different parts.
         sequence: Whether they also share the activations between the layers now, along the sequence.
         length: The length of that sequence.
+        proof: What is noted of gradients up to the first update.
     """
 
     mesh: DeviceMesh
     apart: Apart
     sequence: bool = False
     length: int = 0
+    proof: Proof = field(default_factory=Proof)
 
     @property
     def size(self) -> int:
@@ -49,6 +52,11 @@ class TensorRanks:
     def rank(self) -> int:
         """This rank's place."""
         return int(self.mesh.get_local_rank())
+
+    def note(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return a module's output, whose gradient all ranks must share; the first update checks it."""
+        self.proof.note(self.proof.same, module, x)
+        return x
 
     def part(self, module: nn.Module) -> None:
         """Draw different random numbers from here on, in training. With a shared sequence, the ranks do so anyway."""
@@ -85,12 +93,15 @@ class Style:
         """Return the dimension along which each parameter is sharded; the others are held whole."""
         return {}
 
-    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+    def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
         """Return what a rank computes with."""
         place: Placement = parameter.placements[-1]
         is_part = self.partial or ranks.sequence
         grads = place if isinstance(place, Shard) else Partial() if is_part else Replicate()
-        return parameter.to_local(grad_placements=[grads])
+        held = parameter.to_local(grad_placements=[grads])
+        if self.partial and not ranks.sequence:
+            ranks.proof.note(ranks.proof.parts, module, held)
+        return held
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         """Return the module's input on this rank."""
@@ -122,10 +133,10 @@ class Colwise(Style):
     def dims(self, module: nn.Module) -> dict[str, int]:
         return {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
 
-    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+    def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
         place = parameter.placements[-1]
         if self.packed == 1 or not isinstance(place, Shard):
-            return super().local(name, parameter, ranks)
+            return super().local(module, name, parameter, ranks)
         whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return own_parts(whole, place.dim, self.packed, ranks)
 
@@ -133,9 +144,11 @@ class Colwise(Style):
         return x if ranks.sequence else enter(x, ranks.mesh)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        if self.gathers and SHARES_LOSS not in vars(module):
-            return join(x, ranks.mesh, -1, sums=False)
-        return x
+        if not self.gathers or SHARES_LOSS in vars(module):
+            return x
+        # In a layer with a shared sequence, gradients stay partial up to the layer's end.
+        joined = join(x, ranks.mesh, -1, sums=ranks.sequence)
+        return joined if ranks.sequence else ranks.note(module, joined)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +165,8 @@ class Rowwise(Style):
         return {"weight": 0 if is_conv1d(module) else 1}
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        x = split(x, ranks.mesh, -1) if self.splits else x
+        if self.splits:
+            x = x.chunk(ranks.size, -1)[ranks.rank] if ranks.sequence else split(x, ranks.mesh, -1)
         bias = vars(module).get("bias")
         if bias is not None:  # added once, after the sum
             vars(module)["bias"] = torch.zeros_like(bias) if is_conv1d(module) else None
@@ -164,9 +178,25 @@ class Rowwise(Style):
             x = F.pad(x, (0, 0, 0, -x.shape[1] % ranks.size))
             x = scatter_sum(x, ranks.mesh, 1)
         else:
-            x = leave(x, ranks.mesh)
+            x = ranks.note(module, leave(x, ranks.mesh))
         bias = vars(module).pop("_bias_after", None)
         return x if bias is None else x + bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKey(Style):
+    """The first projection of keys in latent attention (DeepSeek's), which every rank computes.
+
+    Args:
+        width: How many of the outputs, the last ones, are a part of the key of every head, on whichever rank that is.
+    """
+
+    width: int = 0
+
+    def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        if ranks.sequence:
+            return x
+        return torch.cat((x[..., : -self.width], enter(x[..., -self.width :], ranks.mesh)), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +221,7 @@ class Vocabulary(Style):
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         is_outside, vars(module)["padding_idx"] = vars(module).pop("_outside")
-        return leave(x.masked_fill(is_outside.unsqueeze(-1), 0), ranks.mesh)
+        return ranks.note(module, leave(x.masked_fill(is_outside.unsqueeze(-1), 0), ranks.mesh))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +234,9 @@ class Experts(Style):
     def dims(self, module: nn.Module) -> dict[str, int]:
         return {"gate_up_proj": 1, "down_proj": 2}
 
-    def local(self, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
+    def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
         if name != "gate_up_proj":
-            return super().local(name, parameter, ranks)
+            return super().local(module, name, parameter, ranks)
         whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return own_parts(whole, 1, 2, ranks)
 
@@ -214,7 +244,7 @@ class Experts(Style):
         return enter(x, ranks.mesh) if x.is_floating_point() else x
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        return leave(x, ranks.mesh)
+        return ranks.note(module, leave(x, ranks.mesh))
 
 
 def own_parts(whole: torch.Tensor, dim: int, count: int, ranks: TensorRanks) -> torch.Tensor:
@@ -228,6 +258,11 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def convolutions(module: nn.Module) -> list[nn.Module]:
+    """Return the convolutions over time that a module owns."""
+    return [child for child in module.children() if isinstance(child, nn.Conv1d)]
+
+
 def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Mapping[str, nn.Parameter]) -> None:
     """Give a module its sharded parameters and the hooks that compute with them. Mutates the module.
 
@@ -239,19 +274,23 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     """
     for name, parameter in placed.items():
         setattr(module, name, parameter)
-    names = list(placed)
+    # Models read the weights of short convolutions without calling them.
+    held = [
+        (owner, name) for owner in (module, *convolutions(module)) for name, _ in owner.named_parameters(recurse=False)
+    ]
     is_experts = isinstance(style, Experts)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        for name in names:
-            parameter = getattr(module, name)
+        for owner, name in held:
+            vars(owner).pop(name, None)
+            parameter = getattr(owner, name)
             if parameter.device_mesh.ndim > 1:
                 raise StrategyError(
                     f"Cannot run {type(module).__name__} of a model on a mesh:",
                     "its parameters are not gathered, because it was called from outside of the model's forward pass.",
                     "Call the model, not its parts.",
                 )
-            vars(module)[name] = style.local(name, parameter, ranks)
+            vars(owner)[name] = style.local(owner, name, parameter, ranks)
         if is_experts:
             return tuple(style.before(module, ranks, x) for x in args), kwargs
         if args:
@@ -260,8 +299,8 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
         return args, kwargs if first is None else {**kwargs, first: style.before(module, ranks, kwargs[first])}
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
-        for name in names:
-            vars(module).pop(name, None)
+        for owner, name in held:
+            vars(owner).pop(name, None)
         # After an error, torch calls this hook without an output.
         return None if output is None else style.after(module, ranks, output)
 

@@ -1,0 +1,80 @@
+"""What a plan takes for granted of gradients, checked in the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from hftrain.core.errors import StrategyError, listed
+
+
+class Proof:
+    """Norms of gradients on this rank, up to the first update: one for each module, of its last call.
+
+    Attributes:
+        same: Of outputs whose gradient every tensor rank must get, the same.
+        parts: Of parameters of whose gradient every tensor rank must get a part.
+    """
+
+    def __init__(self) -> None:
+        self.same: dict[nn.Module, torch.Tensor] = {}
+        self.parts: dict[nn.Module, torch.Tensor] = {}
+        self.is_open = True
+
+    def note(self, norms: dict[nn.Module, torch.Tensor], module: nn.Module, x: torch.Tensor) -> None:
+        """Note the norm of a tensor's gradient in the backward pass."""
+        if self.is_open and x.requires_grad and not torch.compiler.is_compiling():
+            norms[module] = x.new_zeros((), dtype=torch.float64)  # now, for one order on all ranks
+            x.register_hook(lambda grad: norms.update({module: grad.detach().double().norm()}))  # type: ignore[no-untyped-call]
+
+    def check_in_first_update(
+        self, model: Callable[[], nn.Module], optimizer: Optimizer, group: dist.ProcessGroup
+    ) -> None:
+        """Let the optimizer's first step raise if the tensor ranks' gradients are not what the plan takes them for."""
+
+        def check(*_: object) -> None:
+            handle.remove()
+            self.is_open = False
+            names = {module: name for name, module in model().named_modules()}
+            same = {f"the output of {names[module]}": norm for module, norm in self.same.items()}
+            same.update(_whole_parameters(model()))
+            unequal = [name for name, (least, most) in _ranges(same, group) if most - least > 1e-3 * abs(most)]
+            if unequal:
+                raise StrategyError(
+                    f"The tensor ranks have different gradients of {listed(unequal, most=3)}, which each holds whole:",
+                    "the plan leaves out where their computations part or meet.",
+                    "Give these modules the style 'replicated_with_grad_allreduce', or split what surrounds them "
+                    "column-wise first and row-wise last.",
+                )
+            parts = {names[module]: norm for module, norm in self.parts.items()}
+            equal = [name for name, (least, most) in _ranges(parts, group) if most > 0 and most - least < 1e-9 * most]
+            if equal:
+                raise StrategyError(
+                    f"The tensor ranks have the same gradients of {listed(equal, most=3)}, which would be added up:",
+                    "the plan gives 'replicated_with_grad_allreduce' to a module that computes the same on every rank.",
+                    "Leave the module out of the plan, or give it the style 'replicated'.",
+                )
+
+        handle = optimizer.register_step_pre_hook(check)
+
+
+def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(grad.placements[-1], Replicate):
+            yield name, grad.to_local().detach().double().norm()
+
+
+def _ranges(norms: dict[str, torch.Tensor], group: dist.ProcessGroup) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the smallest and the largest of all ranks' norms, by name. Collective."""
+    if not norms:
+        return
+    own = torch.stack([*norms.values()]).nan_to_num(nan=-1.0, posinf=-2.0)  # all ranks have those, or differ
+    both = torch.stack([own, -own])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    yield from zip(norms, zip((-both[1]).tolist(), both[0].tolist(), strict=True), strict=True)

@@ -1,0 +1,83 @@
+"""Plans that take gradients for what they are not are refused in the first update, before any weight changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hftrain.core.errors import StrategyError
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.registry import create_strategy
+
+pytestmark = pytest.mark.distributed
+
+SOUND = {"up": "colwise", "down": "rowwise"}
+# What the error names, by the styles that are wrong.
+WRONG = {
+    # Each rank uses all of the gate's outputs for its own part.
+    "the output of gate": {**SOUND, "gate": "colwise_gather_output"},
+    # Every rank computes the same from the whole activations.
+    "the same gradients of norm": {**SOUND, "norm": "replicated_with_grad_allreduce"},
+    # It runs on a rank's own part.
+    "different gradients of scale.weight": {"up": "colwise", "down": "rowwise"},
+}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Gated(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.LayerNorm(8)
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(16, 8)
+        self.scale = Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        inner = self.up(x)
+        if "gate" in self.kind:
+            inner = inner * self.gate(x).mean(-1, keepdim=True)
+        if "scale" in self.kind:
+            inner = self.scale(inner)
+        result: torch.Tensor = self.down(inner)
+        return result
+
+
+def run() -> dict[str, str]:
+    torch.distributed.init_process_group("gloo")
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float32)
+    policy, told = PrecisionPolicy(name="exact", **dtypes), {}
+    for kind, plan in {"sound": SOUND, **WRONG}.items():
+        torch.manual_seed(0)
+        strategy = create_strategy("tp", use_cpu=True, plan=plan)
+        strategy.launch()
+        model, optimizer = strategy.setup(Gated(kind), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), policy)
+        assert optimizer is not None
+        before = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        try:
+            for _ in range(2):
+                model(torch.randn(4, 8)).square().sum().backward()
+                optimizer.step()
+            told[kind] = "trained"
+        except StrategyError as error:
+            told[kind] = str(error)
+            after = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+            assert all(map(torch.equal, before, after))
+    return told
+
+
+def test_wrong_plans_are_refused_in_the_first_update(run_distributed: Any) -> None:
+    for told in run_distributed(run, num_processes=2):
+        assert told.pop("sound") == "trained"
+        assert all(kind in said for kind, said in told.items()), told
