@@ -55,6 +55,7 @@ from hftrain.callbacks.trackers import TensorBoardCallback as TensorBoardCallbac
 from hftrain.callbacks.trackers import TrackerCallback as TrackerCallback
 from hftrain.callbacks.trackers import TrackioCallback as TrackioCallback
 from hftrain.callbacks.trackers import WandbCallback as WandbCallback
+from hftrain.checkpoint.attaching import attach_weights as attach_weights
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
 from hftrain.checkpoint.policy import SavePolicy as SavePolicy

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from support.memory import Peak
 from support.tiny import make_arguments
 from torch import nn
 from torch.utils.data import Dataset
@@ -49,30 +49,6 @@ class Wide(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = (x * self.weight).sin()
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def own_bytes() -> int:
-    """Return the memory of this process that is no file's."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
-class Peak(threading.Thread):
-    """Note the most that there is while the context lasts."""
-
-    def __enter__(self) -> Peak:
-        self.is_over, self.first = threading.Event(), own_bytes()
-        self.most = self.first
-        self.start()
-        return self
-
-    def run(self) -> None:
-        while not self.is_over.wait(0.02):
-            self.most = max(self.most, own_bytes())
-
-    def __exit__(self, *error: object) -> None:
-        self.is_over.set()
-        self.join()
 
 
 def predict(root: str) -> Any:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hftrain import Trainer, TrainingArguments, set_seed
-from hftrain.cli.plan import read_model, weightless
+from hftrain.cli.plan import read_model
+from hftrain.core.meta import weightless
 from hftrain.strategies.mesh.layout import Layout
 from hftrain.strategies.mesh.proposal import Candidate, measure, share, trace
 from hftrain.strategies.registry import create_strategy

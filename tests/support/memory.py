@@ -1,7 +1,9 @@
-"""What the steps of a training allocate, as torch's profiler sees it on a CPU."""
+"""What the steps of a training allocate, as torch's profiler sees it on a CPU, and what a process takes."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -27,3 +29,27 @@ class StepMemory(TrainerCallback):
             now += event.nbytes()
             peak = max(peak, now)
         self.peaks.append(peak)
+
+
+def own_bytes() -> int:
+    """Return the memory of this process that is no file's."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+class Peak(threading.Thread):
+    """Note the most that there is while the context lasts."""
+
+    def __enter__(self) -> Peak:
+        self.is_over, self.first = threading.Event(), own_bytes()
+        self.most = self.first
+        self.start()
+        return self
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.02):
+            self.most = max(self.most, own_bytes())
+
+    def __exit__(self, *error: object) -> None:
+        self.is_over.set()
+        self.join()

@@ -123,11 +123,11 @@ def matching_weights(
     `own` replaces the model's state if that has other names. It holds the parameters themselves, so that names of the
     same parameter can be recognised.
     """
-    state, own = _open_weights(folder), model.state_dict(keep_vars=True) if own is None else own
-    _add_tied(state, own)
+    state, own = open_weights(folder), model.state_dict(keep_vars=True) if own is None else own
+    add_tied(state, own)
     if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
         state = _renamed(model, folder, read_whole(state))
-        _add_tied(state, own)
+        add_tied(state, own)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     missing = [name for name in own if name not in state and not any(re.search(key, name) for key in ignored)]
     unexpected = [name for name in state if name not in own]
@@ -148,10 +148,13 @@ def read_weights(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There are none, or a file is damaged.
     """
-    return read_whole(_open_weights(folder))
+    return read_whole(open_weights(folder))
 
 
-def _open_weights(folder: Path) -> dict[str, Any]:
+def open_weights(folder: Path) -> dict[str, Any]:
+    """Find the weights in a folder, or in a file, under their stored names; see `matching_weights`."""
+    if folder.is_file():
+        return _open_file(folder)
     if find_shards(folder, stem=WEIGHT_SHARDS):
         return dict(open_shards(folder, stem=WEIGHT_SHARDS))
     for name, index in ((WEIGHTS, WEIGHTS_INDEX), (BIN_WEIGHTS, BIN_WEIGHTS_INDEX)):
@@ -227,7 +230,7 @@ def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return {**found, **{name: state[name] for name in report["unexpected_keys"]}}
 
 
-def _add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
+def add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
     """Add a missing name with the value of a loaded name that is the same tensor in the model."""
     # A split parameter has no memory to compare, but is the same object.
     loaded = {tensor_identity(own[name]) or id(own[name]): name for name in state if name in own}

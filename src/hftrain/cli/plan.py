@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hftrain.cli.answer import Answer
 from hftrain.cli.estimate import at_training
 from hftrain.core.errors import ConfigError
+from hftrain.core.meta import meta_twin, weightless
 from hftrain.core.tree import map_tensors
 from hftrain.storage.space import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
@@ -73,16 +72,6 @@ def read_bytes(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-@contextmanager
-def weightless() -> Iterator[None]:
-    """Put the parameters of modules on the meta device as they are made, so that none takes memory."""
-    handle = register_module_parameter_registration_hook(lambda module, name, parameter: _twin(parameter))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def read_model(trainer: Any) -> Model:
     """Return what `proposal` needs to know of a Trainer's model; moves the model to the meta device.
 
@@ -93,7 +82,7 @@ def read_model(trainer: Any) -> Model:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.is_meta:
-                setattr(module, name, _twin(parameter))
+                setattr(module, name, meta_twin(parameter))
     model.to("meta").train()
     if not policy.autocast and policy.param_dtype != torch.float32:
         model.to(policy.param_dtype)
@@ -138,14 +127,6 @@ def _state_ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     optimizer.zero_grad(set_to_none=True)
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(each.nbytes for each in kept) / max(sum(each.nbytes for each in trained), 1)
-
-
-def _twin(parameter: Any) -> Any:
-    """Return the parameter on the meta device, the same for each of its homes."""
-    if parameter is None or parameter.is_meta:
-        return parameter
-    meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    return vars(parameter).setdefault("_weightless", meta)
 
 
 _HEAD = ["strategy", "batch", "recompute", "weights", "gradients", "optimizer", "activations", "temporary", "total",

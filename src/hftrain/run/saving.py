@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
 from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
@@ -18,6 +19,7 @@ from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.state_files import as_it_is, save_trainer_state, shard_writers
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.log import get_logger
+from hftrain.core.meta import stored_in
 from hftrain.core.state import HistoryText, TrainerState
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.contents import Contents
@@ -239,9 +241,11 @@ def load_task(
         model: Another model to load the weights into.
     """
     target = bare if model is None else strategy.unwrap(model)
-    # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
     are_elsewhere = [parameter.is_meta for parameter in target.parameters()]
-    if not are_elsewhere or not all(are_elsewhere):
+    if any(are_elsewhere) and stored_in(target):
+        attach_weights(target, folder)
+    # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
+    elif not are_elsewhere or not all(are_elsewhere):
         load_weights(target, folder, strategy=strategy if target is bare else None)
     with without_model(task):
         task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

@@ -26,6 +26,7 @@ from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.meta import stored_in
 from hftrain.core.types import PrecisionPolicy
 from hftrain.preemption.board import Board
 from hftrain.strategies.base import Strategy
@@ -157,9 +158,11 @@ class DistributedStrategy(GroupRanks, Strategy):
         """
         if self.world_size == 1:
             return
+        stored = stored_in(model)
         own = [
             f"{name} {str(each.dtype).removeprefix('torch.')} {() if is_lazy(each) else tuple(each.shape)}"
             + (" frozen" if isinstance(each, nn.Parameter) and not each.requires_grad else "")
+            + " in files" * (name in stored)
             for name, each in chain(model.named_parameters(), model.named_buffers())
         ]
         digest = int.from_bytes(hashlib.sha256("\n".join(own).encode()).digest()[:7], "big")

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.blocks import block_of
+from hftrain.core.errors import CheckpointError
+from hftrain.core.meta import stored_in
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard, StoredTensor
 
@@ -56,8 +59,12 @@ def split_like(value: Any, like: Any) -> Any:
         return value
     if isinstance(like, torch.Tensor) and like.is_meta and value.shape == like.shape:
         return like
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        # the loading code reports a mismatch or handles such values
+    # The loading code reports a mismatch or handles such values.
+    return _part(value, like if isinstance(like, DTensor) and value.shape == like.shape else None)
+
+
+def _part(value: torch.Tensor | StoredTensor, like: Any) -> torch.Tensor:
+    if not isinstance(like, DTensor):
         return value.read() if isinstance(value, StoredTensor) else value
     offsets, sizes = block_of(like)
     if isinstance(value, StoredTensor):
@@ -65,6 +72,33 @@ def split_like(value: Any, like: Any) -> Any:
     else:
         own = value[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].contiguous()
     return DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def read_stored(model: nn.Module, device: Any, *, elsewhere: Any) -> Mapping[str, StoredTensor]:
+    """Give a sharded model this process's blocks of its stored tensors, one at a time; return where they were stored.
+
+    Tied tensors stay the same object. Mutates the model, but not the parameters `elsewhere`, of other stages.
+
+    Raises:
+        CheckpointError: A file is damaged, or has different values for tied tensors.
+    """
+    stored = stored_in(model, take=True)
+    known: dict[int, tuple[Any, Any, StoredTensor]] = {}
+    for name, value in stored.items():
+        home, _, leaf = name.rpartition(".")
+        own = getattr(model.get_submodule(home), leaf)
+        if own in elsewhere:
+            continue
+        _, new, first = known.get(id(own), (None, None, value))
+        if new is None or first is not value:
+            read = _part(value, own).to(device, own.dtype)
+            if new is not None and not read.equal(new):
+                reason = f"They have other values for {name} than for another name of the same parameter."
+                raise CheckpointError("Cannot read the weights from their files.", reason, "Build the model untied.")
+            new = nn.Parameter(read, own.requires_grad) if isinstance(own, nn.Parameter) else read
+            known[id(own)] = own, new, value  # `own` is kept, so that its id is not used again
+        setattr(model.get_submodule(home), leaf, new)
+    return stored
 
 
 def take_sharded(tree: Any, path: tuple[Any, ...], found: dict[str, Any]) -> Any:

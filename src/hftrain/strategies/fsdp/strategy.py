@@ -15,9 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
+from hftrain.core.meta import stored_in
 from hftrain.core.tree import detach
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
@@ -129,11 +130,12 @@ class FSDPStrategy(SplittingStrategy):
         if scalars:
             reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
             remedy = "Give them one: torch.zeros(1) in place of torch.zeros(())."
-        if any(parameter.is_meta for parameter in model.parameters()):
-            if self.rank == 0:
-                reason, remedy = "It is on the meta device, without weights.", "Build it with weights in this process."
-            elif not self.cpu_ram_efficient_loading:
-                reason = "It is on the meta device, without weights."
+        stored = stored_in(model) if self.loads_parts else {}
+        hollow = [name for name, tensor in _tensors(model) if tensor.is_meta and name not in stored]
+        if hollow and (self.rank == 0 or not self.cpu_ram_efficient_loading):
+            reason = f"It is on the meta device, without weights: {listed(hollow, most=3)}."
+            remedy = "Build it with weights in this process, or name their files with attach_weights()."
+            if self.rank > 0:
                 remedy = "Set fsdp_config's cpu_ram_efficient_loading, which takes them from the first process."
         if self.activation_checkpointing and not units:
             reason = "activation_checkpointing recomputes unit by unit, and the whole model is one unit."
@@ -357,8 +359,10 @@ class FSDPStrategy(SplittingStrategy):
             in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for module, following in pairwise(in_order):
                 module.set_modules_to_forward_prefetch([following])
+        device = "cpu" if self.offload else self.device
+        stored = shards.read_stored(model, device, elsewhere=elsewhere)
         if self.sync_module_states and self.world_size > 1:
-            self._send_out(model, whole)
+            self._send_out(model, whole, stored)
         return model
 
     def _cast_options(self, policy: PrecisionPolicy) -> dict[str, Any]:
@@ -368,12 +372,14 @@ class FSDPStrategy(SplittingStrategy):
             return {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
         return {}
 
-    def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast rank 0's parameters and buffers, one tensor at a time; each rank keeps its shards."""
+    def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> None:
+        """Broadcast rank 0's other parameters and buffers, one tensor at a time; each rank keeps its shards."""
         if not self._held_elsewhere(model) and any(tensor.is_meta for _, tensor in _tensors(model)):
             model.to_empty(device="cpu" if self.offload else self.device)
         with torch.no_grad():
             for name, tensor in _tensors(model):
+                if name in known:
+                    continue
                 if self.is_main:
                     full = whole[name].to(self.device).contiguous()
                 else:
