@@ -92,7 +92,7 @@ def read_stored(model: nn.Module, device: Any, *, elsewhere: Any) -> Mapping[str
         _, new, first = known.get(id(own), (None, None, value))
         if new is None or first is not value:
             read = _part(value, own).to(device, own.dtype)
-            if new is not None and not read.equal(new):
+            if new is not None and not local_part(read).equal(local_part(new)):
                 reason = f"They have other values for {name} than for another name of the same parameter."
                 raise CheckpointError("Cannot read the weights from their files.", reason, "Build the model untied.")
             new = nn.Parameter(read, own.requires_grad) if isinstance(own, nn.Parameter) else read

@@ -359,8 +359,7 @@ class FSDPStrategy(SplittingStrategy):
             in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for module, following in pairwise(in_order):
                 module.set_modules_to_forward_prefetch([following])
-        device = "cpu" if self.offload else self.device
-        stored = shards.read_stored(model, device, elsewhere=elsewhere)
+        stored = shards.read_stored(model, "cpu" if self.offload else self.device, elsewhere=elsewhere)
         if self.sync_module_states and self.world_size > 1:
             self._send_out(model, whole, stored)
         return model
