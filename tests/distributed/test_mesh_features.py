@@ -32,7 +32,7 @@ from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
 
-LOGGED = ("loss", "grad_norm", "eval_loss", "spike_loss", "skipped_steps", "nonfinite_losses", "step")
+LOGGED = ("loss", "learning_rate", "grad_norm", "eval_loss", "spike_loss", "skipped_steps", "nonfinite_losses", "step")
 
 
 def make_rows() -> list[dict[str, torch.Tensor]]:
@@ -143,6 +143,10 @@ PLANS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "loss function": lambda: {"compute_loss_func": sum_over_items, "gradient_accumulation_steps": 2},
     "weights of classes": lambda: {"kind": Weighted, "gradient_accumulation_steps": 2},
+    "schedule by evaluations": lambda: {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss", "eval_strategy": "steps",
+        "lr_scheduler_kwargs": {"patience": 0}, "eval_steps": 1, "learning_rate": 0.3,
+    },
     "noise": lambda: {"neftune_noise_alpha": 5.0},
 }  # fmt: skip
 PARTS = ("callbacks", "compute_loss_func", "save_policy")

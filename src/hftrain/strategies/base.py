@@ -267,6 +267,10 @@ class Strategy(Ranks, Shown):
             else:
                 return model
 
+    def called(self, model: nn.Module) -> nn.Module:
+        """Return the module that is called once for each batch: the model itself, unless it runs as a pipeline."""
+        return model
+
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the module to evaluate, whose forward pass does not communicate. Collective.
 

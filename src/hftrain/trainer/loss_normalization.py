@@ -44,7 +44,8 @@ class LossShares:
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
             is_copied = getattr(strategy, "num_devices", 1) > 1
-            watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, is_copied=is_copied)
+            options: Any = {"is_copied": is_copied, "called": strategy.called}
+            watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, **options)
         self.found = LossFinding(hooks, self.plain, strategy, watch, num_ranks=self.num_ranks)
         self.has_weighed = self._is_paused = self._is_first = False
         self._num_whole = self._num_shares = 0

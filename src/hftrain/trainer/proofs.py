@@ -71,12 +71,18 @@ class Watch:
         model: Not wrapped.
         labels_of: Returns the labels among the model's arguments, or None.
         is_copied: Whether copies of the model on other devices run, whose calls and reads cannot be observed.
+        called: Returns the module that is called for the model once it is placed; reads of another are unknown.
     """
 
     def __init__(
-        self, model: nn.Module, labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None], *, is_copied: bool
+        self,
+        model: nn.Module,
+        labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None],
+        *,
+        is_copied: bool,
+        called: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
-        self._model, self._labels_of, self._is_copied = model, labels_of, is_copied
+        self._model, self._labels_of, self._is_copied, self._called = model, labels_of, is_copied, called
         self._labels: torch.Tensor | None = None
         self._note: ReadFlag | None = None
         self.calls: list[Call] = []
@@ -89,12 +95,14 @@ class Watch:
         self._labels = self._labels_of(batch) if isinstance(batch, Mapping) else None
         self.calls, self.is_open, self.own_loss = [], True, None
         if not self._is_copied:
-            ModelCall.of(self._model).set(prepare=self._hand_on, observe=self._see)
+            self._note, called = None, self._called(self._model)
+            prepare = self._hand_on if called is self._model else None
+            ModelCall.of(called).set(prepare=prepare, observe=self._see)
 
     def close(self) -> list[Call]:
         """Stop observing, and return what was seen; safe to call twice."""
         self.is_open = False
-        ModelCall.of(self._model).set(prepare=None, observe=None)
+        ModelCall.of(self._called(self._model)).set(prepare=None, observe=None)
         calls, self.calls, self._labels, self.own_loss = self.calls, [], None, None
         return calls
 

@@ -134,6 +134,9 @@ class MeshStrategy(FSDPStrategy):
     def scaler_factory(self, device: torch.device) -> GradScaler:
         return StagesScaler(device.type) if self.layout.pp > 1 else super().scaler_factory(device)
 
+    def called(self, model: nn.Module) -> nn.Module:
+        return self._pipeline_of(model) or model
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         # A pipeline exchanges gradients after its last micro-batch.
         return nullcontext() if self._pipeline is not None else super().no_sync(model)
