@@ -303,9 +303,7 @@ class Strategy(Ranks, Shown):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters and processes is at most `max_norm`.
-
-        Mutates the gradients; does not synchronise with the device.
+        """Scale gradients in place, without synchronising, so that their norm over all processes is at most `max_norm`.
 
         Args:
             parameters: The parameters whose gradients are clipped.
