@@ -88,12 +88,6 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
             "Start with torchrun or `accelerate launch`, or leave fsdp out.",
             fsdp=words,
         )
-    if getattr(args, "predict_with_generate", False):
-        raise ConfigError(
-            "Cannot use predict_with_generate=True with FSDP.",
-            "generate() calls the model as often as its text is long, which differs by process.",
-            "Generate from the saved model, in one process.",
-        )
     config = read_fsdp_config(given)
     _check_config(args, config, words)
     _report_unused(config, has_wrapper=has_wrapper)

@@ -79,7 +79,7 @@ class Fingerprint:
             own is None or own.num_elements < each.numel() for own, each in zip(self._own, self.parameters, strict=True)
         )
         self._windows = list(self._cut())
-        device = self.parameters[0].device if self.parameters else None
+        device = next((each.device for each in self.parameters if not each.is_meta), None)
         self._powers = torch.full((size,), _MIX, device=device).cumprod(0)  # modulo 2^64
 
     def _cut(self) -> Iterator[list[tuple[int, int, int]]]:
@@ -169,9 +169,11 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 def _own_block(parameter: Any) -> _Block | None:
     """Return which elements of the whole tensor this process counts; None if that is not known.
 
-    Of replicas, the first one counts.
+    Of replicas, the first one counts; of a parameter that another stage of a pipeline holds, nothing.
     """
     shape = tuple(parameter.shape) or (1,)
+    if parameter.is_meta or getattr(parameter, "is_copy", False):
+        return _Block(shape, (0,) * len(shape), (0,) * len(shape))
     if not hasattr(parameter, "device_mesh"):
         return _Block(shape, (0,) * len(shape), shape)
     at, placements = parameter.device_mesh.get_coordinate() or (), parameter.placements

@@ -60,7 +60,9 @@ class Invariants:
         is_replicated: bool,
     ) -> None:  # fmt: skip
         self._strategy, self._parts, self._args, self._settings = strategy, parts, args, settings
-        self._trained, self._is_replicated = list(trained), is_replicated
+        # Other stages of a pipeline look at what they hold.
+        self._trained = [(name, each) for name, each in trained if not each.is_meta]
+        self._is_replicated = is_replicated
         self._clips = Owns.CLIP not in strategy.owns
         self._looks: list[tuple[int, Any]] = []
         self._norms: list[tuple[int, Any]] = []

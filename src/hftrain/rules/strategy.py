@@ -17,7 +17,7 @@ from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
 from hftrain.storage.remote import check_url, is_url
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import Strategy, has_engine
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # Settings that cast the model for evaluations, or change how these run it.
@@ -34,8 +34,21 @@ def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: t
     check_url(args.output_dir or "")
     refuse(_of_checkpoints(args, strategy))
     check_configured_state(args, strategy.planned_device)
+    if getattr(args, "predict_with_generate", False) and has_engine(strategy, "fsdp"):
+        _check_generates(strategy)
     if strategy.shards_model:
         refuse(_of_parts(args, strategy, optimizers))
+
+
+def _check_generates(strategy: Strategy) -> None:
+    if not 1 < strategy.world_size == strategy.sizes.get("tp"):
+        is_alone = strategy.data.world_size == 1 < strategy.world_size
+        reason = "adds one token at a time, which context ranks and the stages of a pipeline cannot share"
+        raise ConfigError(
+            f"Cannot use predict_with_generate=True with strategy={strategy.name!r}.",
+            f"generate() {reason if is_alone else 'calls the model once a token, as often as its own texts are long'}.",
+            "Use strategy='tp', or generate from the saved model, in one process.",
+        )
 
 
 def check_local_rank(args: TrainingArguments) -> None:

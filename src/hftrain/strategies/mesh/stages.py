@@ -44,6 +44,10 @@ class Stage:
         # Where a running forward is: before the layers that run here, among them, or after them.
         self._place = "before"
 
+    def layers(self) -> list[nn.Module]:
+        """Return this stage's layers."""
+        return [self.model.get_submodule(self.cut.layer(index)) for index in self.own]
+
     def run(self, args: Any, kwargs: Any, received: torch.Tensor | None) -> torch.Tensor:
         """Return what this stage's layers make of the hidden states that the stage before sent."""
         _, hidden = self._call(args, kwargs, received, self.own, has_head=False)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -125,6 +126,8 @@ class MeshStrategy(FSDPStrategy):
         if optimizer is not None and self.layout.tp > 1:
             group = self._meshes.parameters["tp"].get_group()
             self._proof.check_in_first_update(lambda: self.unwrap(wrapped), optimizer, group)
+        if hasattr(model, "generate"):  # which may call parts of the model before the whole
+            register_fsdp_forward_method(model, "generate")
         return wrapped, optimizer
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -214,7 +217,9 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is None:
             return units
         elsewhere = self._held_elsewhere(model)
-        return [unit for unit in units if elsewhere.isdisjoint(unit.parameters())]
+        own = [unit for unit in units if elsewhere.isdisjoint(unit.parameters())]
+        # Of the whole model, a stage's outputs have no gradient that would let FSDP take those of the parameters.
+        return own or self._pipeline.stage.layers()
 
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
         root = super()._split(model, units, policy, whole)
@@ -222,6 +227,9 @@ class MeshStrategy(FSDPStrategy):
             root = self._pipeline
             # Stages have layers of their own, which must not draw the same numbers.
             torch.manual_seed(seed_apart(torch.initial_seed(), root.stage.index))
+            first = {id(parameter) for _, parameter in root.own_parameters(once=True)}
+            for _, parameter in root.own_parameters():
+                parameter.is_copy = id(parameter) not in first  # type: ignore[attr-defined]
         if self.data.world_size < self.world_size:
             self._prove_same_batch(root)
         return root
