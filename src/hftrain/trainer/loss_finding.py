@@ -94,6 +94,12 @@ def _is_equal(weights: list[float]) -> bool:
     return not weights or max(weights) - min(weights) <= 1e-9 * max(weights)
 
 
+_OF_MESHES = (
+    " If it is multiplied by accelerator.num_processes to undo the mean over them, multiply it by "
+    "strategy.data.world_size: the other processes of the mesh compute the same loss."
+)
+
+
 class LossFinding:
     """Find out what a plain model's loss is, on all processes alike.
 
@@ -298,9 +304,10 @@ class LossFinding:
             "processes. If it is already divided for the whole step, set loss_is_scaled_for_ga = True in the "
             "Trainer's class, or "
             'False if it is the mean over a micro-batch; or pass count_items= to the Trainer ("labels", "samples", or '
-            "a function of the batch) to weight it by these items.",
+            "a function of the batch) to weight it by these items.%s",
             self._maker,
             "used as it is" if is_used else "divided by the number of micro-batches",
+            _OF_MESHES if self._strategy.data.world_size < self._strategy.world_size else "",
         )
 
     def warn_of_evaluation(self, kinds: list[str], *, is_counted: bool) -> None:

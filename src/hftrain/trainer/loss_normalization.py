@@ -38,7 +38,8 @@ class LossShares:
         # The number of micro-batches of the current step.
         self.num_micro_batches = args.gradient_accumulation_steps
         self.num_ranks = strategy.data.world_size if args.average_tokens_across_devices else 1
-        self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
+        is_meshed = self._data.world_size < strategy.world_size  # where a copied compute_loss may be too large
+        self.is_on = self._accumulates or self.num_ranks > 1 or (is_meshed and hooks.is_overridden("compute_loss"))
         self.plain = task if isinstance(task, ModelTask) else None
         watch = None
         if self.plain is not None:
