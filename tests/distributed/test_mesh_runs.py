@@ -17,7 +17,11 @@ from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
 
-MESHES = {"tp": (2, {}), "cp": (2, {}), "fsdp_tp": (4, {"tp_size": 2})}
+MESHES = {
+    **{"tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "fsdp_tp": (4, {"tp_size": 2})},
+    **{"tp_cp": (4, {"tp_size": 2}), "fsdp_pp": (4, {"pp_size": 2})},
+}
+LONG = ("tp_cp", "fsdp_pp")
 
 
 def make_rows() -> list[dict[str, torch.Tensor]]:
@@ -132,7 +136,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "marks": marks(root / "marks", "single")}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.guarantees] * (x in LONG)) for x in MESHES])
 def test_run_on_a_mesh_is_that_of_one_process(tmp_path: Path, alone: dict[str, Any], name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +161,7 @@ def begin(folder: str, name: str, at: int | None, resumes: bool) -> list[float]:
 
 
 def test_checkpoint_goes_from_mesh_to_mesh(tmp_path: Path) -> None:
-    for at, name in ((1, "fsdp_tp"), (2, "tp"), (3, "cp")):
+    for at, name in ((1, "fsdp_tp"), (2, "pp"), (3, "cp")):
         folder = tmp_path / name
         folder.mkdir()
         kwargs = {"folder": str(tmp_path), "name": name, "at": at, "resumes": at > 1}

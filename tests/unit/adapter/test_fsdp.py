@@ -199,10 +199,10 @@ def test_one_process_without_a_launcher_is_refused_unless_the_strategy_is_named(
 
 
 def test_generation_is_refused(tmp_path: Path) -> None:
-    args = make_arguments(tmp_path, fsdp="full_shard")
+    args = make_arguments(tmp_path)
     args.predict_with_generate = True
     with pytest.raises(ConfigError, match="predict_with_generate=True"):
-        fsdp_options(args, is_named=False)
+        Trainer(Net(), args, strategy="fsdp")
 
 
 def test_strategy_by_name_takes_the_config(tmp_path: Path) -> None:
