@@ -11,7 +11,6 @@ import torch
 from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer
-from hftrain.adapter.fsdp import fsdp_options
 from hftrain.adapter.strategy import strategy_request
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.fsdp.wrapper import FSDP1Strategy

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hftrain.core.types import Shard
+from hftrain.strategies.collectives import gather_object
 from hftrain.strategies.fsdp.states import local_part, pieces, scale_down
 from hftrain.strategies.mesh.pipeline import Pipeline, grad_norm, whole_state
 
@@ -27,7 +28,7 @@ def model_pieces(pipeline: Pipeline, state: Mapping[str, Any], *, is_main: bool)
 
 
 def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: bool) -> tuple[State, dict[str, Shard]]:
-    """Return an optimizer's groups, and this process's part of its state.
+    """Return an optimizer's groups with what is no tensor, and this process's part of its state. Collective.
 
     Args:
         pipeline: The pipeline.
@@ -44,7 +45,15 @@ def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: boo
         for key, value in entry.items()
         if isinstance(value, torch.Tensor)
     }
-    return {**state, "state": {}}, pieces(flat, is_main=is_writer)
+    plain = {
+        index: {key: value for key, value in entry.items() if not isinstance(value, torch.Tensor)}
+        for index, entry in state["state"].items()
+        if id(parameters[index]) in own
+    }
+    stages = gather_object(plain, device=next(pipeline.own_parameters())[1].device, group=pipeline.group)
+    # Keys are text after JSON.
+    whole = {int(index): entry for each in stages for index, entry in each.items() if entry}
+    return {**state, "state": whole}, pieces(flat, is_main=is_writer)
 
 
 def object_pieces(pipeline: Pipeline, found: Mapping[str, Shard]) -> dict[str, Shard]:
