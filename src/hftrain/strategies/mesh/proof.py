@@ -36,6 +36,9 @@ class Proof:
         self, model: Callable[[], nn.Module], optimizer: Optimizer, group: dist.ProcessGroup
     ) -> None:
         """Let the optimizer's first step raise if the tensor ranks' gradients are not what the plan takes them for."""
+        for norms in (self.same, self.parts):
+            norms.clear()  # of a model that was placed before, as in a rehearsal
+        self.is_open = True
 
         def check(*_: object) -> None:
             handle.remove()
