@@ -44,8 +44,8 @@ class Proof:
             handle.remove()
             self.is_open = False
             names = {module: name for name, module in model().named_modules()}
-            same = {f"the output of {names[module]}": norm for module, norm in self.same.items()}
-            same.update(_whole_parameters(model()))
+            same = dict(_whole_parameters(model()))
+            same.update({f"the output of {names[module]}": norm for module, norm in self.same.items()})
             unequal = [name for name, (least, most) in _ranges(same, group) if most - least > 1e-3 * abs(most)]
             if unequal:
                 raise StrategyError(
