@@ -58,7 +58,7 @@ class Pipeline(nn.Module):
         plan: How it is cut.
         group: The ranks of the stages, in order.
         schedule: ``"gpipe"`` or ``"1f1b"``.
-        num_micro_batches: How many micro-batches a batch is cut into, at most one a sample; default: one a stage.
+        num_micro_batches: How many micro-batches a batch is cut into; default: one a stage.
 
     Raises:
         ConfigError: No schedule has that name, or it does not fit the model, or the number is not positive.

@@ -81,7 +81,7 @@ class Run:
             self._send(self._forward(index))
         outputs = None
         if self.stage.is_last:
-            hidden = torch.cat([value.detach() for value in self.sent])
+            hidden = torch.cat([value.detach() for value in self.sent[: self.num_real]])
             self.whole = hidden.requires_grad_(self.is_training)
             outputs = self.stage.finish(self.args, self.kwargs, self.whole)
         return self._share(outputs)
@@ -101,7 +101,8 @@ class Run:
                 pairs = [(x, grad) for x, grad in zip(self.results, grads, strict=True) if grad is not None]
                 torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
                 whole = torch.zeros_like(self.whole) if self.whole.grad is None else self.whole.grad
-                parts = torch.split(whole, [value.shape[0] for value in self.sent])
+                parts = torch.split(whole, [value.shape[0] for value in self.sent[: self.num_real]])
+                parts = [*parts, *map(torch.zeros_like, self.sent[self.num_real :])]
             for index in range(len(self.micro_batches)):
                 self._backward(index, parts[index] if parts else self._exchange(None, index))
             found.extend(self._summed(parameters))
@@ -148,13 +149,15 @@ class Run:
                 if index < ahead:
                     self._send(value)
                 else:
-                    self._backward(index - ahead, None if stage.is_last else self._exchange(value, index - ahead))
+                    done = index - ahead
+                    own = torch.zeros_like(value) if index >= self.num_real else None
+                    self._backward(done, own if stage.is_last else self._exchange(value, done))
             for index in range(number - ahead, number):
                 self._backward(index, self._exchange(None, index))
             self.kept.extend(self._summed(parameters))
         if not stage.is_last:
             return None
-        total = torch.stack(self.sent).sum().requires_grad_()
+        total = torch.stack(self.sent[: self.num_real]).sum().requires_grad_()
         if isinstance(self.last, Mapping):
             return _only_loss(self.last, total)
         return total if isinstance(self.last, torch.Tensor) else (total, *[None] * (len(self.last) - 1))
@@ -265,20 +268,28 @@ class Run:
         return {name: value for name, value in kwargs.items() if name != skipped}
 
     def _cut(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Cut the batch into micro-batches, whose sizes differ by one at most."""
+        """Cut the batch into micro-batches, whose sizes differ by one at most.
+
+        With fewer samples than micro-batches, the last ones repeat a sample and count for nothing: data ranks gather
+        parameters together in each, and their batches may differ in size.
+        """
         flags = [name for name in COLLECTED if self.kwargs.get(name)]
         if flags:
             reason = f"{flags[0]} asks for tensors of all layers, and a stage has only some of them."
             raise TaskError("Cannot run this batch through a pipeline.", reason, "Leave it out, or use pp_size=1.")
         size = batch_size_of({**dict(enumerate(self.args)), **self.kwargs}) or 1
-        number = min(self.settings.num_micro_batches, size)
-        if number == 1:
-            self.rows = [size]
-            return [(self.args, self.kwargs)]
-        self.rows = [size // number + (index < size % number) for index in range(number)]
+        number = self.settings.num_micro_batches
+        self.num_real = min(number, size)
+        if number == 1 or size == 1:
+            self.rows = [size] * number
+            return [(self.args, self.kwargs)] * number
+        self.rows = [max(size // number + (index < size % number), 1) for index in range(number)]
 
         def part(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda x: x.tensor_split(number)[index] if x.dim() and x.shape[0] == size else self._common(x, size)
+            place = min(index, size - 1)
+            return lambda x: (
+                x.tensor_split(self.num_real)[place] if x.dim() and x.shape[0] == size else self._common(x, size)
+            )
 
         return [map_tensors((self.args, self.kwargs), part(index)) for index in range(number)]
 
