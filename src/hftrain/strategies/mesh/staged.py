@@ -28,7 +28,7 @@ def model_pieces(pipeline: Pipeline, state: Mapping[str, Any], *, is_main: bool)
 
 
 def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: bool) -> tuple[State, dict[str, Shard]]:
-    """Return an optimizer's groups with what is no tensor, and this process's part of its state. Collective.
+    """Return an optimizer's groups with what is not a tensor, and this process's part of its state. Collective.
 
     Args:
         pipeline: The pipeline.
