@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 from support.forking import ForkServer, kill
-from support.tiny import Net, Noisy, make_rows, make_trainer
+from support.tiny import Net, Noisy, make_rows, make_trainer, on_tensor_ranks
 
 from hftrain import CheckpointError, SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import manager
@@ -80,8 +80,10 @@ def digest_of(trainer: Trainer) -> str:
     ]
     assert trainer.optimizer is not None
     state = trainer.optimizer.state_dict()
-    parts = [tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values()]
-    parts += [value.numpy().tobytes() for entry in state["state"].values() for value in entry.values()]
+    tensors = [*trainer.model.state_dict().values()]
+    tensors += [value for entry in state["state"].values() for value in entry.values()]
+    own = [value.to_local() if hasattr(value, "to_local") else value for value in tensors]
+    parts = [value.numpy().tobytes() for value in own]
     parts.append(json.dumps([history, state["param_groups"]], sort_keys=True).encode())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -96,6 +98,7 @@ def train(
     arm: Any = None,
     save_async: bool = False,
     hold: int | None = None,
+    mesh: bool = False,
 ) -> str:
     """Train, or go on, to the end."""
     Path(folder).mkdir(exist_ok=True)
@@ -106,7 +109,7 @@ def train(
         Path(folder) / "out", Net(dropout=0.2), train_dataset=Noisy(make_rows(50)),
         callbacks=[Diary(Path(folder) / "diary"), *([Armed(arm)] if arm else [])],
         save_policy=SavePolicy(save_async=save_async), max_steps=steps, save_strategy="steps", save_steps=save_steps,
-        save_total_limit=limit, logging_steps=3,
+        save_total_limit=limit, logging_steps=3, strategy=on_tensor_ranks() if mesh else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     return digest_of(trainer)
@@ -153,10 +156,13 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-def check_sweep(server: ForkServer, tmp_path: Path, *, num_ranks: int, limit: int, num_rounds: int) -> None:
+def check_sweep(
+    server: ForkServer, tmp_path: Path, *, num_ranks: int, limit: int, num_rounds: int, mesh: bool = False
+) -> None:
     choose, done, at_stake, num_finished = random.Random(num_ranks * 10 + limit), 0, 0, 0
     for folder in (tmp_path / "cold", tmp_path / "whole"):  # the first has everything to import
-        server.start(envs=places(num_ranks), action="train", folder=str(folder), resume=False, limit=limit)
+        first = {"folder": str(folder), "resume": False, "limit": limit, "mesh": mesh}
+        server.start(envs=places(num_ranks), action="train", **first)
         started_s = time.monotonic()
         whole = server.wait()
         duration_s = time.monotonic() - started_s
@@ -166,7 +172,7 @@ def check_sweep(server: ForkServer, tmp_path: Path, *, num_ranks: int, limit: in
         statuses: set[int] = set()
         while statuses != {0}:
             committed = max([step for what, step in read_diary(folder) if what == "committed"], default=0)
-            options = {"folder": str(folder), "resume": committed > 0, "limit": limit}
+            options = {"folder": str(folder), "resume": committed > 0, "limit": limit, "mesh": mesh}
             running = server.start(envs=places(num_ranks), action="train", **options)
             is_killed = done < num_rounds
             if is_killed:
@@ -228,6 +234,12 @@ def test_sigkill_of_a_saving_run_costs_no_committed_step(server: ForkServer, tmp
 @pytest.mark.distributed
 def test_sigkill_of_two_saving_ranks_costs_no_committed_step(server: ForkServer, tmp_path: Path) -> None:
     check_sweep(server, tmp_path, num_ranks=2, limit=1, num_rounds=6)
+
+
+@pytest.mark.guarantees
+@pytest.mark.distributed
+def test_sigkill_of_two_saving_tensor_ranks_costs_no_committed_step(server: ForkServer, tmp_path: Path) -> None:
+    check_sweep(server, tmp_path, num_ranks=2, limit=1, num_rounds=6, mesh=True)
 
 
 @pytest.mark.guarantees

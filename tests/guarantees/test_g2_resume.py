@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
 from support.stateful import StatefulRows, StatefulStream, disturbed
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, on_tensor_ranks
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hftrain import Trainer, set_seed
@@ -81,7 +81,10 @@ def make_trainer(folder: Path, case: dict[str, Any], *, stop: int | None = None,
         bf16=case["precision"] == "bf16",
         **options,
     )
-    return Trainer(Net(dropout=0.2), arguments, train_dataset=DATA[case["data"]](), callbacks=[StopAt(stop)])
+    return Trainer(
+        Net(dropout=0.2), arguments, train_dataset=DATA[case["data"]](), callbacks=[StopAt(stop)],
+        strategy=on_tensor_ranks() if case.get("mesh") else None,
+    )  # fmt: skip
 
 
 def check(folder: Path, *, ranks: int = 1, where: Sequence[str] = ("middle", "end", "later"), **case: Any) -> None:
@@ -157,7 +160,7 @@ def test_resume_is_exact_in_the_whole_matrix(tmp_path: Path, case: dict[str, Any
 def check_ranks(cases: list[dict[str, Any]], folder: str) -> int:
     """Run cases one after another on the ranks that were launched."""
     for number, case in enumerate(cases):
-        check(Path(folder) / str(number), ranks=2, **case)
+        check(Path(folder) / str(number), ranks=1 if case.get("mesh") else 2, **case)
     return len(cases)
 
 
@@ -165,6 +168,13 @@ def check_ranks(cases: list[dict[str, Any]], folder: str) -> int:
 def test_resume_of_two_ranks_is_exact(run_distributed: Any, tmp_path: Path) -> None:
     results = run_distributed(check_ranks, cases=SHORT_OF_RANKS, folder=str(tmp_path))
     assert results == [len(SHORT_OF_RANKS)] * 2
+
+
+@pytest.mark.guarantees
+@pytest.mark.distributed
+def test_resume_of_two_tensor_ranks_is_exact(run_distributed: Any, tmp_path: Path) -> None:
+    cases = [{**case, "mesh": True} for case in SHORT_OF_RANKS]
+    assert run_distributed(check_ranks, cases=cases, folder=str(tmp_path)) == [len(cases)] * 2
 
 
 @pytest.mark.guarantees

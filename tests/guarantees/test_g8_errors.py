@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.distributed import DistributedRun
 from support.forked import Ended, run_cases
-from support.tiny import Net, at, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows, on_tensor_ranks
 from torch import nn
 from torch.utils.data import get_worker_info
 
@@ -96,7 +96,9 @@ class TroubledTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
 
-def train(place: str, rank: int = 1, stops: bool = False, busy: str | None = None, **options: Any) -> None:
+def train(
+    place: str, rank: int = 1, stops: bool = False, busy: str | None = None, mesh: bool = False, **options: Any
+) -> None:
     """Train for eight steps on two ranks, with trouble on one and, at another place, a busy other one."""
     trouble = Trouble(place, rank, stops)
     if busy is not None and not trouble.is_here:
@@ -134,6 +136,7 @@ def train(place: str, rank: int = 1, stops: bool = False, busy: str | None = Non
         data_collator=collate,
         compute_metrics=compute_metrics,
         callbacks=[passing],
+        strategy=on_tensor_ranks(timeout_s=options.get("ddp_timeout", 1800)) if mesh else None,
     ).train()
 
 
@@ -148,6 +151,8 @@ SHORT: dict[str, dict[str, Any]] = {
 LONG: dict[str, dict[str, Any]] = {
     **{place: {"place": place} for place in PLACES if place not in SHORT},
     "rank 0": {"place": "forward", "rank": 0},
+    **{f"{place} of a tensor rank": {"place": place, "mesh": True} for place in ("collate", "backward", "write")},
+    "late tensor rank": {"place": "forward", "stops": True, "ddp_timeout": TIMEOUT_S, "mesh": True},
     "late to save": {"place": "save", "stops": True, "ddp_timeout": TIMEOUT_S},
 }
 
@@ -169,7 +174,7 @@ def in_the_long_form(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.guarantees) for case in cases]
 
 
-ERRORS_LONG = in_the_long_form(*((name,) for name in LONG if name != "late to save"))
+ERRORS_LONG = in_the_long_form(*((name,) for name in LONG if not name.startswith("late")))
 
 
 @pytest.mark.timeout(WHOLE_S + 60)
@@ -200,7 +205,11 @@ def test_rank_outside_a_collective_is_ended_too(ended: Callable[[str], list[Ende
 
 @pytest.mark.timeout(WHOLE_S + 60)
 @pytest.mark.parametrize(
-    ("case", "phase"), [("late", "train step 3"), *in_the_long_form(("late to save", "save checkpoint-4"))]
+    ("case", "phase"),
+    [
+        ("late", "train step 3"),
+        *in_the_long_form(("late tensor rank", "train step 3"), ("late to save", "save checkpoint-4")),
+    ],
 )
 def test_timeout_names_the_phase_and_who_did_not_come(
     ended: Callable[[str], list[Ended]], case: str, phase: str

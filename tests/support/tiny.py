@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain.strategies import Strategy
+from hftrain.strategies.registry import create_strategy
 
 Rows = list[dict[str, torch.Tensor]]
 PARTS = inspect.signature(Trainer.__init__).parameters.keys()
@@ -126,6 +128,12 @@ def make_trainer(folder: Path, model: Any = None, *callbacks: Any, kind: Any = T
     parts = {"train_dataset": make_rows(), "callbacks": list(callbacks), **parts}
     model = Net() if model is None and "model_init" not in parts else model
     return kind(model, make_arguments(folder, **options), **parts)
+
+
+def on_tensor_ranks(**options: Any) -> Strategy:
+    """Return a strategy by which all processes share the layers of `Net`."""
+    plan = {"layers.0": "colwise_gather_output", "layers.4": "rowwise_split_input"}
+    return create_strategy("tp", use_cpu=True, plan=plan, **options)
 
 
 def train(folder: Path, model: Any = None, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
