@@ -20,7 +20,7 @@ PLACE = re.compile(r"(?P<start><!-- computed: (?P<name>\w+) -->\n).*?(?P<end><!-
 MEMORY, MACHINE, LENGTH = 80e9, 8, 4096
 # The shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: hidden and inner width, layers, heads.
 MODELS = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
-COLUMNS = ("GPUs", "strategy", "batch", "recompute", "held", "activations", "temporary", "total", "sent inside", "between")  # fmt: skip  # noqa: E501
+COLUMNS = ("GPUs", "strategy", "batch", "recompute", "held", "activations", "total", "inside", "between")
 
 
 def fill(text: str, names: tuple[str, ...] = tuple(MODELS)) -> str:
@@ -44,7 +44,7 @@ def table(name: str) -> str:
             best.setdefault(each.strategy.removesuffix("_offload"), row(each))
         needs = {key: float(reason.split()[1]) for key, reason in rejected.items() if reason.startswith("needs ")}
         for key in sorted(needs, key=needs.__getitem__):
-            cells = [f"`{key.partition(' (')[0]}`", *["-"] * 5, f"needs {shown(needs[key])}", "-", "-"]
+            cells = [f"`{key.partition(' (')[0]}`", *["-"] * 4, f"needs {shown(needs[key])}", "-", "-"]
             best.setdefault(cells[0].strip("`"), cells)
         rows += [[str(gpus), *best[key]] for key in best]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows))
@@ -54,7 +54,7 @@ def row(each: Candidate) -> list[str]:
     """Return the cells of a strategy that fits, in gigabytes."""
     name = " ".join([f"`{each.strategy}`", *(f"`{key}={value}`" for key, value in each.options.items())])
     held = each.parameters + each.gradients + each.optimizer
-    sizes = (held, each.activations, each.temporary, each.device, each.inside, each.between)
+    sizes = (held, each.activations, each.device, each.inside, each.between)
     batch = f"{each.micro_batch} x {each.accumulation}"
     return [name, batch, "yes" if each.checkpointing else "no", *(shown(size / 1e9) for size in sizes)]
 
