@@ -32,7 +32,7 @@ class StepMemory(TrainerCallback):
 
 
 def own_bytes() -> int:
-    """Return the memory of this process that is no file's."""
+    """Return this process's memory without that of files."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 

@@ -275,9 +275,8 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     for name, parameter in placed.items():
         setattr(module, name, parameter)
     # Models read the weights of short convolutions without calling them.
-    held = [
-        (owner, name) for owner in (module, *convolutions(module)) for name, _ in owner.named_parameters(recurse=False)
-    ]
+    held = [(module, name) for name in placed]
+    held += [(child, name) for child in convolutions(module) for name, _ in child.named_parameters(recurse=False)]
     is_experts = isinstance(style, Experts)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
