@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, make_arguments
+from support.tiny import Net, Stream, make_arguments, on_tensor_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
@@ -56,7 +56,7 @@ class Recorder(Trainer):
 def make(folder: Path, batch: int, accumulation: int = 1, *callbacks: TrainerCallback, **options: Any) -> Recorder:
     set_seed(1)
     data = options.pop("data", None)
-    kind = options.pop("kind", Recorder)
+    kind, strategy = options.pop("kind", Recorder), options.pop("strategy", None)
     defaults: dict[str, Any] = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1000}
     args = make_arguments(
         folder,
@@ -65,7 +65,8 @@ def make(folder: Path, batch: int, accumulation: int = 1, *callbacks: TrainerCal
         remove_unused_columns=False,
         **{**defaults, **options},
     )
-    trainer = kind(Net(), args, train_dataset=Counted() if data is None else data, callbacks=list(callbacks))
+    data = Counted() if data is None else data
+    trainer = kind(Net(), args, train_dataset=data, callbacks=list(callbacks), strategy=strategy)
     trainer.seen = {}
     return trainer  # type: ignore[no-any-return]
 
@@ -377,12 +378,19 @@ def test_a_stream_of_several_workers_keeps_its_batches(tmp_path: Path) -> None:
 
 
 def train_part(
-    folder: str, batch: int, stop: int | None, resume: bool, kind: str = "map", dispatch: bool | None = None
+    folder: str,
+    batch: int,
+    stop: int | None,
+    resume: bool,
+    kind: str = "map",
+    dispatch: bool | None = None,
+    mesh: bool = False,
 ) -> tuple[dict[int, list[int]], int]:
     """Train until a step, or to the end; answer with this rank's samples of each pass, and the step reached."""
     rows = [Counted()[index] for index in range(NUM)]
     data = {"map": Counted(), "sized": Sized(rows), "placed": Placed(rows)}[kind]
     options = {"num_train_epochs": 2, "accelerator_config": {"dispatch_batches": dispatch}, "data": data}
+    options["strategy"] = on_tensor_ranks() if mesh else None
     trainer = make(Path(folder), batch, 1, *([] if stop is None else [StopAt(stop)]), **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer.seen, trainer.state.global_step
@@ -419,6 +427,22 @@ def test_another_number_of_ranks_reads_each_sample_once(
         assert set(found) == set(range(NUM))
         # The last round is filled up, so that all ranks get as many; nothing else is read twice.
         assert len(found) - NUM < size
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_tensor_ranks_read_each_sample_once(tmp_path: Path, launch_distributed: Any, before: int, after: int) -> None:
+    seen: dict[str, list[int]] = {}
+    for num_ranks, batch, stop in ((before, 3, 3), (after, 4, None)):
+        options = {"folder": str(tmp_path / "out"), "batch": batch, "stop": stop, "resume": stop is None}
+        options["mesh"] = num_ranks == 2
+        results = [train_part(**options)] if num_ranks == 1 else run(launch_distributed, options)
+        samples, steps = results[0]
+        assert results == [results[0]] * num_ranks
+        for epoch, found in samples.items():
+            seen.setdefault(str(epoch), []).extend(found)
+    assert steps == 3 + math.ceil((NUM - 9) / 4) + math.ceil(NUM / 4)
+    assert [Counter(seen[epoch]) for epoch in ("0", "1")] == [EACH, EACH]
 
 
 def run(launch_distributed: Any, options: dict[str, Any]) -> list[Any]:

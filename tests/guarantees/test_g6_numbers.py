@@ -1,4 +1,4 @@
-"""G6: `eval_loss` is the mean over items, whatever the batch size; a NaN is shown. Ranks: tests/distributed."""
+"""G6: `eval_loss` is the mean over items, whatever the batch size; a NaN is shown. Data ranks: tests/distributed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, on_tensor_ranks
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback
+from hftrain.strategies.registry import create_strategy
 
-NUM_SAMPLES, LENGTH, NUM_CLASSES = 11, 5, 7
+NUM_SAMPLES, LENGTH, NUM_CLASSES = 11, 5, 8
 
 
 class Tagger(nn.Module):
@@ -70,12 +71,38 @@ def test_eval_loss_is_the_mean_over_items_for_every_batch_size(tmp_path: Path, m
     assert losses == pytest.approx([expected] * len(losses), rel=1e-6)
 
 
-def test_nan_is_counted_and_said_while_the_log_line_is_smoothed(tmp_path: Path) -> None:
+def assert_nan_is_told(folder: Path, **options: Any) -> None:
     rows = make_rows(12)
     rows[5]["x"] = torch.full_like(rows[5]["x"], math.nan)
-    arguments = make_arguments(tmp_path, learning_rate=0.0, weight_decay=0.0, num_train_epochs=1, logging_steps=3)
-    trainer = Trainer(Net(), arguments, train_dataset=rows, callbacks=[Repair])
+    arguments = make_arguments(folder, learning_rate=0.0, weight_decay=0.0, num_train_epochs=1, logging_steps=3)
+    trainer = Trainer(Net(), arguments, train_dataset=rows, callbacks=[Repair], **options)
     with pytest.warns(UserWarning, match="NaN or infinite at least once"):
         result = trainer.train()
     assert result.metrics["nonfinite_losses"] == 1
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_nan_is_counted_and_said_while_the_log_line_is_smoothed(tmp_path: Path) -> None:
+    assert_nan_is_told(tmp_path)
+
+
+def on_two_ranks(folder: str) -> list[float]:
+    """Evaluate in batches of every size, and train over a NaN, while tensor ranks share the layers."""
+    losses = []
+    for size in range(1, NUM_SAMPLES + 2):
+        torch.manual_seed(0)
+        arguments = make_arguments(Path(folder), per_device_eval_batch_size=size)
+        strategy = create_strategy("tp", use_cpu=True, plan={"layer": "colwise_gather_output"})
+        trainer = Trainer(Tagger(), arguments, eval_dataset=make_sentences(), strategy=strategy)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert_nan_is_told(Path(folder), strategy=on_tensor_ranks())
+    return losses
+
+
+@pytest.mark.distributed
+def test_numbers_of_tensor_ranks_are_those_of_one_process(tmp_path: Path, run_distributed: Any) -> None:
+    torch.manual_seed(0)
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=NUM_SAMPLES)
+    expected = Trainer(Tagger(), arguments, eval_dataset=make_sentences()).evaluate()["eval_loss"]
+    for losses in run_distributed(on_two_ranks, folder=str(tmp_path)):
+        assert losses == pytest.approx([expected] * (NUM_SAMPLES + 1), rel=1e-6)

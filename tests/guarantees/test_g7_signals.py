@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from support.distributed import DistributedRun
-from support.tiny import at, make_resumable, make_rows
+from support.tiny import at, make_resumable, make_rows, on_tensor_ranks
+from torch.distributed.tensor import DTensor
 
 from hftrain import SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
@@ -92,7 +93,8 @@ def make_trainer(
     }  # fmt: skip
     # What a subclass writes itself cannot be written in the background.
     kind = SlowTrainer if save_policy is None else Trainer
-    return make_resumable(folder, *callbacks, seed=3, kind=kind, save_policy=save_policy, **settings)
+    strategy = on_tensor_ranks() if settings.pop("mesh", False) else None
+    return make_resumable(folder, *callbacks, seed=3, kind=kind, save_policy=save_policy, strategy=strategy, **settings)
 
 
 def outcome(trainer: Trainer) -> list[Any]:
@@ -106,7 +108,8 @@ def outcome(trainer: Trainer) -> list[Any]:
     assert trainer.optimizer is not None
     tensors = [*trainer.model.state_dict().values()]
     tensors += [v for s in trainer.optimizer.state_dict()["state"].values() for v in s.values()]
-    return [[tensor.double().tolist() for tensor in tensors], history, trainer.state.best_metric]
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [[tensor.double().tolist() for tensor in own], history, trainer.state.best_metric]
 
 
 def stop(trainer: Trainer) -> int:
@@ -119,20 +122,20 @@ def stop(trainer: Trainer) -> int:
     return step
 
 
-def all_moments(folder: str) -> dict[str, Any]:
+def all_moments(folder: str, cases: list[tuple[str, str, list[int]]], mesh: bool = False) -> dict[str, Any]:
     """Stop runs in every phase by signals to each process and to both, and resume each."""
-    undisturbed = make_trainer(Path(folder) / "whole")
+    undisturbed = make_trainer(Path(folder) / "whole", mesh=mesh)
     undisturbed.train()
     whole, strategy = outcome(undisturbed), undisturbed.strategy
     pids = strategy.gather_object(os.getpid())
     found: dict[str, Any] = {}
-    for name, phase, who in CASES:
+    for name, phase, who in cases:
         case = f"{name} {phase} {who}"
         run = Path(folder) / case.replace(" ", "_")
         sends = [(0.25 * index, rank, name) for index, rank in enumerate(who)]
-        step = stop(make_trainer(run, Strike(sends, phase, pids)))
+        step = stop(make_trainer(run, Strike(sends, phase, pids), mesh=mesh))
         marked = (run / "requeue.json").exists()
-        resumed = make_trainer(run)
+        resumed = make_trainer(run, mesh=mesh)
         resumed.train(resume_from_checkpoint="auto")
         found[case] = [
             step,
@@ -141,6 +144,8 @@ def all_moments(folder: str) -> dict[str, Any]:
             outcome(resumed) == whole,
             strategy.all_true(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL),
         ]
+    if mesh:
+        return found
     found["SIGUSR1"] = saved_in_passing(Path(folder) / "passing", pids, whole)
     found["finishing"] = stopped_while_the_main_process_finishes(Path(folder) / "finishing", pids)
     return found
@@ -180,17 +185,31 @@ pytestmark = [
 def test_a_signal_to_any_process_at_any_moment_stops_all_and_the_resume_is_exact(
     run_distributed: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    answers = run_distributed(all_moments, folder=str(tmp_path))
+    answers = run_distributed(all_moments, folder=str(tmp_path), cases=CASES)
     assert answers[0] == answers[1]
-    done, steps, is_same, is_resumed = answers[0].pop("SIGUSR1")
+    answer = answers[0]
+    done, steps, is_same, is_resumed = answer.pop("SIGUSR1")
     assert (done, is_same, is_resumed, len(steps)) == (MAX_STEPS, True, True, 2)
     assert STRIKE <= steps[0] < steps[1] == MAX_STEPS
-    assert answers[0].pop("finishing") == [MAX_STEPS] * 2
-    assert len(answers[0]) == len(CASES)
-    for case, (step, steps, was_marked, is_same, is_back) in answers[0].items():
+    assert answer.pop("finishing") == [MAX_STEPS] * 2
+    assert_stopped(answer, CASES)
+
+
+def assert_stopped(answer: dict[str, Any], cases: list[Any]) -> None:
+    assert len(answer) == len(cases)
+    for case, (step, steps, was_marked, is_same, is_back) in answer.items():
         assert steps == [step, step], case
         assert STRIKE <= step <= STRIKE + 7, case
         assert [was_marked, is_same, is_back] == [True] * 3, case
+
+
+def test_tensor_ranks_stop_together_and_their_resume_is_exact(
+    run_distributed: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    cases = [("SIGTERM", phase, [1]) for phase in ("train", "evaluate", "save")]
+    answers = run_distributed(all_moments, folder=str(tmp_path), cases=cases, mesh=True)
+    assert answers[0] == answers[1]
+    assert_stopped(answers[0], cases)
 
 
 def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
