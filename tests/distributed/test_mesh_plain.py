@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +17,18 @@ from hftrain.strategies.registry import create_strategy
 pytestmark = pytest.mark.distributed
 
 
+DOUBLE = PrecisionPolicy(name="64", **dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float64))
+
+
 def train(*, name: str) -> list[float]:
     """Return the norms and the last outputs of three clipped updates."""
     torch.manual_seed(0)
-    double = PrecisionPolicy(
-        name="64", param_dtype=torch.float64, compute_dtype=torch.float64, reduce_dtype=torch.float64
-    )
     options = {"plan": {"0": "colwise", "2": "rowwise"}} if name == "tp" else {}
     strategy: Any = create_strategy(name, use_cpu=True, **options)
     strategy.launch()
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     inputs = torch.randn(5, 6, dtype=torch.float64)
-    model, optimizer = strategy.setup(plain, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), double)
+    model, optimizer = strategy.setup(plain, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), DOUBLE)
     found = []
     for _ in range(3):
         model(inputs).square().sum().backward()
@@ -42,3 +44,44 @@ def test_tensor_ranks_take_the_clipped_updates_of_one_process(run_distributed: C
     expected = train(name="single")
     for found in run_distributed(train, num_processes=2, name="tp"):
         assert found == pytest.approx(expected, rel=0, abs=1e-11)
+
+
+def shown() -> list[str]:
+    """Place two models with one strategy, and return what was printed."""
+    strategy: Any = create_strategy("tp", use_cpu=True, plan={"*.0": "colwise", "*.1": "rowwise"})
+    strategy.launch()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for _ in range(2):
+            layers = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(2)]
+            strategy.setup(nn.Sequential(*layers, nn.Linear(6, 3)), lambda m: torch.optim.SGD(m.parameters()), DOUBLE)
+    strategy.close()
+    return output.getvalue().splitlines()
+
+
+def groups_of_two() -> list[str]:
+    """Return the groups of two strategies that one process uses, one after the other."""
+    first = create_strategy("tp", use_cpu=True)
+    first.launch()
+    second = create_strategy("tp", use_cpu=True)
+    second.launch()
+    return [each.data.group.group_name for each in (first, second)]
+
+
+def test_strategies_of_one_process_share_their_groups(run_distributed: Callable[..., list[Any]]) -> None:
+    for first, second in run_distributed(groups_of_two, num_processes=2):
+        assert first == second
+
+
+def test_main_process_prints_once_what_was_placed_how(run_distributed: Callable[..., list[Any]]) -> None:
+    first, second = run_distributed(shown, num_processes=2)
+    assert second == []
+    assert first == [
+        "The tensor ranks hold:",
+        "0.*.weight: colwise, [8, 6] -> [4, 6]",
+        "0.*.bias: colwise, [8] -> [4]",
+        "1.*.weight: colwise, [8, 6] -> [4, 6]",
+        "1.*.bias: colwise, [8] -> [4]",
+        "2.weight: replicated, [3, 6] -> [3, 6]",
+        "2.bias: replicated, [3] -> [3]",
+    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hftrain.core.errors import ConfigError
@@ -27,6 +29,10 @@ class Meshes(NamedTuple):
 
     parameters: DeviceMesh
     samples: DeviceMesh
+
+
+# By the group of all processes.
+_MESHES: WeakKeyDictionary[Any, dict[tuple[Layout, str], Meshes]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,16 @@ class Layout:
         return {dim: found[dim] for dim in DIMS}
 
     def meshes(self, device_type: str) -> Meshes:
-        """Make the device meshes. Collective."""
+        """Make the device meshes, or return those that a strategy of these processes has made. Collective.
+
+        Each mesh has groups of its own, whose connections last as long as the processes' group.
+        """
+        known = _MESHES.setdefault(dist.group.WORLD, {})
+        if (self, device_type) not in known:
+            known[self, device_type] = self._make_meshes(device_type)
+        return known[self, device_type]
+
+    def _make_meshes(self, device_type: str) -> Meshes:
         held = init_device_mesh(
             device_type,
             (self.pp, self.dp_replicate, self.shard_size, self.tp),

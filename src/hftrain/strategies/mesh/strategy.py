@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
@@ -42,8 +41,6 @@ from hftrain.strategies.mesh.staged import (
 )
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
-
-logger = get_logger(__name__)
 
 
 class MeshStrategy(FSDPStrategy):
@@ -99,7 +96,7 @@ class MeshStrategy(FSDPStrategy):
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.attention, self.schedule, self.num_micro_batches = attention, schedule, num_micro_batches
         self._pipeline: Pipeline | None = None
-        self._proof = Proof()
+        self._proof, self._has_shown_placings = Proof(), False
         self.sizes = self.layout.sizes
         super().__init__(**options)
         place = self.layout.coordinate(self.rank)
@@ -274,7 +271,9 @@ class MeshStrategy(FSDPStrategy):
         if given is None and self.parallelize is not None:
             given = self.parallelize(self._meshes.parameters["tp"])
         found = placings(model, find_plan(model, given), self.layout.tp, given or ())
-        logger.info("The tensor ranks hold:\n%s", table(found, self.layout.tp))
+        if self.is_main and not self._has_shown_placings:
+            self._has_shown_placings = True
+            print(f"The tensor ranks hold:\n{table(found, self.layout.tp)}", flush=True)
         return found
 
     def _prove_same_batch(self, model: nn.Module) -> None:
