@@ -31,6 +31,13 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return tree
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested structure, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(tree, found.append)
+    return found
+
+
 def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Rebuild a mapping; its type is kept if the constructor takes a dict, as in `BatchEncoding` and `ModelOutput`."""
     try:

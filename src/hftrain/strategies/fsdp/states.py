@@ -137,13 +137,13 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
     return found
 
 
-def split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state without its sharded tensors, and these by ``"<parameter index>.<key>"``."""
+def split_optimizer(state: dict[str, Any], kind: type = DTensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer's state without tensors of a kind, and these by ``"<parameter index>.<key>"``."""
     plain: dict[int, dict[str, Any]] = {index: {} for index in state["state"]}
     split = {}
     for index, entry in state["state"].items():
         for key, value in entry.items():
-            if isinstance(value, DTensor):
+            if isinstance(value, kind):
                 split[f"{index}.{key}"] = value
             else:
                 plain[index][key] = value

@@ -251,6 +251,7 @@ class FSDPStrategy(SplittingStrategy):
         split = {
             index: {key: shards.split_like(value, parameters[index]) for key, value in entry.items()}
             for index, entry in state["state"].items()
+            if not parameters[index].is_meta  # another stage of a pipeline has it
         }
         super().load_optimizer_state(model, optimizer, {**state, "state": split})
 

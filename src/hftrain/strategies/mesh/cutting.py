@@ -26,7 +26,6 @@ class Cut:
         parts: The stage of each part outside the list: the first stage or the last.
         owners: The stages that hold each tensor of the model's state, by name; tied tensors can have several.
             Buffers that are missing here belong to all stages.
-        ties: The names of each tensor that has several.
     """
 
     layers: str
@@ -34,7 +33,6 @@ class Cut:
     bounds: tuple[int, ...]
     parts: Mapping[str, int]
     owners: Mapping[str, tuple[int, ...]]
-    ties: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -80,7 +78,7 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
         ends[stage > 0] += _size(model.get_submodule(name))
     bounds = tuple(_balanced(sizes, ends[0], ends[1], num_stages))
     cut = Cut(layers, children, bounds, parts, {})
-    return replace(cut, owners=_owners(model, cut, asked), ties=_ties(model))
+    return replace(cut, owners=_owners(model, cut, asked))
 
 
 def release(model: nn.Module, cut: Cut, stage: int) -> None:
@@ -94,16 +92,6 @@ def release(model: nn.Module, cut: Cut, stage: int) -> None:
             if id(tensor) not in moved:
                 moved[id(tensor)] = _meta(tensor)
             setattr(module, name, moved[id(tensor)])
-
-
-def tie(model: nn.Module, cut: Cut, stage: int) -> None:
-    """Put tied parameters that were replaced in a stage's own modules (`fully_shard` does) into their other homes."""
-    own = cut.own(stage)
-    for names in cut.ties:
-        found = [name for name in names if any(_is_in(name, home) for home in own)]
-        for name in names if found else ():
-            home, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(home), leaf, model.get_parameter(found[0]))
 
 
 def _declared(model: nn.Module) -> list[str]:
@@ -165,13 +153,6 @@ def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]
             stages.setdefault(id(tensor), set()).add(home)
             names[name] = id(tensor)
     return {name: tuple(sorted(stages[key])) for name, key in names.items()}
-
-
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
 def _balanced(sizes: Sequence[int], first: int, last: int, stages: int) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,37 +10,18 @@ import torch.distributed as dist
 from torch import nn
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.strategies.fsdp.states import norm_of
-from hftrain.strategies.mesh.cutting import Cut, divide, release, tie
-from hftrain.strategies.mesh.links import Links, empty
-from hftrain.strategies.mesh.schedules import COLLECTED, Run, Settings, sharded
+from hftrain.strategies.mesh.cutting import divide, release
+from hftrain.strategies.mesh.links import Links
+from hftrain.strategies.mesh.schedules import COLLECTED, Run, sharded
 from hftrain.strategies.mesh.stages import Stage
 
 SCHEDULES = ("gpipe", "1f1b")
 
 
-def cut(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> Pipeline:
-    """Cut a model into as many stages as a group has ranks, keep this rank's, and return the pipeline.
-
-    Parameters of other stages move to the meta device. Shard the returned pipeline's `own_modules` afterwards, and call
-    its `tie`.
-
-    Args:
-        model: The whole model, with the same weights on every rank; changed in place.
-        group: The ranks of the stages, in order.
-        **options: See `Pipeline`.
-
-    Raises:
-        ConfigError: See `divide` and `Pipeline`.
-    """
-    plan = divide(model, dist.get_world_size(group))
-    pipeline = Pipeline(model, plan, group, **options)
-    release(model, plan, pipeline.stage.index)
-    return pipeline
-
-
 class Pipeline(nn.Module):
     """A model whose stages run on the ranks of a group; called like the model, with the same whole batch on each.
+
+    The model is changed in place: parameters of other stages move to the meta device.
 
     The batch is cut into micro-batches, and the outputs are those of the whole batch on every rank. If gradients are
     enabled and the model returns a mapping with a loss (as transformers' models do), only the loss is returned.
@@ -54,40 +33,31 @@ class Pipeline(nn.Module):
       the model must return the loss itself, as a sum divided by ``num_items_in_batch``.
 
     Args:
-        module: The model.
-        plan: How it is cut.
+        module: The whole model, with the same weights on every rank.
         group: The ranks of the stages, in order.
         schedule: ``"gpipe"`` or ``"1f1b"``.
         num_micro_batches: How many micro-batches a batch is cut into; default: one a stage.
 
     Raises:
-        ConfigError: No schedule has that name, or it does not fit the model, or the number is not positive.
+        ConfigError: No schedule has that name, or it does not fit the model, or the number is not positive; see also
+            `divide`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        plan: Cut,
         group: dist.ProcessGroup,
         *,
         schedule: str = "gpipe",
         num_micro_batches: int | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.plan, self.group, self.schedule = module, plan, group, schedule
-        self.num_micro_batches = plan.num_stages if num_micro_batches is None else num_micro_batches
-        self.stage, self.links = Stage(module, plan, dist.get_rank(group)), Links(group)
-        self._takes = inspect.signature(module.forward).parameters
+        self.module, self.group, self.schedule = module, group, schedule
+        self.plan, links = divide(module, dist.get_world_size(group)), Links(group)
+        self.num_micro_batches = links.size if num_micro_batches is None else num_micro_batches
+        self.stage = Stage(module, self.plan, links)
         self._check()
-        labels = self._takes.get("labels")
-        self._settings = Settings(
-            self.stage,
-            self.links,
-            interleaves=schedule == "1f1b",
-            num_micro_batches=self.num_micro_batches,
-            counts_next=self._is_causal(),
-            skips_labels=labels is not None and labels.default is None,
-        )
+        release(module, self.plan, links.rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs for a whole batch. Collective.
@@ -96,9 +66,9 @@ class Pipeline(nn.Module):
             StrategyError: The model cannot run as a pipeline.
             TaskError: The batch cannot be cut into micro-batches.
         """
-        if "use_cache" in self._takes:
+        if "use_cache" in self.stage.takes:
             kwargs.setdefault("use_cache", False)
-        run = Run(self._settings, args, kwargs)
+        run = Run(self.stage, args, kwargs, self.num_micro_batches, interleaves=self.schedule == "1f1b")
         if not torch.is_grad_enabled():
             return run.outputs(run.forward())
         for module in sharded(self.module):
@@ -109,14 +79,6 @@ class Pipeline(nn.Module):
         # Ranks without trainable parameters take part in the backward pass, too.
         anchor = torch.zeros((), requires_grad=True)
         return run.outputs(_Function.apply(run, parameters, anchor, *parameters))  # type: ignore[no-untyped-call]
-
-    def own_modules(self) -> list[nn.Module]:
-        """Return this stage's layers and parts, in order; they hold all of its parameters."""
-        return [self.module.get_submodule(name) for name in self.plan.own(self.stage.index)]
-
-    def tie(self) -> None:
-        """Tie weights again after `own_modules` were sharded, so that names are those of one process."""
-        tie(self.module, self.plan, self.stage.index)
 
     def own_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this stage's parameters with their names in the model.
@@ -137,16 +99,13 @@ class Pipeline(nn.Module):
             raise ConfigError(asked, "No schedule has that name.", suggest(self.schedule, SCHEDULES))
         if self.num_micro_batches < 1:
             raise ConfigError(asked, f"num_micro_batches={self.num_micro_batches} is not positive.", "Use 1 or more.")
-        if self.schedule == "1f1b" and not (self._is_causal() or "num_items_in_batch" in self._takes):
+        if self.schedule == "1f1b" and not (self.stage.is_causal or "num_items_in_batch" in self.stage.takes):
             reason = "Its forward takes no num_items_in_batch, by which the losses of micro-batches are divided."
             raise ConfigError(asked, reason, "Use schedule='gpipe', which suits every loss.")
         collected = [name for name in COLLECTED if getattr(getattr(self.module, "config", None), name, False)]
         if collected:
             reason = f"Its config has {collected[0]}=True, and a stage has only some of the layers."
             raise ConfigError(asked, reason, f"Set config.{collected[0]} = False, or use pp_size=1.")
-
-    def _is_causal(self) -> bool:
-        return getattr(getattr(self.module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 class _Function(torch.autograd.Function):
@@ -167,43 +126,3 @@ class _Function(torch.autograd.Function):
         if run is None:
             raise RuntimeError("A pipeline's activations are freed: call backward() once for each forward.")
         return None, None, None, *run.backward(ctx.parameters, grads)
-
-
-def grad_norm(
-    pipeline: Pipeline, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Return the norm of the gradients of all stages, of these parameters only; tied copies count once. Collective."""
-    among = set(map(id, pipeline.module.parameters() if parameters is None else parameters))
-    once = [parameter for _, parameter in pipeline.own_parameters(once=True) if id(parameter) in among]
-    grads = [parameter.grad for parameter in once if parameter.grad is not None]
-    # Stages must agree on the dtype, also one that trains nothing; each knows all parameters.
-    trained = {parameter.dtype for parameter in pipeline.module.parameters() if parameter.requires_grad}
-    dtype = functools.reduce(torch.promote_types, trained)
-    device = next(pipeline.own_parameters())[1].device
-    own = norm_of(grads, norm_type).to(dtype) if grads else torch.zeros((), dtype=dtype, device=device)
-    all_own = [torch.empty_like(own) for _ in range(pipeline.plan.num_stages)]
-    dist.all_gather(all_own, own, group=pipeline.group)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(all_own), norm_type)
-    return norm
-
-
-def whole_state(
-    pipeline: Pipeline, whole: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the model's state, one tensor at a time, on the first stage; None on the others. Collective.
-
-    Args:
-        pipeline: The pipeline.
-        whole: Returns the whole of one of this stage's tensors (``DTensor.full_tensor``).
-    """
-    links = pipeline.links
-    device = next((x.device for _, x in pipeline.own_parameters()), None)
-    for name, tensor in pipeline.module.state_dict().items():
-        owner, own = pipeline.plan.owners.get(name, (0,))[0], links.rank
-        if owner == own:
-            value = whole(tensor)
-            if own > 0:
-                links.exchange([(value, -own)], [])
-        elif own == 0:
-            value = links.exchange([], [(empty(tensor, device), owner)])[0]
-        yield name, value if own == 0 else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,45 +14,33 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import StrategyError, TaskError
-from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.core.tree import batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.fsdp.states import local_part
-from hftrain.strategies.mesh.links import Links, described, empty, restored
+from hftrain.strategies.mesh.links import described, empty, restored
 from hftrain.strategies.mesh.stages import Stage
 
 # What would be collected from all layers, of which a stage has only some.
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-@dataclass
-class Settings:
-    """What all batches of a pipeline share.
+class Run:
+    """One batch's way through the pipeline, as this stage sees it.
 
     Args:
         stage: This rank's stage.
-        links: Its connections.
+        args: The model's arguments.
+        kwargs: Its arguments by name.
+        num_micro_batches: How many micro-batches the batch is cut into, at most.
         interleaves: Whether backward passes run as soon as they can.
-        num_micro_batches: How many micro-batches a batch is cut into, at most.
-        counts_next: Whether the loss is a mean over next tokens, so that items can be counted here.
-        skips_labels: Whether the model's labels may be left out.
-        forms: What shapes batches of each form lead to.
     """
 
-    stage: Stage
-    links: Links
-    interleaves: bool
-    num_micro_batches: int
-    counts_next: bool
-    skips_labels: bool
-    forms: dict[Any, Any] = field(default_factory=dict)
-
-
-class Run:
-    """One batch's way through the pipeline, as this stage sees it."""
-
-    def __init__(self, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.settings, self.stage, self.args, self.kwargs = settings, settings.stage, args, kwargs
-        self.links = settings.links
-        self.micro_batches = self._cut()
+    def __init__(
+        self, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], num_micro_batches: int, *, interleaves: bool
+    ) -> None:
+        self.stage, self.links, self.args, self.kwargs = stage, stage.links, args, kwargs
+        self.interleaves = interleaves
+        self.device = tensors_of((args, kwargs))[0].device
+        self.micro_batches = self._cut(num_micro_batches)
         self.received: list[torch.Tensor | None] = []
         self.sent: list[torch.Tensor] = []
         self.results: list[torch.Tensor] = []
@@ -66,7 +54,7 @@ class Run:
         self.form: Any = None
         self.is_training = torch.is_grad_enabled()
         self.key = self._key()
-        self.stage.checks = self.key not in settings.forms
+        stage.checks = self.key not in stage.forms
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Any:
         """Return the model's outputs from their tensors."""
@@ -75,10 +63,12 @@ class Run:
 
     def forward(self, parameters: Sequence[nn.Parameter] = ()) -> list[torch.Tensor]:
         """Run all micro-batches and return the tensors of the outputs on every rank."""
-        if self.is_training and self.settings.interleaves:
+        if self.is_training and self.interleaves:
             return self._share(self._interleaved(parameters))
         for index in range(len(self.micro_batches)):
-            self._send(self._forward(index))
+            hidden = self._forward(index)
+            if not self.stage.is_last:
+                self._exchange(hidden, None)
         outputs = None
         if self.stage.is_last:
             hidden = torch.cat([value.detach() for value in self.sent[: self.num_real]])
@@ -117,7 +107,11 @@ class Run:
             received = self._receive(index).requires_grad_(self.is_training)
         self.received.append(received)
         args, kwargs = self.micro_batches[index]
-        hidden = self.stage.run(args, self._without_labels(kwargs), received)
+        # Only the last stage computes a loss, from all micro-batches.
+        labels = self.stage.takes.get("labels")
+        is_optional = labels is not None and labels.default is None
+        kwargs = {name: value for name, value in kwargs.items() if name != "labels" or not is_optional}
+        hidden = self.stage.run(args, kwargs, received)
         self.sent.append(hidden)
         expected = (self.rows[index], *self.sent[0].shape[1:])
         if len(self.rows) > 1 and hidden.shape != expected:
@@ -147,7 +141,7 @@ class Run:
             for index in range(number):
                 value = self._loss(index) if stage.is_last else self._forward(index)
                 if index < ahead:
-                    self._send(value)
+                    self._exchange(value, None)
                 else:
                     done = index - ahead
                     own = torch.zeros_like(value) if index >= self.num_real else None
@@ -183,17 +177,13 @@ class Run:
         labels, ahead = self.kwargs.get("shift_labels"), 0
         if labels is None:
             labels, ahead = self.kwargs.get("labels"), 1
-        if labels is None or not self.settings.counts_next:
+        if labels is None or not self.stage.is_causal:
             raise TaskError(
                 "Cannot train with schedule='1f1b'.",
                 "The number of items in the batch is unknown, by which the losses of micro-batches are divided.",
                 "Pass num_items_in_batch (and labels) to the model, or use schedule='gpipe'.",
             )
         return (labels[..., ahead:] != -100).sum()
-
-    def _send(self, hidden: torch.Tensor) -> None:
-        if not self.stage.is_last:
-            self._exchange(hidden, None)
 
     def _exchange(self, hidden: torch.Tensor | None, index: int | None) -> Any:
         """Send hidden states to the next stage and receive the gradient of another micro-batch's, if named."""
@@ -206,10 +196,10 @@ class Run:
     def _receive(self, index: int) -> torch.Tensor:
         key = (self.key, "received")
         if self.stage.checks and index == 0:
-            self.settings.forms[key] = self.links.hear(self._device())
-        form = self.settings.forms[key]
+            self.stage.forms[key] = self.links.hear(self.device)
+        form = self.stage.forms[key]
         shape = (self.rows[index], *form.shape[1:]) if len(self.rows) > 1 else form.shape
-        buffer = torch.empty(shape, dtype=form.dtype, device=self._device())
+        buffer = torch.empty(shape, dtype=form.dtype, device=self.device)
         return self.links.exchange([], [(buffer, -1)])[0]
 
     def _share(self, outputs: Any) -> list[torch.Tensor]:
@@ -217,15 +207,12 @@ class Run:
         if self.stage.is_last:
             if self.is_training and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
                 outputs = _only_loss(outputs, outputs["loss"])
-            self.results = []
-            map_tensors(outputs, self.results.append)
-        known = self.settings.forms
+            self.results = tensors_of(outputs)
         if self.stage.checks:
-            form = self.links.broadcast_object(described(outputs), self._device())
-            known[self.key] = restored(form, self.stage.kind)
-        self.form = known[self.key]
-        wanted: list[torch.Tensor] = []
-        map_tensors(self.form, wanted.append)
+            form = self.links.broadcast_object(described(outputs), self.device)
+            self.stage.forms[self.key] = restored(form, self.stage.kind)
+        self.form = self.stage.forms[self.key]
+        wanted = tensors_of(self.form)
         self.leaves = [each.requires_grad for each in wanted]
         if self.stage.is_last:
             found = [x.shape for x in self.results]
@@ -235,8 +222,8 @@ class Run:
                     f"Batches of the same form gave outputs of the shapes {found} and {[x.shape for x in wanted]}.",
                     "Let the shapes of a model's outputs depend on the shapes of its inputs only.",
                 )
-        device = self._device()
-        values = [x.detach() for x in self.results] if self.stage.is_last else [empty(x, device) for x in wanted]
+        last = self.stage.is_last
+        values = [x.detach() for x in self.results] if last else [empty(x, self.device) for x in wanted]
         return [self.links.broadcast(value) for value in values]
 
     def _summed(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
@@ -262,12 +249,7 @@ class Run:
                 # Only the last stage has outputs of the whole model, by which FSDP gathers its parameters again.
                 module.set_reshard_after_backward(is_last, recurse=False)
 
-    def _without_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Leave out optional labels: only the last stage computes a loss, from all micro-batches."""
-        skipped = "labels" if self.settings.skips_labels else ""
-        return {name: value for name, value in kwargs.items() if name != skipped}
-
-    def _cut(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _cut(self, number: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Cut the batch into micro-batches, whose sizes differ by one at most.
 
         With fewer samples than micro-batches, the last ones repeat a sample and count for nothing: data ranks gather
@@ -278,43 +260,32 @@ class Run:
             reason = f"{flags[0]} asks for tensors of all layers, and a stage has only some of them."
             raise TaskError("Cannot run this batch through a pipeline.", reason, "Leave it out, or use pp_size=1.")
         size = batch_size_of({**dict(enumerate(self.args)), **self.kwargs}) or 1
-        number = self.settings.num_micro_batches
         self.num_real = min(number, size)
         if number == 1 or size == 1:
             self.rows = [size] * number
             return [(self.args, self.kwargs)] * number
         self.rows = [max(size // number + (index < size % number), 1) for index in range(number)]
 
-        def part(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            place = min(index, size - 1)
-            return lambda x: (
-                x.tensor_split(self.num_real)[place] if x.dim() and x.shape[0] == size else self._common(x, size)
-            )
+        def part(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and tensor.shape[0] == size:
+                return tensor.tensor_split(self.num_real)[min(index, size - 1)]
+            if tensor.dim() and tensor.shape[0] != 1:
+                raise TaskError(
+                    "Cannot cut this batch into micro-batches.",
+                    f"Its size is {size}, and a tensor has the shape {list(tensor.shape)}.",
+                    "Put the samples first in every tensor, or use num_micro_batches=1 with a batch of one sample.",
+                )
+            return tensor
 
-        return [map_tensors((self.args, self.kwargs), part(index)) for index in range(number)]
-
-    def _common(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Return a tensor that all micro-batches share."""
-        if tensor.dim() and tensor.shape[0] != 1:
-            raise TaskError(
-                "Cannot cut this batch into micro-batches.",
-                f"Its size is {size}, and a tensor has the shape {list(tensor.shape)}.",
-                "Put the samples first in every tensor, or use num_micro_batches=1 with a batch of one sample.",
-            )
-        return tensor
+        return [map_tensors((self.args, self.kwargs), partial(part, index)) for index in range(number)]
 
     def _key(self) -> Any:
         """Return what the shapes of activations and outputs depend on: all ranks find the same."""
         forms: list[Any] = []
         named = {name: value for name, value in self.kwargs.items() if name != "num_items_in_batch"}
         plain = map_tensors((self.args, named), lambda x: forms.append((tuple(x.shape), x.dtype)))
-        kind = self._device().type
-        return str((plain, forms, self.is_training, self.stage.model.training, torch.is_autocast_enabled(kind)))
-
-    def _device(self) -> torch.device:
-        found: list[torch.device] = []
-        map_tensors((self.args, self.kwargs), lambda x: found.append(x.device))
-        return found[0]
+        modes = self.is_training, self.stage.model.training, torch.is_autocast_enabled(self.device.type)
+        return str((plain, forms, *modes))
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,11 @@ from torch.optim import Optimizer
 
 from hftrain.core.types import Shard
 from hftrain.strategies.collectives import gather_object
-from hftrain.strategies.fsdp.states import local_part, pieces, scale_down
-from hftrain.strategies.mesh.pipeline import Pipeline, grad_norm, whole_state
+from hftrain.strategies.fsdp.states import local_part, norm_of, pieces, scale_down, split_optimizer
+from hftrain.strategies.mesh.links import empty
+from hftrain.strategies.mesh.pipeline import Pipeline
 
 State = dict[str, Any]
-
-
-def model_pieces(pipeline: Pipeline, state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
-    """Return this process's part of a model's state; of tensors with copies in several stages, the first writes."""
-    stage, owners = pipeline.stage.index, pipeline.plan.owners
-    own = {name: value for name, value in state.items() if owners.get(name, (0,))[0] == stage}
-    return pieces(own, is_main=is_main)
 
 
 def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: bool) -> tuple[State, dict[str, Shard]]:
@@ -38,60 +32,44 @@ def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: boo
     state = optimizer.state_dict()
     own = {id(parameter) for _, parameter in pipeline.own_parameters(once=True)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    flat = {
-        f"{index}.{key}": value
-        for index, entry in state["state"].items()
-        if id(parameters[index]) in own
-        for key, value in entry.items()
-        if isinstance(value, torch.Tensor)
-    }
-    plain = {
-        index: {key: value for key, value in entry.items() if not isinstance(value, torch.Tensor)}
-        for index, entry in state["state"].items()
-        if id(parameters[index]) in own
-    }
-    stages = gather_object(plain, device=next(pipeline.own_parameters())[1].device, group=pipeline.group)
+    entries = {index: entry for index, entry in state["state"].items() if id(parameters[index]) in own}
+    plain, tensors = split_optimizer({**state, "state": entries}, torch.Tensor)
+    device = next(pipeline.own_parameters())[1].device
+    stages = gather_object(plain["state"], device=device, group=pipeline.group)
     # Keys are text after JSON.
     whole = {int(index): entry for each in stages for index, entry in each.items() if entry}
-    return {**state, "state": whole}, pieces(flat, is_main=is_writer)
-
-
-def object_pieces(pipeline: Pipeline, found: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Return the pieces of objects' states, named by paths, that this stage writes; of tied copies, the first does."""
-    stage, owners = pipeline.stage.index, pipeline.plan.owners
-    return {path: each for path, each in found.items() if owners.get(json.loads(path)[-1], (stage,))[0] == stage}
-
-
-def own_optimizer_state(optimizer: Optimizer, state: State) -> State:
-    """Return a state without the entries of parameters that other stages hold."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {index: entry for index, entry in state["state"].items() if not parameters[index].is_meta}
-    return {**state, "state": own}
+    return {**state, "state": whole}, pieces(tensors, is_main=is_writer)
 
 
 def whole_tensors(pipeline: Pipeline, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the model's state, whole, one at a time and on every process. Collective."""
-    shapes = pipeline.module.state_dict()
-    for name, value in whole_state(pipeline, _whole):
-        like = shapes[name]
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.to(device)
-        dist.broadcast(whole.contiguous(), src=0)
+    for name, tensor in pipeline.module.state_dict().items():
+        owner = pipeline.plan.owners.get(name, (0,))[0]
+        whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole.contiguous() if owner == pipeline.stage.index else empty(whole, device)
+        dist.broadcast(whole, group=pipeline.group, group_src=owner)
         yield name, whole
-
-
-def whole_model(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """Return the model's state on the first stage; empty elsewhere. Collective."""
-    found = dict(whole_state(pipeline, _whole))
-    return {name: value.detach().cpu() for name, value in found.items() if value is not None}
 
 
 def clip_grad_norm(
     pipeline: Pipeline, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scale the gradients of parameters of all stages by their norm, which is returned. Collective."""
-    norm = grad_norm(pipeline, norm_type, parameters)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    scale_down(grads, norm, max_norm)
+    """Scale the gradients of parameters of all stages by their norm, which is returned; tied copies count once.
+
+    Collective.
+    """
+    among = set(map(id, parameters))
+    once = [parameter for _, parameter in pipeline.own_parameters(once=True) if id(parameter) in among]
+    grads = [parameter.grad for parameter in once if parameter.grad is not None]
+    # Stages must agree on the dtype, also one that trains nothing; each knows all parameters.
+    trained = {parameter.dtype for parameter in pipeline.module.parameters() if parameter.requires_grad}
+    dtype = functools.reduce(torch.promote_types, trained)
+    device = next(pipeline.own_parameters())[1].device
+    own = norm_of(grads, norm_type).to(dtype) if grads else torch.zeros((), dtype=dtype, device=device)
+    all_own = [torch.empty_like(own) for _ in range(pipeline.plan.num_stages)]
+    dist.all_gather(all_own, own, group=pipeline.group)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(all_own), norm_type)
+    scale_down([parameter.grad for parameter in parameters if parameter.grad is not None], norm, max_norm)
     return norm
 
 
@@ -115,7 +93,3 @@ class StagesScaler(GradScaler):
         super().unscale_(optimizer)
         if borrowed is not None:
             borrowed.grad = None
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

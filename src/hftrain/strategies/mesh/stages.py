@@ -6,6 +6,7 @@ everything that depends on a layer's index are computed by the model itself, fro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import StrategyError, listed
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.strategies.mesh.cutting import Cut, hollow
+from hftrain.strategies.mesh.links import Links
 
 
 class Stage:
@@ -24,13 +26,18 @@ class Stage:
     Args:
         model: The whole model; its parameters of other stages may be on the meta device.
         cut: The cut.
-        index: The number of the stage.
+        links: The stage's connections.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, index: int) -> None:
-        self.model, self.cut, self.index = model, cut, index
-        self.own = range(cut.bounds[index], cut.bounds[index + 1])
-        self.is_first, self.is_last = index == 0, index == cut.num_stages - 1
+    def __init__(self, model: nn.Module, cut: Cut, links: Links) -> None:
+        self.model, self.cut, self.links, self.index = model, cut, links, links.rank
+        self.own = range(cut.bounds[self.index], cut.bounds[self.index + 1])
+        self.is_first, self.is_last = self.index == 0, self.index == cut.num_stages - 1
+        self.takes = inspect.signature(model.forward).parameters
+        # Whether the loss is a mean over next tokens, so that items can be counted here.
+        self.is_causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        # What shapes batches of each form lead to.
+        self.forms: dict[Any, Any] = {}
         self.dtype: torch.dtype | None = None
         # The type of the model's outputs.
         self.kind: Any = dict
@@ -67,7 +74,8 @@ class Stage:
         # A weight that autocast has cast for the micro-batch before would get this one's gradient too late for FSDP.
         torch.clear_autocast_cache()
         self.dtype = None if received is None else received.dtype
-        absent = {name: stage > 0 for name, stage in self.cut.parts.items() if self._is_hollow(stage, has_head)}
+        has = {True: has_head, False: self.is_first}
+        absent = {name: stage > 0 for name, stage in self.cut.parts.items() if not has[stage > 0]}
         stand_ins: dict[str, nn.Module] = {}
         for index in range(len(self.cut.children)):
             name = self.cut.layer(index)
@@ -86,9 +94,6 @@ class Stage:
             outputs = self.model(*args, **kwargs)
         self.kind = type(outputs)
         return outputs, last.value if last is not None else None
-
-    def _is_hollow(self, stage: int, has_head: bool) -> bool:
-        return not has_head if stage > 0 else not self.is_first
 
 
 class _StandIn(nn.Module):
@@ -120,26 +125,17 @@ class _Given(_StandIn):
         self.stage, self.value = stage, value
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.stage.checks:
-            self.check(args[1:] if args else (), kwargs)
-        self.stage._place = "inside"
-        return self.value
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if a layer's further arguments come from parts that only other stages have; they hold NaN here."""
-        wrong: list[str] = []
-        named = {**{f"argument {place + 2}": value for place, value in enumerate(args)}, **kwargs}
-        for name, value in named.items():
-            if name != "hidden_states":
-                tensors: list[torch.Tensor] = []
-                map_tensors(value, tensors.append)
-                wrong += [name] * any(map(_is_hollow, tensors))
-        if wrong:
+        # What comes from parts that only other stages have holds NaN here.
+        named = {**{f"argument {place}": value for place, value in enumerate(args[1:], 2)}, **kwargs}
+        named.pop("hidden_states", None)
+        if self.stage.checks and (wrong := [name for name, value in named.items() if _has_nan(value)]):
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
                 f"Its layers need {listed(wrong)}, computed by parameters that only another stage has.",
                 "Use pp_size=1 for this model.",
             )
+        self.stage._place = "inside"
+        return self.value
 
 
 class _Kept(_StandIn):
@@ -178,12 +174,11 @@ class _Hollow(_StandIn):
                 "by the order in which the model registers its parts, and does not.",
                 "Set the model's pipeline_parts to the names of its parts in running order.",
             )
-        devices: list[torch.device] = []
-        map_tensors((args, kwargs), lambda x: devices.append(x.device))
+        device = tensors_of((args, kwargs))[0].device
         args, kwargs = map_tensors((args, kwargs), lambda x: x.to("meta"))
         with torch.no_grad():
             output = self.stage.shapes[self.name](*args, **kwargs)
-        return map_tensors(output, lambda x: self._nan(x, devices[0]))
+        return map_tensors(output, lambda x: self._nan(x, device))
 
     def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         value = float("nan") if like.is_floating_point() else 0
@@ -199,17 +194,13 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterat
     """Put stand-ins into a model, and its own modules back at the end."""
     real = {name: model.get_submodule(name) for name in stand_ins}
     try:
-        _put(model, stand_ins)
+        for name, module in stand_ins.items():
+            model.set_submodule(name, module)
         yield
     finally:
-        _put(model, real)
+        for name, module in real.items():
+            model.set_submodule(name, module)
 
 
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        home, _, child = name.rpartition(".")
-        setattr(model.get_submodule(home), child, module)
-
-
-def _is_hollow(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+def _has_nan(tree: Any) -> bool:
+    return any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in tensors_of(tree))

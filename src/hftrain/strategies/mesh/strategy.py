@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,26 +20,18 @@ from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
+from hftrain.strategies.fsdp.states import pieces
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import Layout, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
-from hftrain.strategies.mesh.pipeline import Pipeline, cut
+from hftrain.strategies.mesh.pipeline import Pipeline
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
 from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequence
-from hftrain.strategies.mesh.staged import (
-    StagesScaler,
-    clip_grad_norm,
-    model_pieces,
-    object_pieces,
-    optimizer_pieces,
-    own_optimizer_state,
-    whole_model,
-    whole_tensors,
-)
+from hftrain.strategies.mesh.staged import StagesScaler, clip_grad_norm, optimizer_pieces, whole_tensors
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
 
@@ -150,14 +143,15 @@ class MeshStrategy(FSDPStrategy):
         pipeline = self._pipeline_of(model)
         if pipeline is None:
             return super().model_state(model)
-        state = whole_model(pipeline)
-        return state if self.is_main else {}
+        return {name: value.detach().cpu() for name, value in self.full_tensors(model) if self.is_main}
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         pipeline = self._pipeline_of(model)
         if pipeline is None:
             return super().model_shards(model)
-        return model_pieces(pipeline, self._state(model), is_main=self.is_main)
+        owners, stage = pipeline.plan.owners, pipeline.stage.index
+        own = {name: value for name, value in self._state(model).items() if owners.get(name, (0,))[0] == stage}
+        return pieces(own, is_main=self.is_main)
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         pipeline = self._pipeline_of(model)
@@ -175,11 +169,10 @@ class MeshStrategy(FSDPStrategy):
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
         plain, found = super().split_objects(states)
-        return plain, found if self._pipeline is None else object_pieces(self._pipeline, found)
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        own = own_optimizer_state(optimizer, state) if self._pipeline is not None else state
-        super().load_optimizer_state(model, optimizer, own)
+        if self._pipeline is not None:  # of tied copies, the first stage writes
+            owners, stage = self._pipeline.plan.owners, self._pipeline.stage.index
+            found = {path: x for path, x in found.items() if owners.get(json.loads(path)[-1], (stage,))[0] == stage}
+        return plain, found
 
     # -- implementation ------------------------------------------------------------------------------------------
 
@@ -246,7 +239,7 @@ class MeshStrategy(FSDPStrategy):
         head = find_head(model) if self.loss_parallel else None
         if layout.pp > 1:
             stages = {"schedule": self.schedule, "num_micro_batches": self.num_micro_batches}
-            self._pipeline = cut(model, meshes.parameters["pp"].get_group(), **stages)
+            self._pipeline = Pipeline(model, meshes.parameters["pp"].get_group(), **stages)
         context = meshes.samples["cp"] if layout.cp > 1 else None
         if context is not None:
             multiple = layout.tp if shares_sequence else 1
