@@ -85,3 +85,27 @@ def test_main_process_prints_once_what_was_placed_how(run_distributed: Callable[
         "2.weight: replicated, [3, 6] -> [3, 6]",
         "2.bias: replicated, [3] -> [3]",
     ]
+
+
+class Shifted(nn.Linear):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("shift", torch.ones(2))
+
+
+def saved() -> list[str]:
+    """Return what this process's part of a checkpoint holds."""
+    strategy = create_strategy("pp", use_cpu=True)
+    strategy.launch()
+    model, _ = strategy.setup(nn.Sequential(Shifted(), Shifted()), lambda m: torch.optim.SGD(m.parameters()), DOUBLE)
+    names = [*(strategy.model_shards(model) or ())]
+    strategy.close()
+    return names
+
+
+def test_stages_save_their_buffers(run_distributed: Callable[..., list[Any]]) -> None:
+    first, second = run_distributed(saved, num_processes=2)
+    assert first == ["0.weight", "0.bias", "0.shift"]
+    assert second == ["1.weight", "1.bias", "1.shift"]

@@ -151,7 +151,7 @@ class MeshStrategy(FSDPStrategy):
             return super().model_shards(model)
         owners, stage = pipeline.plan.owners, pipeline.stage.index
         own = {name: value for name, value in self._state(model).items() if owners.get(name, (0,))[0] == stage}
-        return pieces(own, is_main=self.is_main)
+        return pieces(own, is_main=self._is_writer())
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         pipeline = self._pipeline_of(model)
@@ -163,9 +163,7 @@ class MeshStrategy(FSDPStrategy):
         pipeline = self._pipeline_of(model)
         if pipeline is None:
             return super().optimizer_shards(model, optimizer)
-        place = self.layout.coordinate(self.rank)
-        is_writer = not any(at for dim, at in place.items() if dim != "pp")
-        return optimizer_pieces(pipeline, optimizer, is_writer=is_writer)
+        return optimizer_pieces(pipeline, optimizer, is_writer=self._is_writer())
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
         plain, found = super().split_objects(states)
@@ -188,6 +186,10 @@ class MeshStrategy(FSDPStrategy):
                 f"Cannot use pp_size={self.layout.pp} with {asked[0]}.", reason, "Leave one of the two out."
             )
         self._group_size = self.layout.shard_size
+
+    def _is_writer(self) -> bool:
+        """Return whether this process writes what all ranks of its stage hold whole."""
+        return not any(at for dim, at in self.layout.coordinate(self.rank).items() if dim != "pp")
 
     def _pipeline_of(self, model: nn.Module) -> Pipeline | None:
         pipeline = self._pipeline
