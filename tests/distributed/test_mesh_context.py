@@ -158,15 +158,12 @@ def draw() -> dict[str, Any]:
     inputs = batch("left", 9)
     with torch.no_grad(), InDouble():
         expected = model(**inputs)["logits"], model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
-        split = split_context(model, mesh, device=CPU)
+        split_context(model, mesh, device=CPU)
         output = model(**inputs)
         found["evaluated"] = float((output["logits"] - expected[0]).abs().max())
         found["cache"] = repr(output.past_key_values)
         written = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
         found["generated"] = written.tolist() == expected[1].tolist()
-        split.undo()
-        found["undone"] = torch.equal(model(**inputs)["logits"], expected[0])
-        found["again"] = split_context(model, mesh, device=CPU) is not None
     torch.distributed.destroy_process_group()
     return found
 
@@ -175,7 +172,7 @@ def test_ranks_draw_apart_and_evaluate_and_generate_the_whole(run_distributed: A
     for found in run_distributed(draw, num_processes=2):
         assert found.pop("apart") > 1e-3
         assert found.pop("evaluated") < 1e-12
-        assert found == {"cache": "None", "generated": True, "undone": True, "again": True}
+        assert found == {"cache": "None", "generated": True}
 
 
 class Extra(Layer):

@@ -11,7 +11,7 @@ from hftrain import Trainer, TrainingArguments, set_seed
 from hftrain.cli.plan import read_model
 from hftrain.core.meta import weightless
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.proposal import Candidate, measure, share, trace
+from hftrain.strategies.mesh.proposal import Candidate, measure, trace
 from hftrain.strategies.registry import create_strategy
 
 # PEFT reads the older name.
@@ -58,8 +58,7 @@ def plan(kind: str, output: str, way: str) -> Candidate:
     with weightless():
         found = read_model(make_trainer(kind, output))
     layout, options = WAYS[way]
-    shared = share(found, layout.tp)
-    return measure(found, way, layout, options, shared, trace(found, shared), 8, 2, False, False)
+    return measure(found, way, layout, options, trace(found, layout.tp), 8, 2, False, False)
 
 
 def hold(cases: list[tuple[str, str]], output: str) -> list[tuple[int, int, int, int]]:

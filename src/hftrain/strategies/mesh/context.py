@@ -33,22 +33,6 @@ _SPLIT: WeakSet[nn.Module] = WeakSet()
 _ASKED = "Cannot use context parallelism with this model."
 
 
-class SplitContext:
-    """A model whose layers compute parts of the sequence; `split_context` returns it."""
-
-    def __init__(self, model: nn.Module, owner: nn.Module, split: SequenceSplit) -> None:
-        self._owner = owner
-        self._split = split
-        self._hook = model.register_forward_pre_hook(_check_call, with_kwargs=True)
-        _SPLIT.add(owner)
-
-    def undo(self) -> None:
-        """Let the model compute whole sequences again."""
-        self._split.undo()
-        self._hook.remove()
-        _SPLIT.discard(self._owner)
-
-
 def split_context(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -57,7 +41,7 @@ def split_context(
     layer_classes: Sequence[str] | None = None,
     device: torch.device,
     multiple: int = 1,
-) -> SplitContext:
+) -> None:
     """Let the ranks of a mesh compute parts of the sequence in a model's layers; mutates the model.
 
     All ranks are given the same batch, whole, and get the same outputs, whole. Gradients are right after a mean over
@@ -84,10 +68,10 @@ def split_context(
     _check_implementation(model)
     owner, layers = find_layers(model, layer_classes)
     if owner in _SPLIT:
-        raise ConfigError(_ASKED, "Its sequence is split already.", "Call split_context once, or undo() first.")
+        raise ConfigError(_ASKED, "Its sequence is split already.", "Call split_context once.")
     for layer in layers:
         _check_layer(layer)
-    split = SequenceSplit(
+    SequenceSplit(
         owner,
         layers,
         parts=mesh.size(),
@@ -99,7 +83,8 @@ def split_context(
         along=ALONG,
         multiple=multiple,
     )
-    return SplitContext(model, owner, split)
+    model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    _SPLIT.add(owner)
 
 
 def _cut(whole: torch.Tensor, dim: int, *, mesh: DeviceMesh) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Saved:
         largest: The largest tensor of these.
         reduced: Bytes that the tensor ranks sum in a forward and backward pass.
         exchanged: Bytes of queries, keys, values and results of attention.
+        found: How the tensor ranks share the modules.
     """
 
     layers: list[list[int]] = field(default_factory=list)
@@ -44,12 +46,7 @@ class Saved:
     largest: int = 0
     reduced: int = 0
     exchanged: int = 0
-
-    def bytes(self, layout: Layout, *, checkpointing: bool = False) -> int:
-        """Return what a rank keeps at most, temporary gradients of activations not counted."""
-        each = [(whole + shared // layout.tp) // layout.cp for whole, shared in self.layers]
-        inner = sum(self.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
-        return self.outside + inner
+    found: list[Placing] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,6 @@ class Model:
         forward: Runs a forward pass with one micro-batch.
         micro_batch: Its samples.
         accumulation: Micro-batches of a step.
-        plan: Styles by module names for tensor ranks; None uses the model's own.
     """
 
     module: nn.Module
@@ -80,7 +76,6 @@ class Model:
     forward: Callable[[], Any]
     micro_batch: int
     accumulation: int = 1
-    plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +107,14 @@ class Candidate:
         return held + self.activations + self.temporary
 
 
-def share(model: Model, tp: int) -> list[Placing]:
-    """Return how tensor ranks share the modules.
+def trace(model: Model, tp: int) -> Saved:
+    """Run a forward pass on the meta device and count what it keeps.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: So many tensor ranks cannot share the modules.
     """
-    if tp == 1:
-        return []
-    return placings(model.module, find_plan(model.module, model.plan), tp, model.plan or ())
-
-
-def trace(model: Model, found: Iterable[Placing] = ()) -> Saved:
-    """Run a forward pass on the meta device and count what it keeps."""
-    saved = Saved(layers=[[0, 0] for _ in model.units], inputs=[0] * len(model.units))
+    found = placings(model.module, find_plan(model.module, None), tp) if tp > 1 else []
+    saved = Saved(layers=[[0, 0] for _ in model.units], inputs=[0] * len(model.units), found=found)
     # Kept alive, so that no other storage takes the same identity.
     held = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
     seen: dict[int, Any] = {id(storage): storage for storage in held}
@@ -142,22 +131,21 @@ def trace(model: Model, found: Iterable[Placing] = ()) -> Saved:
             saved.largest = max(saved.largest, storage.nbytes())
         return tensor
 
-    def enter(index: int, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(index: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         place.unit = index
-        hidden = next(iter((*args, *kwargs.values())), None)
-        saved.inputs[index] = _bytes(hidden)
+        saved.inputs[index] = _bytes(next(iter((*args, *kwargs.values())), None))
 
-    def meet(placing: Placing, args: Any, output: Any) -> None:
+    def meet(placing: Placing, _: nn.Module, args: Any, output: Any) -> None:
         place.shared = 1 if placing.opens else 0 if placing.closes else place.shared
         if isinstance(placing.style, (Colwise, Rowwise)):
             saved.reduced += _bytes(args[0] if isinstance(placing.style, Colwise) else output)
 
     with ExitStack() as stack:
         for index, unit in enumerate(model.units):
-            stack.callback(_before(unit, index, enter).remove)
+            stack.callback(unit.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
             stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", None)).remove)
         for each in found:
-            stack.callback(_after(each, meet).remove)
+            stack.callback(each.module.register_forward_hook(partial(meet, each)).remove)
         stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
         stack.enter_context(_Attention(saved))
         model.forward()
@@ -176,19 +164,17 @@ def candidates(model: Model, gpus: int, machine: int, memory: float) -> tuple[li
         memory: The memory of a device, in bytes.
     """
     fits, rejected = [], {}
-    traced: dict[int, tuple[list[Placing], Saved]] = {}
+    traced: dict[int, Saved] = {}
     for name, layout, options in _layouts(gpus, machine):
         shown = f"{name} ({layout})"
         try:
             if layout.tp not in traced:
-                found = share(model, layout.tp)
-                traced[layout.tp] = found, trace(model, found)
+                traced[layout.tp] = trace(model, layout.tp)
         except ConfigError as error:
             rejected[shown] = " ".join(str(error).split())
             continue
-        found, saved = traced[layout.tp]
         settings = [setting for setting in _settings(model) if layout.dp_shard > 1 or not setting[2]]
-        tried = [measure(model, name, layout, options, found, saved, machine, *setting) for setting in settings]
+        tried = [measure(model, name, layout, options, traced[layout.tp], machine, *setting) for setting in settings]
         least = min(tried, key=lambda each: each.device)
         good = next((each for each in tried if each.device <= memory * USABLE), None)
         if good is None:
@@ -204,7 +190,6 @@ def measure(
     name: str,
     layout: Layout,
     options: dict[str, Any],
-    found: Sequence[Placing],
     saved: Saved,
     machine: int,
     micro_batch: int,
@@ -216,7 +201,7 @@ def measure(
     is_sharded, copies = name not in ("single", "ddp"), layout.size // (shards * layout.tp)
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
-    held, trained, units = _held(model, layout, found)
+    held, trained, units = _held(model, layout, saved.found)
     computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
     gradients, temporary = trained, 2 * int(saved.largest * scale)
     if is_sharded:
@@ -227,6 +212,9 @@ def measure(
         gradients += trained if copies > 1 else 0  # DDP's buckets
         temporary += computed if model.casts else 0
     passes = 1.5 if checkpointing else 1
+    # Temporary gradients of activations are not counted.
+    each = [(whole + shared // layout.tp) // layout.cp for whole, shared in saved.layers]
+    kept = sum(saved.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
     traffic = {
         "shards": _part(shards) * (2 * accumulation * computed + exchanged),
         "copies": 2 * _part(copies) * exchanged / shards,
@@ -245,7 +233,7 @@ def measure(
         parameters=held,
         gradients=gradients,
         optimizer=int(trained * model.state_ratio),
-        activations=int(saved.bytes(layout, checkpointing=checkpointing) * scale),
+        activations=int((saved.outside + kept) * scale),
         temporary=temporary,
         inside=sum(map(int, traffic.values())) - between,
         between=between,
@@ -310,29 +298,6 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def _before(unit: nn.Module, index: int, act: Callable[..., None]) -> Any:
-    return unit.register_forward_pre_hook(lambda _, args, kwargs: act(index, args, kwargs), with_kwargs=True)
-
-
-def _after(placing: Placing, act: Callable[..., None]) -> Any:
-    return placing.module.register_forward_hook(lambda _, args, output: act(placing, args, output))
-
-
-class _Kept(torch.autograd.Function):
-    """Attention that keeps what fused kernels keep: its arguments, its result and a sum for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = query.transpose(-3, -2)  # heads last, so that the output projection takes the result without a copy
-        result = query.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(-3, -2)
-        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover  # nothing goes backward
-        raise NotImplementedError
-
-
 class _Attention(TorchFunctionMode):
     """Compute attention as if by a fused kernel, and count its arguments."""
 
@@ -345,6 +310,7 @@ class _Attention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         given = [named[name] for name in ("query", "key", "value")]
-        result: torch.Tensor = _Kept.apply(*given)  # type: ignore[no-untyped-call]
+        # Like all fused kernels, it keeps its arguments, its result and a sum for each row.
+        result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, None, True)[0]
         self.saved.exchanged += sum(map(_bytes, (*given, result)))
         return result

@@ -94,20 +94,12 @@ class SequenceSplit:
         self._splits: bool | None = None  # None outside of the owner's forward pass
         self._length: int | None = None  # of the whole sequence, from the cut to the join
         self._padded = 0  # the same, with what was appended
-        self._layers = list(layers)
-        for layer in self._layers:
+        for layer in layers:
             _let_compute_in_regions(layer)
-        self._hooks = [
-            owner.register_forward_pre_hook(self._open, with_kwargs=True),
-            owner.register_forward_hook(self._close, always_call=True),
-            *(layer.register_forward_pre_hook(self._before, with_kwargs=True) for layer in self._layers),
-            self._layers[-1].register_forward_hook(self._after_last, prepend=True),
-        ]
-
-    def undo(self) -> None:
-        """Let the model compute whole sequences again."""
-        for hook in self._hooks:
-            hook.remove()
+            layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        owner.register_forward_pre_hook(self._open, with_kwargs=True)
+        owner.register_forward_hook(self._close, always_call=True)
+        layers[-1].register_forward_hook(self._after_last, prepend=True)
 
     def _open(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Who hands a cache over generates, which all ranks do alike.

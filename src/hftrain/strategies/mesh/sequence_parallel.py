@@ -42,7 +42,7 @@ def find_blocks(layers: Sequence[nn.Module], found: Sequence[Placing]) -> set[nn
 
 def share_sequence(
     owner: nn.Module, layers: Sequence[nn.Module], blocks: Iterable[nn.Module], ranks: TensorRanks
-) -> SequenceSplit:
+) -> None:
     """Let the tensor ranks share the sequence between the blocks of the layers. Mutates the modules.
 
     A block gets the whole sequence and ends with parts of it. Call this after the context ranks have split the
@@ -56,7 +56,7 @@ def share_sequence(
     """
     for block in blocks:
         block.register_forward_pre_hook(partial(_gather, ranks), with_kwargs=True)
-    return SequenceSplit(
+    SequenceSplit(
         owner,
         layers,
         parts=ranks.size,

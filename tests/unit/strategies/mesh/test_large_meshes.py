@@ -20,7 +20,7 @@ from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
 from hftrain.strategies.mesh.links import Links, described
-from hftrain.strategies.mesh.proposal import Model, measure, share, trace
+from hftrain.strategies.mesh.proposal import Model, measure, trace
 from hftrain.strategies.mesh.strategy import MeshStrategy
 from hftrain.strategies.registry import create_strategy
 
@@ -167,8 +167,7 @@ def test_ranks_hold_every_parameter_once_and_as_much_as_is_planned(
             own = (sum(local(each).nbytes for each in held.values()), gradients)
             largest.append((*own, sum(local(each).nbytes for each in states)))
     if layout.pp == 1:
-        found = share(planned, layout.tp)
-        plan = measure(planned, name, layout, options, found, trace(planned, found), 8, SAMPLES, False, False)
+        plan = measure(planned, name, layout, options, trace(planned, layout.tp), 8, SAMPLES, False, False)
         parameters, gradients, state = map(max, zip(*largest, strict=True))
         assert (plan.parameters, plan.gradients) == (parameters, gradients)
         assert plan.optimizer == pytest.approx(state, rel=0.01)
