@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -184,26 +183,19 @@ def _covering(name: str, shape: tuple[int, ...], blocks: Sequence[StoredBlock]) 
     The processes of a mesh cut each dimension independently of the others, so that the blocks are a grid.
     """
     blocks = [block for block in blocks if 0 not in block.sizes] or list(blocks[:1])
-    spans = [tuple((o, o + size) for o, size in zip(each.offsets, each.sizes, strict=True)) for each in blocks]
-    cuts, problem = [], ""
-    for dim, size in enumerate(shape):
-        cut, at = [], 0
-        for start, stop in sorted({span[dim] for span in spans}):
-            cut += [(at, start)] if start > at else []
-            cut.append((start, stop))
-            if (start < at or stop > size) and not problem:
-                problem = f"{_text([(start, stop)])} of dimension {dim} overlaps another, or is outside"
-            at = stop
-        cuts.append([*cut, (at, size)] if at < size else cut)
-    known = set(spans)
-    # One more than there are, and one is missing.
-    missing = next((span for span in itertools.product(*cuts) if span not in known), None)
-    if len(known) < len(spans):
-        problem = f"{_text(next(span for span in spans if spans.count(span) > 1))} is there more than once"
-    elif missing is not None and not problem:
-        problem = f"{_text(missing)} is missing"
-    elif len({block.dtype for block in blocks}) > 1:
-        problem = f"{_text(spans[0])} has another dtype than the others"
+    spans = [[(o, o + size) for o, size in zip(each.offsets, each.sizes, strict=True)] for each in blocks]
+    cuts = [sorted({0, size, *(at for span in spans for at in span[dim])}) for dim, size in enumerate(shape)]
+    # How often the files hold each cell of the grid that all blocks cut.
+    counts = torch.zeros([len(cut) - 1 for cut in cuts], dtype=torch.int64)
+    problem = f"{_text(spans[0])} has another dtype than the others" if len({x.dtype for x in blocks}) > 1 else ""
+    for span in spans:
+        counts[tuple(slice(cut.index(a), cut.index(b)) for cut, (a, b) in zip(cuts, span, strict=True))] += 1
+    for cell in (counts != 1).nonzero()[:1].tolist():
+        where = _text([(cut[at], cut[at + 1]) for cut, at in zip(cuts, cell, strict=True)])
+        problem = f"{where} is {'there more than once' if counts[tuple(cell)] else 'missing'}"
+    for span in spans:
+        if any(stop > size for (_, stop), size in zip(span, shape, strict=True)):
+            problem = f"{_text(span)} is outside of it"
     if problem:
         raise CheckpointError(
             f"Cannot read {name}, whose shape is {list(shape)}, from {blocks[0].path.parent}.",

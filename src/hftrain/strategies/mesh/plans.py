@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,6 @@ from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.strategies.mesh.styles import (
     Colwise,
     Experts,
-    Replicated,
     Rowwise,
     SharedKey,
     Style,
@@ -35,8 +33,8 @@ STYLES: dict[str, Style] = {
     "rowwise": Rowwise(),
     "rowwise_split_input": Rowwise(splits=True),
     "embedding_rowwise": Vocabulary(),
-    "replicated": Replicated(),
-    "replicated_with_grad_allreduce": Replicated(partial=True),
+    "replicated": Style(),
+    "replicated_with_grad_allreduce": Style(partial=True),
     "packed_colwise": Colwise(packed=2),
     "packed_qkv_colwise": Colwise(packed=3),
     "moe_tp_experts": Experts(),
@@ -135,7 +133,8 @@ def placings(model: nn.Module, plan: Mapping[str, Style], num_ranks: int, named:
     Raises:
         ConfigError: A pattern matches nothing, or the ranks cannot share a module's heads.
     """
-    prefix = _prefix(model)
+    bare = base_of(model)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is bare)
     patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
     chosen: dict[nn.Module, Placing] = {}
     used = set()
@@ -151,7 +150,7 @@ def placings(model: nn.Module, plan: Mapping[str, Style], num_ranks: int, named:
     lost = [pattern for pattern in of_modules if pattern not in used]
     if lost and (named or not used):
         raise ConfigError(
-            f"Cannot use the plan for {type(base_of(model)).__name__}.",
+            f"Cannot use the plan for {type(bare).__name__}.",
             f"It has no modules named {listed(lost, most=3)}.",
             "Use the names of model.named_modules(), with * for one part.",
         )
@@ -186,11 +185,13 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
         if placed or convolutions(placing.module):
             apply_style(placing.module, placing.style, own, placed)
         if isinstance(placing.style, Colwise):
-            _count_own_part((placing.module, modules[placing.name.rpartition(".")[0]]), own)
+            for owner in (placing.module, modules[placing.name.rpartition(".")[0]]):
+                for name in _COUNTS.get(type(owner).__name__, ()):
+                    setattr(owner, name, getattr(owner, name) // own.size)
         if placing.opens:
-            placing.module.register_forward_hook(partial(_part, own))
+            placing.module.register_forward_hook(own.part)
         if placing.closes:
-            placing.module.register_forward_hook(partial(_meet, own))
+            placing.module.register_forward_hook(own.meet)
 
 
 def table(found: list[Placing], num_ranks: int) -> str:
@@ -206,21 +207,8 @@ def table(found: list[Placing], num_ranks: int) -> str:
     return "\n".join(lines.values())
 
 
-def _part(ranks: TensorRanks, module: nn.Module, *_: Any) -> None:
-    ranks.part(module)
-
-
-def _meet(ranks: TensorRanks, *_: Any) -> None:
-    ranks.meet()
-
-
-def _prefix(model: nn.Module) -> str:
-    bare = base_of(model)
-    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is bare)
-
-
 def _whole(name: str, module: nn.Module) -> Placing:
-    return Placing(name=name, module=module, style=Replicated(), dims={})
+    return Placing(name=name, module=module, style=Style(), dims={})
 
 
 def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
@@ -236,14 +224,10 @@ def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
     if base is None:
         yield _placing(name, module, style, **outer)
         return
-    parts = [
-        key for key, part in module.named_children() if key != "base_layer" and any(True for _ in part.parameters())
-    ]
-    if (
-        sorted(parts) != ["lora_A", "lora_B"]
-        or not isinstance(style, (Colwise, Rowwise))
-        or getattr(style, "packed", 1) > 1
-    ):
+    adapters = dict(module.named_children())
+    parts = [key for key, part in adapters.items() if key != "base_layer" and any(True for _ in part.parameters())]
+    is_linear = isinstance(style, (Colwise, Rowwise)) and style.packed_in("weight") == 1
+    if sorted(parts) != ["lora_A", "lora_B"] or not is_linear:
         raise ConfigError(
             f"Cannot share {name} among tensor ranks.",
             f"It is a {type(style).__name__} module with an adapter of {listed(parts, most=4)}.",
@@ -252,7 +236,7 @@ def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
     yield Placing(name=name, module=module, style=Style(), dims={}, **outer)
     yield _placing(f"{name}.base_layer", base, style)
     for key in module.lora_A:
-        first, second = (Replicated(), replace(style)) if isinstance(style, Colwise) else (style, Replicated())
+        first, second = (Style(), replace(style)) if isinstance(style, Colwise) else (style, Style())
         yield _placing(f"{name}.lora_A.{key}", module.lora_A[key], first)
         yield _placing(f"{name}.lora_B.{key}", module.lora_B[key], second)
 
@@ -275,12 +259,12 @@ def _checked(placing: Placing, model: nn.Module, num_ranks: int) -> Placing:
     """Return the placing if the ranks can share the module; vocabularies that they cannot share are held whole."""
     module, style = placing.module, placing.style
     sizes = {name: getattr(module, name).shape[dim] for name, dim in placing.dims.items() if dim is not None}
-    packed = getattr(style, "packed", 1) * (2 if isinstance(style, Experts) else 1)
-    uneven = {name: size for name, size in sizes.items() if size % (num_ranks * (packed if name != "down_proj" else 1))}
+    packed = style.packed_in("weight")
+    uneven = {name: size for name, size in sizes.items() if size % (num_ranks * style.packed_in(name))}
     if isinstance(style, Vocabulary) and getattr(module, "max_norm", None) is not None:
         uneven = sizes  # the norms of rows are changed in place
     if uneven and (isinstance(style, Vocabulary) or getattr(style, "gathers", False)):
-        return Placing(name=placing.name, module=module, style=Replicated(), dims={})
+        return Placing(name=placing.name, module=module, style=Style(), dims={})
     parent = model.get_submodule(placing.name.removesuffix(".base_layer").rpartition(".")[0])
     head = getattr(parent, "head_dim", None) if isinstance(style, Colwise) and not style.gathers else None
     rows = sizes.get("weight", 0) // packed
@@ -307,10 +291,3 @@ def _agree(found: list[Placing]) -> list[Placing]:
         return any(len(dims[id(parameter)]) > 1 for _, parameter in own)
 
     return [_whole(each.name, each.module) if differs(each) else each for each in found]
-
-
-def _count_own_part(owners: Iterable[nn.Module], ranks: TensorRanks) -> None:
-    """Divide the attributes by which modules count the outputs of a rank."""
-    for owner in owners:
-        for name in _COUNTS.get(type(owner).__name__, ()):
-            setattr(owner, name, getattr(owner, name) // ranks.size)

@@ -58,12 +58,12 @@ class TensorRanks:
         self.proof.note(self.proof.same, module, x)
         return x
 
-    def part(self, module: nn.Module) -> None:
+    def part(self, module: nn.Module, *_: Any) -> None:
         """Draw different random numbers from here on, in training. With a shared sequence, the ranks do so anyway."""
         if module.training and not self.sequence:
             self.apart.open()
 
-    def meet(self) -> None:
+    def meet(self, *_: Any) -> None:
         """Draw the same random numbers again. With a shared sequence, the layer's end does so."""
         if not self.sequence:
             self.apart.close()
@@ -81,7 +81,7 @@ class TensorRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How the tensor ranks share a module; subclasses say what moves.
+    """How the tensor ranks share a module: each computes with all of it; subclasses say what is split and moves.
 
     Args:
         partial: Whether a parameter that each rank holds whole gets only a part of its gradient on each.
@@ -96,12 +96,20 @@ class Style:
     def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
         """Return what a rank computes with."""
         place: Placement = parameter.placements[-1]
+        if isinstance(place, Shard) and (count := self.packed_in(name)) > 1:
+            whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            parts = [matrix.chunk(ranks.size, place.dim)[ranks.rank] for matrix in whole.chunk(count, place.dim)]
+            return torch.cat(parts, place.dim)
         is_part = self.partial or ranks.sequence
         grads = place if isinstance(place, Shard) else Partial() if is_part else Replicate()
         held = parameter.to_local(grad_placements=[grads])
         if self.partial and not ranks.sequence:
             ranks.proof.note(ranks.proof.parts, module, held)
         return held
+
+    def packed_in(self, name: str) -> int:
+        """Return how many equal matrices are stored next to each other in a parameter."""
+        return 1
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         """Return the module's input on this rank."""
@@ -110,11 +118,6 @@ class Style:
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         """Return the module's output."""
         return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replicated(Style):
-    """Every rank holds the parameters and computes the same (or, with `partial`, on its part of the activations)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +136,8 @@ class Colwise(Style):
     def dims(self, module: nn.Module) -> dict[str, int]:
         return {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
 
-    def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
-        place = parameter.placements[-1]
-        if self.packed == 1 or not isinstance(place, Shard):
-            return super().local(module, name, parameter, ranks)
-        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return own_parts(whole, place.dim, self.packed, ranks)
+    def packed_in(self, name: str) -> int:
+        return self.packed
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         return x if ranks.sequence else enter(x, ranks.mesh)
@@ -234,23 +233,14 @@ class Experts(Style):
     def dims(self, module: nn.Module) -> dict[str, int]:
         return {"gate_up_proj": 1, "down_proj": 2}
 
-    def local(self, module: nn.Module, name: str, parameter: DTensor, ranks: TensorRanks) -> torch.Tensor:
-        if name != "gate_up_proj":
-            return super().local(module, name, parameter, ranks)
-        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return own_parts(whole, 1, 2, ranks)
+    def packed_in(self, name: str) -> int:
+        return 2 if name == "gate_up_proj" else 1
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         return enter(x, ranks.mesh) if x.is_floating_point() else x
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         return ranks.note(module, leave(x, ranks.mesh))
-
-
-def own_parts(whole: torch.Tensor, dim: int, count: int, ranks: TensorRanks) -> torch.Tensor:
-    """Return this rank's part of each of `count` matrices that are stored next to each other."""
-    parts = [matrix.chunk(ranks.size, dim)[ranks.rank] for matrix in whole.chunk(count, dim)]
-    return torch.cat(parts, dim)
 
 
 def is_conv1d(module: nn.Module) -> bool:
