@@ -28,7 +28,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {**LLAMA, "mesh": "tp"},
     ),
     "a parameter that all hold is counted by each in the norm": (
-        "..fsdp.states:clip_by_norm", "if not any(at", "if any(True or at", {**LLAMA, "mesh": "tp"},
+        "..fsdp.states:norm_of", "if not any(at", "if any(True or at", {**LLAMA, "mesh": "tp"},
     ),
     "gradients of the input are not summed": (
         "styles:Colwise.before", "else enter(x, ranks.mesh)", "else x", {**LLAMA, "mesh": "tp"},

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.log import warn_once
-from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.core.tree import batch_size_of, tensors_of
 
 # Dense bfloat16 (of the oldest float16) operations a second, in 1e12, from the data sheets; the first match counts.
 _PEAKS = {
@@ -106,9 +106,7 @@ class Throughput(TrainerCallback):
 
 
 def _shapes(batch: Any) -> str:
-    found: list[torch.Size] = []
-    map_tensors(batch, lambda tensor: found.append(tensor.shape))
-    return str(found)
+    return str([tensor.shape for tensor in tensors_of(batch)])
 
 
 def known_peak(name: str) -> float | None:

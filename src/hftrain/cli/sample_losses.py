@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
-from hftrain.core.tree import batch_size_of, is_samples, map_tensors
+from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 from hftrain.core.types import Owns
 from hftrain.flight.observing import Observer, own_part
 from hftrain.run.parts import TrainerHooks
@@ -96,7 +96,6 @@ class SampleObserver(Observer):
 
 def _rows_of(batch: Any) -> list[tuple[int | None, Any]]:
     """Return the samples of a batch with their places; the whole batch if its tensors are not as long as each other."""
-    size, tensors = batch_size_of(batch), list[torch.Tensor]()
-    map_tensors(batch, tensors.append)
-    is_even = is_samples(batch) or all(not each.dim() or len(each) == size for each in tensors)
+    size = batch_size_of(batch)
+    is_even = is_samples(batch) or all(not each.dim() or len(each) == size for each in tensors_of(batch))
     return list(enumerate(split_batch(batch, 1))) if size and is_even else [(None, batch)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.flight.fingerprint import of_tensor
 from hftrain.task.tracked_count import TrackedCount
 
@@ -108,12 +107,12 @@ class Observer(TrainerCallback):
                 "micro_batch": len(self.batches),
                 "type": type(module).__name__,
                 "settings": module.extra_repr(),
-                "inputs": [_facts(each) for each in _tensors([inputs, options])],
-                "outputs": [_facts(each) for each in _tensors(outputs)],
+                "inputs": [_facts(each) for each in tensors_of([inputs, options])],
+                "outputs": [_facts(each) for each in tensors_of(outputs)],
                 "gradients": [],
             }
             self._calls.append(call)
-            for each in _tensors(outputs):
+            for each in tensors_of(outputs):
                 if each.requires_grad:
                     each.register_hook(partial(_note, call["gradients"]))  # type: ignore[no-untyped-call]
 
@@ -123,12 +122,6 @@ class Observer(TrainerCallback):
 def _note(found: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
     if gradient is not None:  # which compiled code calls hooks with
         found.append(_facts(gradient))
-
-
-def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(nested, lambda tensor: found.append(tensor))
-    return iter(found)
 
 
 def own_part(tensor: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from hftrain.core.errors import TaskError
 from hftrain.core.notes import add_note, describe
-from hftrain.core.tree import detach, map_tensors
+from hftrain.core.tree import detach, tensors_of
 from hftrain.core.types import EvalPrediction
 from hftrain.loops.contract import Group
 from hftrain.loops.gather import Kept, as_tensors
@@ -64,8 +64,7 @@ class BatchMetrics:
     def _over_ranks(self, mine: Any) -> Any:
         """Return the joined batches of all ranks on this rank's device; None if there are none. Collective."""
         # NumPy arrays lack some dtypes of tensors.
-        names: list[str] = []
-        map_tensors(mine, lambda tensor: names.append(str(tensor.dtype).removeprefix("torch.")))
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_of(mine)]
         dtypes: Iterator[str] = iter(next(filter(None, self._group.gather_object(names)), []))
         kept = Kept(takes_objects=self._takes_objects)
         kept.add(mine)

@@ -20,7 +20,7 @@ from hftrain.checkpoint.state_files import load_trainer_state
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
-from hftrain.core.tree import batch_size_of, is_samples, map_tensors
+from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
@@ -186,9 +186,7 @@ def _is_per_sample(value: Any, total: int) -> bool:
         return value.ndim > 0 and len(value) == total
     if not isinstance(value, list) or len(value) != total:
         return False
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return not any(tensor.dim() and len(tensor) == total for tensor in found)
+    return not any(tensor.dim() and len(tensor) == total for tensor in tensors_of(value))
 
 
 def found_size(args: TrainingArguments, resume: Path | None) -> int | None:

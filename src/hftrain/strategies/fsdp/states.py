@@ -158,13 +158,6 @@ def _is_writer(tensor: DTensor) -> bool:
     return tensor.to_local().numel() > 0 or not any(place)
 
 
-def clip_by_norm(grads: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale sharded gradients in place so that their norm is at most `max_norm`; return the norm before. Collective."""
-    norm = norm_of(grads, norm_type)
-    scale_down(grads, norm, max_norm)
-    return norm
-
-
 def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of gradients that are sharded over one mesh, or plain. Collective.
 

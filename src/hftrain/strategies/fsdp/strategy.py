@@ -209,7 +209,9 @@ class FSDPStrategy(SplittingStrategy):
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not grads or not all(isinstance(grad, DTensor) for grad in grads):
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return shards.clip_by_norm(grads, max_norm, norm_type).to(self.device)
+        norm = shards.norm_of(grads, norm_type)
+        shards.scale_down(grads, norm, max_norm)
+        return norm.to(self.device)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         found = shards.gather(self._state(model), device=self.device, keeps=self.is_main)

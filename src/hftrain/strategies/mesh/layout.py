@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -80,10 +81,8 @@ class Layout:
             >>> Layout(dp_shard=2, tp=2).coordinate(3)
             {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}
         """
-        found = {}
-        for dim, size in reversed(self.sizes.items()):
-            rank, found[dim] = divmod(rank, size)
-        return {dim: found[dim] for dim in DIMS}
+        places = numpy.unravel_index(rank, tuple(self.sizes.values()))
+        return {dim: int(place) for dim, place in zip(DIMS, places, strict=True)}
 
     def meshes(self, device_type: str) -> Meshes:
         """Make the device meshes, or return those that a strategy of these processes has made. Collective.
