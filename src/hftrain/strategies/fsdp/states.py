@@ -192,11 +192,12 @@ def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     return total if is_max else total ** (1.0 / norm_type)
 
 
-def scale_down(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients with this norm in place so that it is at most `max_norm`; infinite changes nothing."""
+def scale_down(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm` (infinite: any); return the norm before."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local_part(grad).mul_(factor.to(grad.device))
+    return norm
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

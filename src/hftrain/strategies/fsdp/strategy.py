@@ -209,9 +209,7 @@ class FSDPStrategy(SplittingStrategy):
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not grads or not all(isinstance(grad, DTensor) for grad in grads):
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm = shards.norm_of(grads, norm_type)
-        shards.scale_down(grads, norm, max_norm)
-        return norm.to(self.device)
+        return shards.scale_down(grads, shards.norm_of(grads, norm_type), max_norm).to(self.device)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         found = shards.gather(self._state(model), device=self.device, keeps=self.is_main)
@@ -359,8 +357,7 @@ class FSDPStrategy(SplittingStrategy):
         elsewhere = self._held_elsewhere(model)
         fully_shard(model, mesh=mesh, mp_policy=outermost, offload_policy=offload, ignored_params=elsewhere)
         if self.forward_prefetch:
-            in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
-            for module, following in pairwise(in_order):
+            for module, following in pairwise(each for each in model.modules() if isinstance(each, FSDPModule)):
                 module.set_modules_to_forward_prefetch([following])
         stored = shards.read_stored(model, "cpu" if self.offload else self.device, elsewhere=elsewhere)
         if self.sync_module_states and self.world_size > 1:

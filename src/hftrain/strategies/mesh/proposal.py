@@ -48,6 +48,12 @@ class Saved:
     exchanged: int = 0
     found: list[Placing] = field(default_factory=list)
 
+    def bytes(self, layout: Layout, *, checkpointing: bool = False) -> int:
+        """Return what a rank keeps at most, temporary gradients of activations not counted."""
+        each = [(whole + shared // layout.tp) // layout.cp for whole, shared in self.layers]
+        inner = sum(self.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
+        return self.outside + inner
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -212,9 +218,6 @@ def measure(
         gradients += trained if copies > 1 else 0  # DDP's buckets
         temporary += computed if model.casts else 0
     passes = 1.5 if checkpointing else 1
-    # Temporary gradients of activations are not counted.
-    each = [(whole + shared // layout.tp) // layout.cp for whole, shared in saved.layers]
-    kept = sum(saved.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
     traffic = {
         "shards": _part(shards) * (2 * accumulation * computed + exchanged),
         "copies": 2 * _part(copies) * exchanged / shards,
@@ -233,7 +236,7 @@ def measure(
         parameters=held,
         gradients=gradients,
         optimizer=int(trained * model.state_ratio),
-        activations=int((saved.outside + kept) * scale),
+        activations=int(saved.bytes(layout, checkpointing=checkpointing) * scale),
         temporary=temporary,
         inside=sum(map(int, traffic.values())) - between,
         between=between,
@@ -298,6 +301,21 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
+class _Kept(torch.autograd.Function):
+    """Attention that keeps what fused kernels keep: its arguments, its result and a sum for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows = query.transpose(-3, -2)  # heads last, so that the output projection takes the result without a copy
+        result = query.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(-3, -2)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover  # nothing goes backward
+        raise NotImplementedError
+
+
 class _Attention(TorchFunctionMode):
     """Compute attention as if by a fused kernel, and count its arguments."""
 
@@ -310,7 +328,6 @@ class _Attention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         given = [named[name] for name in ("query", "key", "value")]
-        # Like all fused kernels, it keeps its arguments, its result and a sum for each row.
-        result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, None, True)[0]
+        result: torch.Tensor = _Kept.apply(*given)  # type: ignore[no-untyped-call]
         self.saved.exchanged += sum(map(_bytes, (*given, result)))
         return result

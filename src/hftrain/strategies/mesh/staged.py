@@ -69,8 +69,7 @@ def clip_grad_norm(
     all_own = [torch.empty_like(own) for _ in range(pipeline.plan.num_stages)]
     dist.all_gather(all_own, own, group=pipeline.group)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(all_own), norm_type)
-    scale_down([parameter.grad for parameter in parameters if parameter.grad is not None], norm, max_norm)
-    return norm
+    return scale_down([parameter.grad for parameter in parameters if parameter.grad is not None], norm, max_norm)
 
 
 class StagesScaler(GradScaler):
