@@ -10,7 +10,7 @@ from support.meshes import PROOFS, prove
 pytestmark = pytest.mark.distributed
 
 # Attention with keys shared by all heads, weights read without a call, parameters between two splits, gates by head.
-EVERYDAY = {"tp": ["deepseek_v3", "qwen3_next", "apertus", "laguna"], "pp": ["bert"]}
+EVERYDAY = {"tp": ["minicpm3", "qwen3_next", "apertus", "laguna"], "pp": ["bert"]}
 
 
 def run(mesh: str, kinds: list[str]) -> list[Any]:

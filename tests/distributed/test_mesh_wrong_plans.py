@@ -21,9 +21,13 @@ WRONG = {
     "the output of gate": {**SOUND, "gate": "colwise_gather_output"},
     # Every rank computes the same from the whole activations.
     "the same gradients of norm": {**SOUND, "norm": "replicated_with_grad_allreduce"},
+    # It splits what differs by rank already; all before it is said to get parts of its gradients.
+    "different inputs of down": {
+        **dict.fromkeys(("norm", "up"), "replicated_with_grad_allreduce"), "gate": "colwise", "down": "rowwise_split_input",
+    },
     # It runs on a rank's own part.
     "different gradients of scale.weight": {"up": "colwise", "down": "rowwise"},
-}
+}  # fmt: skip
 
 
 class Scale(nn.Module):
@@ -46,7 +50,7 @@ class Gated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
         inner = self.up(x)
-        if "gate" in self.kind:
+        if "gate" in self.kind or "inputs" in self.kind:
             inner = inner * self.gate(x).mean(-1, keepdim=True)
         if "scale" in self.kind:
             inner = self.scale(inner)

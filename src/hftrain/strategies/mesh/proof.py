@@ -14,17 +14,25 @@ from hftrain.core.errors import StrategyError, listed
 
 
 class Proof:
-    """Norms of gradients on this rank, up to the first update: one for each module, of its last call.
+    """Norms on this rank, of gradients and of inputs, up to the first update: one for each module, of its last call.
 
     Attributes:
+        inputs: Of inputs that every tensor rank must hold, the same.
         same: Of outputs whose gradient every tensor rank must get, the same.
         parts: Of parameters of whose gradient every tensor rank must get a part.
     """
 
     def __init__(self) -> None:
+        self.inputs: dict[nn.Module, torch.Tensor] = {}
         self.same: dict[nn.Module, torch.Tensor] = {}
         self.parts: dict[nn.Module, torch.Tensor] = {}
         self.is_open = True
+
+    def note_input(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return a module's input; note its norm."""
+        if self.is_open and x.requires_grad and not torch.compiler.is_compiling():
+            self.inputs[module] = torch.linalg.vector_norm(x.detach(), dtype=torch.float64)
+        return x
 
     def note(self, norms: dict[nn.Module, torch.Tensor], module: nn.Module, x: torch.Tensor) -> None:
         """Note the norm of a tensor's gradient in the backward pass."""
@@ -36,7 +44,7 @@ class Proof:
         self, model: Callable[[], nn.Module], optimizer: Optimizer, group: dist.ProcessGroup
     ) -> None:
         """Let the optimizer's first step raise if the tensor ranks' gradients are not what the plan takes them for."""
-        for norms in (self.same, self.parts):
+        for norms in (self.inputs, self.same, self.parts):
             norms.clear()  # of a model that was placed before, as in a rehearsal
         self.is_open = True
 
@@ -44,12 +52,13 @@ class Proof:
             handle.remove()
             self.is_open = False
             names = {module: name for name, module in model().named_modules()}
-            same = dict(_whole_parameters(model()))
-            same.update({f"the output of {names[module]}": norm for module, norm in self.same.items()})
+            same = {f"inputs of {names[module]}": norm for module, norm in self.inputs.items()}
+            same.update({f"gradients of {name}": norm for name, norm in _whole_parameters(model())})
+            same.update({f"gradients of the output of {names[module]}": norm for module, norm in self.same.items()})
             unequal = [name for name, (least, most) in _ranges(same, group) if most - least > 1e-3 * abs(most)]
             if unequal:
                 raise StrategyError(
-                    f"The tensor ranks have different gradients of {listed(unequal, most=3)}, which each holds whole:",
+                    f"The tensor ranks have different {listed(unequal, most=3)}, which each holds whole:",
                     "the plan leaves out where their computations part or meet.",
                     "Give these modules the style 'replicated_with_grad_allreduce', or split what surrounds them "
                     "column-wise first and row-wise last.",

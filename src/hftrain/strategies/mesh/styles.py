@@ -140,7 +140,7 @@ class Colwise(Style):
         return self.packed
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        return x if ranks.sequence else enter(x, ranks.mesh)
+        return x if ranks.sequence else enter(ranks.proof.note_input(module, x), ranks.mesh)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         if not self.gathers or SHARES_LOSS in vars(module):
@@ -165,7 +165,8 @@ class Rowwise(Style):
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         if self.splits:
-            x = x.chunk(ranks.size, -1)[ranks.rank] if ranks.sequence else split(x, ranks.mesh, -1)
+            own = ranks.proof.note_input(module, x)
+            x = x.chunk(ranks.size, -1)[ranks.rank] if ranks.sequence else split(own, ranks.mesh, -1)
         bias = vars(module).get("bias")
         if bias is not None:  # added once, after the sum
             vars(module)["bias"] = torch.zeros_like(bias) if is_conv1d(module) else None
