@@ -23,11 +23,13 @@ WRONG = {
     "the same gradients of norm": {**SOUND, "norm": "replicated_with_grad_allreduce"},
     # It splits what differs by rank already; all before it is said to get parts of its gradients.
     "different inputs of down": {
-        **dict.fromkeys(("norm", "up"), "replicated_with_grad_allreduce"), "gate": "colwise", "down": "rowwise_split_input",
+        **dict.fromkeys(("norm", "up"), "replicated_with_grad_allreduce"),
+        "gate": "colwise",
+        "down": "rowwise_split_input",
     },
     # It runs on a rank's own part.
     "different gradients of scale.weight": {"up": "colwise", "down": "rowwise"},
-}  # fmt: skip
+}
 
 
 class Scale(nn.Module):
