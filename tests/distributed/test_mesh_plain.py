@@ -20,13 +20,24 @@ pytestmark = pytest.mark.distributed
 DOUBLE = PrecisionPolicy(name="64", **dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float64))
 
 
+class Twice(nn.Linear):
+    """A layer that computes with its weight under another name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.table = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.table, self.bias)
+
+
 def train(*, name: str) -> list[float]:
     """Return the norms and the last outputs of three clipped updates."""
     torch.manual_seed(0)
     options = {"plan": {"0": "colwise", "2": "rowwise"}} if name == "tp" else {}
     strategy: Any = create_strategy(name, use_cpu=True, **options)
     strategy.launch()
-    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), Twice(3)).double()
     inputs = torch.randn(5, 6, dtype=torch.float64)
     model, optimizer = strategy.setup(plain, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), DOUBLE)
     found = []
