@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def everything(folder: str, name: str) -> dict[str, Any]:
+    # What is changed in place would lose its gradient.
+    warnings.filterwarnings("error", message=".*returned a view tensor")
     root = Path(folder)
     return {
         **{plan: run(root / plan, name, **options) for plan, options in PLANS.items()},

@@ -149,7 +149,7 @@ class SequenceSplit:
         if any(isinstance(other, torch.Tensor) for other in others):
             reason = f"{type(layer).__name__} returns more tensors than its hidden states."
             raise StrategyError("Cannot split the sequence over ranks.", reason, "Request no further outputs.")
-        hidden = self._join(hidden, 1)[:, : self._length].contiguous()
+        hidden = self._join(hidden, 1)[:, : self._length].clone(memory_format=torch.contiguous_format)
         self._length = None
         return (hidden, *others) if isinstance(output, tuple) else hidden
 

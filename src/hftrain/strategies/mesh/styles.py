@@ -56,7 +56,7 @@ class TensorRanks:
     def note(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return a module's output, whose gradient all ranks must share; the first update checks it."""
         self.proof.note(self.proof.same, module, x)
-        return x
+        return x.clone()  # a view of what was exchanged, which nothing might change in place
 
     def part(self, module: nn.Module, *_: Any) -> None:
         """Draw different random numbers from here on, in training. With a shared sequence, the ranks do so anyway."""
