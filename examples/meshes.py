@@ -1,4 +1,7 @@
-"""Train a Llama on one mesh, go on from its checkpoint on others, and compare the gradients with one process."""
+"""Train a Llama on one mesh, go on from its checkpoint on others, and compare the gradients with one process.
+
+python examples/meshes.py
+"""
 
 from __future__ import annotations
 
