@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 from support.meshes import PROOFS, prove
 
+from hftrain import ConfigError
+from hftrain.strategies.mesh.plans import find_plan, placings
+from hftrain.strategies.mesh.sequence import find_layers
+from hftrain.strategies.mesh.sequence_parallel import find_blocks
+
 pytestmark = pytest.mark.distributed
 
 # Attention with keys shared by all heads, weights read without a call, parameters between two splits, gates by head.
@@ -38,3 +43,11 @@ def test_models_that_need_more_than_a_plan(run_distributed: Any, mesh: str) -> N
 @pytest.mark.parametrize("mesh", list(PROOFS["architectures"]))
 def test_every_type_of_model(run_distributed: Any, mesh: str) -> None:
     check(run_distributed, mesh, PROOFS["architectures"][mesh])
+
+
+def test_blocks_that_end_with_the_whole_sequence_are_refused() -> None:
+    from support.architectures import tiny
+
+    model = tiny("qwen3_5_text")
+    with pytest.raises(ConfigError, match=r"linear_attn does not end with parts of the sequence"):
+        find_blocks(find_layers(model, None)[1], placings(model, find_plan(model, None), 2))
