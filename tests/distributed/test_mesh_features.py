@@ -54,6 +54,24 @@ def make_model(dtype: torch.dtype) -> Any:
     return GPT2LMHeadModel(config).to(dtype)
 
 
+def make_classifier(dtype: torch.dtype) -> Any:
+    """Return a model that accepts the item count without reading it, and has a buffer in its first stage."""
+    from transformers import GPT2ForSequenceClassification
+
+    config = make_model(dtype).config
+    config.update({"num_labels": 64, "pad_token_id": 0})
+    model = GPT2ForSequenceClassification(config).to(dtype)
+    model.transformer.wte.register_buffer("seen", torch.zeros(1))
+    return model
+
+
+def classes(rows: Any) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.stack([row["input_ids"] for row in rows]),
+        "labels": torch.stack([row["labels"][-1] for row in rows]),
+    }
+
+
 class Spoil(TrainerCallback):
     """Fill the gradients of the last block in one backward pass, or its weights after one step."""
 
@@ -149,6 +167,7 @@ PLANS: dict[str, Callable[[], dict[str, Any]]] = {
         "callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})], "gradient_accumulation_steps": 2,
     },
     "loss function": lambda: {"compute_loss_func": sum_over_items, "gradient_accumulation_steps": 2},
+    "classes": lambda: {"model": make_classifier, "data_collator": classes, "gradient_accumulation_steps": 2},
     "weights of classes": lambda: {"kind": Weighted, "gradient_accumulation_steps": 2},
     "schedule by evaluations": lambda: {
         "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss", "eval_strategy": "steps",
@@ -156,7 +175,7 @@ PLANS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "noise": lambda: {"neftune_noise_alpha": 5.0},
 }  # fmt: skip
-PARTS = ("callbacks", "compute_loss_func", "save_policy")
+PARTS = ("callbacks", "compute_loss_func", "data_collator", "save_policy")
 REFUSED = {
     ("pp", "chunked"): "Only the last stage of a pipeline has its head and its labels",
     ("tp", "chunked"): "Ranks share its head or its tokens",
@@ -168,12 +187,13 @@ def make_trainer(folder: Path, name: str, plan: str, *more: TrainerCallback) -> 
     options = PLANS[plan]()
     options.pop("resumes_at", None)
     kind, dtype = options.pop("kind", Trainer), options.pop("dtype", torch.float64)
+    model = options.pop("model", make_model)(dtype)
     parts = {part: options.pop(part) for part in PARTS if part in options}
     parts["callbacks"] = [*parts.get("callbacks", ()), *more]
     strategy: Any = "single" if name == "single" else create_strategy(name, use_cpu=True)
     settings = {"max_steps": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3} | options
     args, rows = make_arguments(folder, **settings), make_rows()
-    return kind(make_model(dtype), args, train_dataset=rows, eval_dataset=rows[:7], strategy=strategy, **parts)
+    return kind(model, args, train_dataset=rows, eval_dataset=rows[:7], strategy=strategy, **parts)
 
 
 def run(folder: Path, name: str, plan: str) -> dict[str, Any]:

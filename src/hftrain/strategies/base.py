@@ -268,8 +268,12 @@ class Strategy(Ranks, Shown):
                 return model
 
     def called(self, model: nn.Module) -> nn.Module:
-        """Return the module that is called once for each batch: the model itself, unless it runs as a pipeline."""
+        """Return the module whose calls return the model's outputs: the model, or the pipeline that evaluates it."""
         return model
+
+    def has_outputs(self, model: nn.Module) -> bool | None:
+        """Return whether the running call of a model computes its outputs; None if they come from another process."""
+        return True
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the module to evaluate, whose forward pass does not communicate. Collective.

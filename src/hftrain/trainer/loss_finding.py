@@ -180,7 +180,8 @@ class LossFinding:
         is_own = self.watch.own_loss is loss
         calls = self.watch.close()
         found = self._known(total) if is_own else None
-        found = found or self._found(loss, calls, counts, total, num_micro_batches)
+        if found is None and not self.watch.is_elsewhere:
+            found = self._found(loss, calls, counts, total, num_micro_batches)
         agreed, is_uneven = self._agreed(found, is_uneven=is_uneven)
         if agreed is None:
             return False

@@ -45,7 +45,7 @@ class LossShares:
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
             is_copied = getattr(strategy, "num_devices", 1) > 1
-            options: Any = {"is_copied": is_copied, "called": strategy.called}
+            options: Any = {"is_copied": is_copied, "strategy": strategy}
             watch = Watch(strategy.unwrap(task.model), self.plain.label_tensor, **options)
         self.found = LossFinding(hooks, self.plain, strategy, watch, num_ranks=self.num_ranks)
         self.has_weighed = self._is_paused = self._is_first = False

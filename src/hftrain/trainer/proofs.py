@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hftrain.core.errors import TaskError
 from hftrain.core.types import StepOutput
+from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.items import IGNORED_LABEL, LABELS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_call import ModelCall
@@ -71,7 +72,7 @@ class Watch:
         model: Not wrapped.
         labels_of: Returns the labels among the model's arguments, or None.
         is_copied: Whether copies of the model on other devices run, whose calls and reads cannot be observed.
-        called: Returns the module that is called for the model once it is placed; reads of another are unknown.
+        strategy: It knows whose calls return the model's outputs, and whether they do so in this process.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Watch:
         labels_of: Callable[[Mapping[str, Any]], torch.Tensor | None],
         *,
         is_copied: bool,
-        called: Callable[[nn.Module], nn.Module] = lambda model: model,
+        strategy: Strategy,
     ) -> None:
-        self._model, self._labels_of, self._is_copied, self._called = model, labels_of, is_copied, called
+        self._model, self._labels_of, self._is_copied = model, labels_of, is_copied
+        self._strategy, self._called = strategy, model
         self._labels: torch.Tensor | None = None
         self._note: ReadFlag | None = None
         self.calls: list[Call] = []
@@ -95,14 +97,19 @@ class Watch:
         self._labels = self._labels_of(batch) if isinstance(batch, Mapping) else None
         self.calls, self.is_open, self.own_loss = [], True, None
         if not self._is_copied:
-            self._note, called = None, self._called(self._model)
-            prepare = self._hand_on if called is self._model else None
-            ModelCall.of(called).set(prepare=prepare, observe=self._see)
+            self._note, self._called = None, self._strategy.called(self._model)
+            prepare = self._hand_on if self._called is self._model else None
+            ModelCall.of(self._called).set(prepare=prepare, observe=self._see)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process, the last stage of a pipeline, sees what the model returns."""
+        return self._strategy.has_outputs(self._model) is None
 
     def close(self) -> list[Call]:
         """Stop observing, and return what was seen; safe to call twice."""
         self.is_open = False
-        ModelCall.of(self._called(self._model)).set(prepare=None, observe=None)
+        ModelCall.of(self._called).set(prepare=None, observe=None)
         calls, self.calls, self._labels, self.own_loss = self.calls, [], None, None
         return calls
 
@@ -121,6 +128,8 @@ class Watch:
         return {**kwargs, "num_items_in_batch": TrackedCount.make(count, self._note)}
 
     def _see(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        if not self._strategy.has_outputs(self._model):
+            return
         named = {**dict(zip(forward_parameters(self._model), args, strict=False)), **kwargs}
         labels = self._labels_of(named)
         values = outputs if isinstance(outputs, Mapping) else _named(outputs)

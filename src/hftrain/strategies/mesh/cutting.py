@@ -58,13 +58,16 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
 
     Raises:
         ConfigError: The model has no list of layers, fewer layers than there are stages, parameters outside all parts,
-            or batch normalization.
+            batch normalization, or an encoder and a decoder.
     """
+    asked = f"Cannot cut {type(model).__name__} into {num_stages} stages."
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        reason = "Each layer of its decoder needs what the encoder computes, and stages send each other one tensor."
+        raise ConfigError(asked, reason, "Use pp_size=1 for encoder-decoders.")
     order = _declared(model)
     layers = _layers(model, order)
     home = model.get_submodule(layers)
     children = tuple(name for name, _ in home.named_children())
-    asked = f"Cannot cut {type(model).__name__} into {num_stages} stages."
     if len(children) < num_stages:
         raise ConfigError(asked, f"It has {len(children)} layers.", f"Use pp_size={len(children)} or less.")
     norm = next((name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)), None)

@@ -48,6 +48,8 @@ class Stage:
         self.shapes = {name: hollow(model.get_submodule(name)) for name in names}
         # Whether layers' arguments are checked, which synchronises: for the first batch of each form.
         self.checks = True
+        # Whether a running forward computes the model's outputs.
+        self.has_head = False
         # Where a running forward is: before the layers that run here, among them, or after them.
         self._place = "before"
 
@@ -70,7 +72,7 @@ class Stage:
         self, args: Any, kwargs: Any, received: torch.Tensor | None, layers: range, *, has_head: bool
     ) -> tuple[Any, torch.Tensor | None]:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
-        get, self._place = self.model.get_submodule, "before"
+        get, self._place, self.has_head = self.model.get_submodule, "before", has_head
         # A weight that autocast has cast for the micro-batch before would get this one's gradient too late for FSDP.
         torch.clear_autocast_cache()
         self.dtype = None if received is None else received.dtype
@@ -127,7 +129,8 @@ class _Given(_StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # What comes from parts that only other stages have holds NaN here.
         named = {**{f"argument {place}": value for place, value in enumerate(args[1:], 2)}, **kwargs}
-        named.pop("hidden_states", None)
+        for name in ("hidden_states", "num_items_in_batch"):  # which records whether the model reads it
+            named.pop(name, None)
         if self.stage.checks and (wrong := [name for name, value in named.items() if _has_nan(value)]):
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",

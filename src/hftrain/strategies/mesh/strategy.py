@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -128,7 +129,13 @@ class MeshStrategy(FSDPStrategy):
         return StagesScaler(device.type) if self.layout.pp > 1 else super().scaler_factory(device)
 
     def called(self, model: nn.Module) -> nn.Module:
-        return self._pipeline_of(model) or model
+        return model if model.training else self._pipeline_of(model) or model
+
+    def has_outputs(self, model: nn.Module) -> bool | None:
+        pipeline = self._pipeline_of(model)
+        if pipeline is None or not model.training:
+            return True
+        return pipeline.stage.has_head if pipeline.stage.is_last else None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         # A pipeline exchanges gradients after its last micro-batch.
@@ -204,6 +211,15 @@ class MeshStrategy(FSDPStrategy):
         own = {id(parameter) for _, parameter in self._pipeline.own_parameters()}
         return {parameter for parameter in model.parameters() if id(parameter) not in own}
 
+    def _share_buffers(self, model: nn.Module) -> None:
+        if self._pipeline_of(model) is None:
+            return super()._share_buffers(model)
+        # Those of other stages are on the meta device, where a broadcast waits for nobody.
+        for dim in ("replicate", "shard", "tp"):
+            for buffer in (each for each in model.buffers() if not each.is_meta):
+                dist.broadcast(buffer, group=self._meshes.parameters[dim].get_group(), group_src=0)
+        return None
+
     def _units(self, model: nn.Module) -> list[nn.Module]:
         units = super()._units(model)
         if self._pipeline is None:
@@ -276,7 +292,8 @@ class MeshStrategy(FSDPStrategy):
 
         def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            named = {**kwargs, "num_items_in_batch": None}  # which records whether the model reads it
+            given = [value for value in tree_leaves((args, named)) if isinstance(value, torch.Tensor)]
             told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given if not each.is_meta]
             readers: dict[int, list[Any]] = {}
             for data_rank, each in self.gather_object([self.data.rank, told]):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.pipelines import Plain, make_model
@@ -69,6 +71,12 @@ class Loose(Plain):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Pair(Plain):
+    """An encoder-decoder, as transformers' configs tell."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "reason"),
     [
@@ -76,6 +84,7 @@ class Loose(Plain):
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 3, "It has 2 layers"),
         (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2, "1 normalizes each micro-batch"),
         (Loose(), 2, "The parameter scale belongs to no part"),
+        (Pair(), 2, "Each layer of its decoder needs what the encoder computes"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(model: nn.Module, stages: int, reason: str) -> None:
