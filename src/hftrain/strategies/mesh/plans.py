@@ -20,9 +20,9 @@ from hftrain.strategies.mesh.styles import (
     TensorRanks,
     Vocabulary,
     apply_style,
-    convolutions,
     is_conv1d,
     place,
+    uncalled,
 )
 
 # By the names that transformers' plans use.
@@ -182,7 +182,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
                 new.__dict__.update(vars(parameter))
                 known[id(parameter)] = new
             placed[name] = known[id(parameter)]
-        if placed or convolutions(placing.module):
+        if placed or uncalled(placing.module):
             apply_style(placing.module, placing.style, own, placed)
         if isinstance(placing.style, Colwise):
             for owner in (placing.module, modules[placing.name.rpartition(".")[0]]):

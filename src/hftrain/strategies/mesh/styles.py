@@ -249,9 +249,10 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def convolutions(module: nn.Module) -> list[nn.Module]:
-    """Return the convolutions over time that a module owns."""
-    return [child for child in module.children() if isinstance(child, nn.Conv1d)]
+def uncalled(module: nn.Module) -> list[nn.Module]:
+    """Return what a module owns and does not call: convolutions over time, and the last layer of torch's attention."""
+    owns_all = isinstance(module, nn.MultiheadAttention)
+    return [child for child in module.children() if owns_all or isinstance(child, nn.Conv1d)]
 
 
 def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Mapping[str, nn.Parameter]) -> None:
@@ -265,9 +266,8 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     """
     for name, parameter in placed.items():
         setattr(module, name, parameter)
-    # Models read the weights of short convolutions without calling them.
     held = [(module, name) for name in placed]
-    held += [(child, name) for child in convolutions(module) for name, _ in child.named_parameters(recurse=False)]
+    held += [(child, name) for child in uncalled(module) for name, _ in child.named_parameters(recurse=False)]
     is_experts = isinstance(style, Experts)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
