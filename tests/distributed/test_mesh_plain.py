@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,39 @@ def test_stages_save_their_buffers(run_distributed: Callable[..., list[Any]]) ->
     first, second = run_distributed(saved, num_processes=2)
     assert first == ["0.weight", "0.bias", "0.shift"]
     assert second == ["1.weight", "1.bias", "1.shift"]
+
+
+class Told(nn.Module):
+    """A model that also returns what a part before its layers computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = early = self.first(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"early": early + 1, "logits": self.last(hidden)}
+
+
+def told() -> list[Any]:
+    """Evaluate on two stages; return the names of the outputs of each batch, and the warnings."""
+    strategy: Any = create_strategy("pp", use_cpu=True)
+    strategy.launch()
+    model, _ = strategy.setup(Told().double(), lambda m: torch.optim.SGD(m.parameters()), DOUBLE)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = [sorted(model.eval()(torch.ones(size, 4, dtype=torch.float64))) for size in (2, 4, 2)]
+    strategy.close()
+    return [names, [str(each.message) for each in caught if "left out" in str(each.message)]]
+
+
+def test_outputs_of_the_first_stage_are_left_out_and_named(run_distributed: Callable[..., list[Any]]) -> None:
+    (names, silent), (same, said) = run_distributed(told, num_processes=2)
+    assert names == same == [["logits"]] * 3
+    assert silent == []
+    assert len(said) == 1
+    assert "left out: early" in said[0]

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hftrain.core.errors import StrategyError, TaskError
+from hftrain.core.errors import StrategyError, TaskError, listed
+from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.fsdp.states import local_part
 from hftrain.strategies.mesh.links import described, empty, restored
@@ -207,6 +208,7 @@ class Run:
         if self.stage.is_last:
             if self.is_training and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
                 outputs = _only_loss(outputs, outputs["loss"])
+            outputs = self._without_hollow(outputs)
             self.results = tensors_of(outputs)
         if self.stage.checks:
             form = self.links.broadcast_object(described(outputs), self.device)
@@ -225,6 +227,24 @@ class Run:
         last = self.stage.is_last
         values = [x.detach() for x in self.results] if last else [empty(x, self.device) for x in wanted]
         return [self.links.broadcast(value) for value in values]
+
+    def _without_hollow(self, outputs: Any) -> Any:
+        """Leave out what parts of the first stage compute, which is NaN in the last one while other outputs are not."""
+        if not isinstance(outputs, Mapping):
+            return outputs
+        key = (self.key, "hollow")
+        if self.stage.checks:
+            # A loss may be NaN for other reasons.
+            each = {name: x for name, x in outputs.items() if isinstance(x, torch.Tensor) and x.dim()}
+            hollow = [name for name, x in each.items() if x.is_floating_point() and bool(x.isnan().all())]
+            self.stage.forms[key] = hollow = hollow if len(hollow) < len(each) else []
+            if hollow:
+                warn_once(
+                    f"Outputs of {type(self.stage.model).__name__} come from the first stage of the pipeline, and are "
+                    f"left out: {listed(hollow)}. Use pp_size=1 if you need them."
+                )
+        kept: Any = {name: x for name, x in outputs.items() if name not in self.stage.forms[key]}
+        return outputs if len(kept) == len(outputs) else self.stage.kind(kept)
 
     def _summed(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Return the gradients; those of tied weights are the sums over the stages that have a copy."""
