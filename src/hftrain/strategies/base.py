@@ -276,10 +276,7 @@ class Strategy(Ranks, Shown):
         return True
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the module to evaluate, whose forward pass does not communicate. Collective.
-
-        Ranks may have different numbers of batches.
-        """
+        """Return the module to evaluate, which ranks may call unequally often: it does not communicate. Collective."""
         return self.unwrap(model)
 
     def finish_forwards(self) -> None:
