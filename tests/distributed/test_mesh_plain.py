@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -85,6 +87,24 @@ def groups_of_two() -> list[str]:
     second = create_strategy("tp", use_cpu=True)
     second.launch()
     return [each.data.group.group_name for each in (first, second)]
+
+
+def threads() -> list[int]:
+    """Return the number of this process's threads after each of three strategies."""
+    found = []
+    for _ in range(3):
+        strategy = create_strategy("tp", use_cpu=True)
+        strategy.launch()
+        strategy.close()
+        del strategy
+        gc.collect()
+        found.append(psutil.Process().num_threads())
+    return found
+
+
+def test_closed_strategies_leave_no_connections(run_distributed: Callable[..., list[Any]]) -> None:
+    for first, second, third in run_distributed(threads, num_processes=2):
+        assert first == second == third
 
 
 def test_strategies_of_one_process_share_their_groups(run_distributed: Callable[..., list[Any]]) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch.distributed as dist
@@ -32,8 +31,8 @@ class Meshes(NamedTuple):
     samples: DeviceMesh
 
 
-# By the group of all processes.
-_MESHES: WeakKeyDictionary[Any, dict[tuple[Layout, str], Meshes]] = WeakKeyDictionary()
+# What the strategies of these processes have made; first the group of all processes.
+_MESHES: dict[tuple[Any, Layout, str], Meshes] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +88,10 @@ class Layout:
 
         Each mesh has groups of its own, whose connections last as long as the processes' group.
         """
-        known = _MESHES.setdefault(dist.group.WORLD, {})
-        if (self, device_type) not in known:
-            known[self, device_type] = self._make_meshes(device_type)
-        return known[self, device_type]
+        key = (dist.group.WORLD, self, device_type)
+        if key not in _MESHES:
+            _MESHES[key] = self._make_meshes(device_type)
+        return _MESHES[key]
 
     def _make_meshes(self, device_type: str) -> Meshes:
         held = init_device_mesh(
@@ -108,6 +107,12 @@ class Layout:
     def __str__(self) -> str:
         shown = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]
         return " x ".join(shown) or "one process"
+
+
+def forget_meshes() -> None:
+    """Let the meshes of a group that is destroyed go, and with them its connections."""
+    for key in [key for key in _MESHES if key[0] is not dist.group.WORLD]:
+        del _MESHES[key]
 
 
 def layout_of(

@@ -24,7 +24,7 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.context import split_context
-from hftrain.strategies.mesh.layout import Layout, layout_of
+from hftrain.strategies.mesh.layout import Layout, forget_meshes, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
@@ -106,6 +106,10 @@ class MeshStrategy(FSDPStrategy):
         super().launch()
         self._meshes = self.layout.meshes(self.device_type)
         self._data.join(self._meshes.samples["data"].get_group())
+
+    def close(self) -> None:
+        super().close()
+        forget_meshes()
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place a model on the mesh and create its optimizer. Collective; mutates the model.
