@@ -20,7 +20,7 @@ PLACE = re.compile(r"(?P<start><!-- computed: (?P<name>\w+) -->\n).*?(?P<end><!-
 MEMORY, MACHINE, LENGTH = 80e9, 8, 4096
 # The shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: hidden and inner width, layers, heads.
 MODELS = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
-COLUMNS = ("GPUs", "strategy", "batch", "recompute", "held", "activations", "total", "inside", "between")
+COLUMNS = ("GPUs", "strategy", "batch", "recompute", "held", "saved", "total", "inside", "between")
 
 
 def fill(text: str, names: tuple[str, ...] = tuple(MODELS)) -> str:
