@@ -1,4 +1,4 @@
-"""The estimate of memory where processes exchange gradients, against what torch's profiler sees allocated."""
+"""The estimate of memory where processes exchange gradients or share layers, against what the profiler sees."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from support.memory import StepMemory
 from support.tiny import make_arguments
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hftrain import Trainer
+from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
 
@@ -32,20 +34,26 @@ class Wide(nn.Module):
         return (nn.functional.cross_entropy(self.layers(x), labels),)
 
 
-def estimate(folder: str) -> list[int]:
+PLAN = {"layers.0": "colwise", "layers.2": "rowwise"}
+
+
+def estimate(folder: str, name: str) -> list[int]:
     torch.manual_seed(0)
     rows = [{"x": torch.randn(WIDTH), "labels": torch.tensor(index % 3)} for index in range(64)]
     measure, trainers = StepMemory(), []
     for callbacks in ([], [measure]):
         args = make_arguments(Path(folder), max_steps=4)
-        trainers.append(Trainer(Wide(), args, train_dataset=rows, callbacks=callbacks, strategy="ddp"))
+        strategy: Any = create_strategy("tp", use_cpu=True, plan=PLAN) if name == "tp" else name
+        trainers.append(Trainer(Wide(), args, train_dataset=rows, callbacks=callbacks, strategy=strategy))
     found = trainers[0].estimate_memory().peak_bytes
     trainers[1].train()
-    parameters = 4 * sum(parameter.numel() for parameter in trainers[1].model.parameters())
-    # There before a step: the parameters, AdamW's two numbers for each, and the buckets of gradients.
-    return [found, 4 * parameters + measure.peaks[-1]]
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in trainers[1].model.parameters()]
+    # There before a step: the parameters, AdamW's two numbers for each, and with DDP the buckets of gradients.
+    copies = 4 if name == "ddp" else 3
+    return [found, copies * sum(each.nbytes for each in own) + measure.peaks[-1]]
 
 
-def test_estimate_with_ddp_is_within_ten_percent_of_the_measured_peak(tmp_path: Path, run_distributed: Any) -> None:
-    for found, measured in run_distributed(estimate, folder=str(tmp_path)):
+@pytest.mark.parametrize("name", ["ddp", "tp"])
+def test_estimate_is_within_ten_percent_of_the_measured_peak(tmp_path: Path, run_distributed: Any, name: str) -> None:
+    for found, measured in run_distributed(estimate, folder=str(tmp_path), name=name):
         assert found == pytest.approx(measured, rel=0.1)
