@@ -435,7 +435,7 @@ def build(session: nox.Session) -> None:
     built = sorted(str(path) for path in (ROOT / "dist").iterdir())
     session.run("twine", "check", "--strict", *built)
     empty = Path(session.create_tmp(), "empty")
-    session.run("uv", "venv", "--clear", "--python", "python", str(empty))
+    session.run("uv", "venv", "--clear", "--python", sys.executable, str(empty))
     python = str(next(path for path in (empty / "bin/python", empty / "Scripts/python.exe") if path.exists()))
     wheel = next(path for path in built if path.endswith(".whl"))
     session.run("uv", "pip", "install", "--quiet", "--python", python, *CONSTRAINTS, wheel)
