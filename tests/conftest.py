@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 from support.distributed import DistributedRun, launch
+from support.marked import may_hold, named
 from support.police import Snapshot
 
 from hftrain.adapter import loggers
@@ -72,14 +73,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Collect test files only: the doctests are in src/, and importing a script that lies beside tests would run it."""
-    is_test_file = collection_path.name.startswith("test_")
-    return True if collection_path.suffix == ".py" and not is_test_file else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect only test files that may hold a test of ``-m``.
+
+    The doctests are in src/, and importing a script that lies beside tests would run it.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    wanted = collection_path.name.startswith("test_") and may_hold(collection_path, config.option.markexpr)
+    return None if wanted else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests whose device or package is absent, and say which."""
+    ours = {line.partition(":")[0] for line in config.getini("markers")}
+    for item in items:
+        for mark in {marker.name for marker in item.iter_markers()} & ours:
+            if mark not in named(item.path):
+                raise pytest.UsageError(f"{item.nodeid} has the mark {mark}, which -m would not find in its file.")
     missing = {mark: reason for mark, (is_present, reason) in DEVICES.items() if not is_present()}
     for item in items:
         for mark in missing.keys() & {marker.name for marker in item.iter_markers()}:
