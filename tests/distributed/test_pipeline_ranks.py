@@ -167,9 +167,9 @@ def run_variants() -> dict[str, Any]:
         first, second = pipeline(**same)[1]
         found["dropout"] = bool((first != second).any())
         found["errors"] = []
-        for batch, options in (({"x": torch.zeros(3)}, {}), ({}, {"output_attentions": True})):
+        for given in ({**same, "x": torch.zeros(3)}, {**same, "output_attentions": True}, {"input_ids": [[1, 2]]}):
             with pytest.raises(TaskError) as error:
-                pipeline(**same, **batch, **options)
+                pipeline(**given)
             found["errors"].append(str(error.value))
     dist.destroy_process_group()
     return found
@@ -192,6 +192,7 @@ def test_pipeline_recomputes_freezes_and_drops_out(run_distributed: Callable[...
         assert answer["dropout"]
         assert "shape [3]" in answer["errors"][0]
         assert "output_attentions" in answer["errors"][1]
+        assert "called without a tensor" in answer["errors"][2]
     assert answers[0]["frozen"] == {}
     assert answers[1]["frozen"].keys() == frozen.keys()
     for parameter, grad in frozen.items():

@@ -12,19 +12,30 @@ from torch import nn
 VOCABULARY = 19
 
 
+class Shift(nn.Module):
+    """A part that is called without a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.tanh()
+
+
 class Plain(nn.Module):
     """A model with an `nn.Sequential` of layers of different widths and a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.embed, self.shift = nn.Embedding(VOCABULARY, 6), Shift()
         self.blocks = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.GELU(), nn.Linear(5, 7))
         self.head = nn.Linear(7, VOCABULARY)
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.head(self.blocks(self.embed(input_ids)))
+        logits = self.head(self.blocks(self.embed(input_ids) + self.shift()))
         loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
         return loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch), logits
 

@@ -157,6 +157,12 @@ def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any
         "The strategy splits the parameters, and the given optimizer holds the whole ones.",
         "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
     )
+    yield (
+        bool(args.auto_find_batch_size) and strategy.world_size > 1,
+        f"Cannot use auto_find_batch_size={args.auto_find_batch_size!r} with strategy={strategy.name!r}.",
+        "Every forward pass takes all processes: if one runs out of memory, the others wait for it.",
+        "Set per_device_train_batch_size; trainer.estimate_memory() shows what a size needs.",
+    )
     for setting in _NOT_IN_PARTS:
         yield (
             getattr(args, setting),

@@ -22,6 +22,7 @@ def make_strategy(**traits: Any) -> SingleDeviceStrategy:
 
 
 PARTS = {"shards_model": True}
+TWO = property(lambda self: 2, lambda self, value: None)
 ON_CUDA = {"device_type": "cuda", "planned_device": torch.device("cuda")}
 BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
 
@@ -39,6 +40,7 @@ BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_
         ({"save_on_each_node": True}, PARTS, "Cannot use save_on_each_node=True with strategy='stand'."),
         ({"save_on_each_node": True, "folder": "memory://run"}, {}, "write the same files of the same store"),
         ({**BEST, "save_only_model": True}, PARTS, "load_best_model_at_end=True and strategy='stand'."),
+        ({"auto_find_batch_size": True}, {**PARTS, "world_size": TWO}, "runs out of memory, the others wait for it"),
         ({"batch_eval_metrics": True}, PARTS, "Cannot use batch_eval_metrics=True with strategy='stand'."),
         ({"bf16_full_eval": True}, PARTS, "Cannot use bf16_full_eval=True with strategy='stand'."),
         ({"fp16_full_eval": True}, PARTS, "Cannot use fp16_full_eval=True with strategy='stand'."),

@@ -40,7 +40,12 @@ class Run:
     ) -> None:
         self.stage, self.links, self.args, self.kwargs = stage, stage.links, args, kwargs
         self.interleaves = interleaves
-        self.device = tensors_of((args, kwargs))[0].device
+        given = tensors_of((args, kwargs))
+        if not given:
+            asked = f"Cannot run {type(stage.model).__name__} as a pipeline: it is called without a tensor."
+            reason = "The batch is cut into micro-batches along the first dimension of its tensors."
+            raise TaskError(asked, reason, "Pass the inputs to the model as tensors, or use pp_size=1.")
+        self.device = stage.device = given[0].device
         self.micro_batches = self._cut(num_micro_batches)
         self.received: list[torch.Tensor | None] = []
         self.sent: list[torch.Tensor] = []

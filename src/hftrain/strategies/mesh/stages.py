@@ -39,6 +39,7 @@ class Stage:
         # What shapes batches of each form lead to.
         self.forms: dict[Any, Any] = {}
         self.dtype: torch.dtype | None = None
+        self.device = torch.device("cpu")  # of the batch
         # The type of the model's outputs.
         self.kind: Any = dict
         # Layers of an `nn.Sequential` may differ in what they take.
@@ -177,17 +178,16 @@ class _Hollow(_StandIn):
                 "by the order in which the model registers its parts, and does not.",
                 "Set the model's pipeline_parts to the names of its parts in running order.",
             )
-        device = tensors_of((args, kwargs))[0].device
         args, kwargs = map_tensors((args, kwargs), lambda x: x.to("meta"))
         with torch.no_grad():
             output = self.stage.shapes[self.name](*args, **kwargs)
-        return map_tensors(output, lambda x: self._nan(x, device))
+        return map_tensors(output, self._nan)
 
-    def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _nan(self, like: torch.Tensor) -> torch.Tensor:
         value = float("nan") if like.is_floating_point() else 0
         # The precision may cast what the real part returns, and models give masks and rotations that dtype.
         dtype = self.stage.dtype if like.is_floating_point() and self.stage.dtype else like.dtype
-        one = torch.full((), value, dtype=dtype, device=device).expand(like.shape)
+        one = torch.full((), value, dtype=dtype, device=self.stage.device).expand(like.shape)
         # Logits can be large, and nothing changes them in place.
         return one if self.is_late else one.contiguous()
 
