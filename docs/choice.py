@@ -20,7 +20,7 @@ PLACE = re.compile(r"(?P<start><!-- computed: (?P<name>\w+) -->\n).*?(?P<end><!-
 MEMORY, MACHINE, LENGTH = 80e9, 8, 4096
 # The shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: hidden and inner width, layers, heads.
 MODELS = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
-COLUMNS = ("GPUs", "strategy", "batch", "recompute", "held", "saved", "total", "inside", "between")
+COLUMNS = ("GPUs", "strategy", "batch", "slower", "held", "saved", "total", "inside", "between")
 
 
 def fill(text: str, names: tuple[str, ...] = tuple(MODELS)) -> str:
@@ -52,11 +52,12 @@ def table(name: str) -> str:
 
 def row(each: Candidate) -> list[str]:
     """Return the cells of a strategy that fits, in gigabytes."""
-    name = " ".join([f"`{each.strategy}`", *(f"`{key}={value}`" for key, value in each.options.items())])
+    options = {key: value for key, value in each.options.items() if key != "num_micro_batches"}
+    name = " ".join([f"`{each.strategy}`", *(f"`{key}={value}`" for key, value in options.items())])
     held = each.parameters + each.gradients + each.optimizer
     sizes = (held, each.activations, each.device, each.inside, each.between)
     batch = f"{each.micro_batch} x {each.accumulation}"
-    return [name, batch, "yes" if each.checkpointing else "no", *(shown(size / 1e9) for size in sizes)]
+    return [name, batch, f"{each.cost[1]:.0%}", *(shown(size / 1e9) for size in sizes)]
 
 
 def shown(size: float) -> str:

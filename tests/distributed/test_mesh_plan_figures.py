@@ -10,6 +10,7 @@ import torch
 from hftrain import Trainer, TrainingArguments, set_seed
 from hftrain.cli.plan import read_model
 from hftrain.core.meta import weightless
+from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
 from hftrain.strategies.mesh.proposal import Candidate, measure, trace
 from hftrain.strategies.registry import create_strategy
@@ -23,6 +24,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "fsdp_tp": (Layout(dp_shard=2, tp=2), {"tp_size": 2}),
     "hsdp_tp": (Layout(dp_replicate=2, tp=2), {"tp_size": 2, "dp_replicate": 2}),
     "fsdp_cp": (Layout(dp_shard=2, cp=2), {"cp_size": 2}),
+    "fsdp_pp": (Layout(dp_shard=2, pp=2), {"pp_size": 2}),
 }
 KINDS = ("llama", "qwen3", "gpt2", "lora")
 
@@ -58,7 +60,8 @@ def plan(kind: str, output: str, way: str) -> Candidate:
     with weightless():
         found = read_model(make_trainer(kind, output))
     layout, options = WAYS[way]
-    return measure(found, way, layout, options, trace(found, layout.tp), 8, 2, False, False)
+    cut = divide(found.module, layout.pp) if layout.pp > 1 else None
+    return measure(found, way, layout, options, trace(found, layout.tp), 8, 2, False, False, cut=cut)
 
 
 def hold(cases: list[tuple[str, str]], output: str) -> list[tuple[int, int, int, int]]:
@@ -106,7 +109,7 @@ def held(kind: str, way: str, output: str) -> tuple[int, int, int, int]:
     return parameters, gradients[0], local(states), sum(each.nbytes() for each in kept.values())
 
 
-EVERY_DAY = [("llama", "fsdp_tp"), ("qwen3", "tp"), ("gpt2", "hsdp_tp"), ("lora", "fsdp_cp")]
+EVERY_DAY = [("llama", "fsdp_tp"), ("qwen3", "tp"), ("gpt2", "hsdp_tp"), ("lora", "fsdp_cp"), ("llama", "fsdp_pp")]
 ALL = [(kind, way) for kind in KINDS for way in WAYS]
 
 

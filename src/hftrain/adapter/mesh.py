@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.meta import is_weightless
 from hftrain.strategies.environment import is_set
 
 # The strategy's options by the fields of both configs.
@@ -35,6 +36,8 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
         ConfigError: It is another object, its sizes contradict each other or the launcher, or it asks for what the
             strategies do not do.
     """
+    if is_weightless():  # `hftrain plan` runs the script as one process
+        return None
     config = args.parallelism_config
     if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig

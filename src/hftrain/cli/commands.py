@@ -188,5 +188,7 @@ def _add_plan(add: Callable[..., argparse.ArgumentParser], file: object) -> None
     part.add_argument("--memory", metavar="SIZE", default="80GB", help="the memory of each; default: 80GB")
     what = "how many of them a machine has; default: 8 at most"
     part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
+    what = "keep the script's micro-batch and checkpointing, and do not offload"
+    part.add_argument("--as-set", action="store_true", help=what)
     part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
     part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

@@ -30,6 +30,7 @@ def show_plan(
     gpus: int = 1,
     memory: str = "80GB",
     gpus_per_machine: int | None = None,
+    as_set: bool = False,
 ) -> Answer:
     """Return the lines that `hftrain plan` prints.
 
@@ -42,7 +43,7 @@ def show_plan(
         raise ConfigError("Cannot plan for these GPUs.", "There is not one.", "Use --gpus 1 or more.", gpus=gpus)
     with weightless():
         model = at_training(script, arguments, read_model)
-    fits, rejected = candidates(model, gpus, machine, usable)
+    fits, rejected = candidates(model, gpus, machine, usable, as_set=as_set)
     refused = [f"{name}: {reason}" for name, reason in rejected.items()]
     if not fits:
         raise ConfigError(
@@ -107,6 +108,7 @@ def read_model(trainer: Any) -> Model:
             forward=lambda: trainer.compute_loss(model, dict(inputs) if isinstance(inputs, dict) else inputs),
             micro_batch=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
+            recomputes=args.gradient_checkpointing,
         )
         found.forward()
     except (RuntimeError, NotImplementedError) as error:
@@ -129,16 +131,16 @@ def _state_ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return sum(each.nbytes for each in kept) / max(sum(each.nbytes for each in trained), 1)
 
 
-_HEAD = ["strategy", "batch", "recompute", "weights", "gradients", "optimizer", "activations", "temporary", "total",
-         "sent inside", "between"]  # fmt: skip
+_HEAD = ["strategy", "batch", "recompute", "idle", "weights", "gradients", "optimizer", "activations", "temporary",
+         "total", "sent inside", "between"]  # fmt: skip
 
 
 def _row(each: Candidate) -> list[str]:
     name = " ".join([each.strategy, *(f"{name}={value}" for name, value in each.options.items())])
     sizes = (each.parameters, each.gradients, each.optimizer, each.activations, each.temporary, each.device,
              each.inside, each.between)  # fmt: skip
-    flag = "yes" if each.checkpointing else "no"
-    return [name, f"{each.micro_batch} x {each.accumulation}", flag, *map(readable_bytes, sizes)]
+    flags = "yes" if each.checkpointing else "no", f"{each.idle / (1 + each.idle):.0%}"
+    return [name, f"{each.micro_batch} x {each.accumulation}", *flags, *map(readable_bytes, sizes)]
 
 
 def _advice(best: Candidate, memory: float) -> list[str]:
@@ -149,5 +151,5 @@ def _advice(best: Candidate, memory: float) -> list[str]:
     return [
         f"Trainer(strategy={strategy}), TrainingArguments({arguments}, gradient_checkpointing={best.checkpointing})",
         f"It fits with {readable_bytes(int(left))} to spare ({1 - USABLE:.0%} of the memory is left to the runtime), "
-        "and of those that fit with as little recomputing and offloading it communicates least.",
+        "and of those that fit with as little recomputing, waiting and offloading it communicates least.",
     ]

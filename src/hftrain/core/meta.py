@@ -15,15 +15,24 @@ from hftrain.core.types import StoredTensor
 # By module, so that wrapping a model (with adapters) and casting it keep them.
 _stored: WeakKeyDictionary[nn.Module, dict[str, StoredTensor]] = WeakKeyDictionary()
 
+_running: list[Any] = []
+
 
 @contextmanager
 def weightless() -> Iterator[None]:
     """Put the parameters of modules on the meta device as they are made, so that none takes memory."""
     handle = register_module_parameter_registration_hook(lambda module, name, parameter: meta_twin(parameter))
+    _running.append(handle)
     try:
         yield
     finally:
+        _running.remove(handle)
         handle.remove()
+
+
+def is_weightless() -> bool:
+    """Return whether models are built without weights now, to be looked at and not to be trained."""
+    return bool(_running)
 
 
 def meta_twin(parameter: Any) -> Any:

@@ -81,3 +81,42 @@ def test_size_that_cannot_be_read_is_refused() -> None:
 def test_number_of_gpus_is_positive(script: Path) -> None:
     with pytest.raises(ConfigError, match="There is not one"):
         show_plan(script, ["64"], gpus=0)
+
+
+def test_pipelines_are_planned_with_the_time_they_wait(script: Path) -> None:
+    found = show_plan(script, ["64"], gpus=4, memory="400GB").data
+    names = {(each["strategy"], each["sizes"]["pp"]): each for each in found["fits"] if each["sizes"]["pp"] > 1}
+    assert {key[1] for key in names} == {2, 4}
+    pipeline, whole = names["pp", 4], next(each for each in found["fits"] if each["strategy"] == "ddp")
+    # Two samples a process without a pipeline are eight for four stages, which get them one by one.
+    assert (pipeline["micro_batch"], pipeline["options"]["num_micro_batches"]) == (8, 8)
+    assert pipeline["idle"] == 3 / 8
+    # A stage sends no more than what eight samples of 64 tokens and 4,096 numbers in bf16 take, there and back.
+    assert pipeline["inside"] <= 2 * 8 * 64 * 4096 * 2
+    layers = whole["parameters"] - 2 * 4 * 32000 * 4096 - 4 * 4096
+    assert layers / 4 < pipeline["parameters"] < layers / 4 + 4 * 32000 * 4096 + 4 * 4097
+    assert [each for each in found["fits"] if each["idle"]][-1] is found["fits"][-1]
+
+
+def test_micro_batch_and_checkpointing_stay_as_set(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    script.write_text(text.replace("bf16=True", "bf16=True, gradient_checkpointing=True"), encoding="utf-8")
+    found = show_plan(script, ["64"], gpus=4, memory="400GB", as_set=True).data
+    assert {(each["micro_batch"], each["checkpointing"], each["offload"]) for each in found["fits"]} == {
+        (2, True, False)
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy", ["MeshStrategy(tp_size=2, dp_replicate=4)", "parallelism_config=ParallelismConfig(dp_shard_size=8)"]
+)
+def test_sizes_that_the_script_names_do_not_stop_its_plan(script: Path, strategy: str) -> None:
+    text = script.read_text(encoding="utf-8")
+    imports = "from hftrain.strategies import MeshStrategy\nfrom accelerate import ParallelismConfig\n"
+    place = (
+        ('report_to="none"', f'report_to="none", {strategy}')
+        if "=Par" in strategy
+        else ("] * 8", f"] * 8, strategy={strategy}")
+    )
+    script.write_text(imports + text.replace(*place), encoding="utf-8")
+    assert show_plan(script, ["64"], gpus=8).data["fits"]

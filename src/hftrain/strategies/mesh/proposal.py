@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from hftrain.core.errors import ConfigError
+from hftrain.strategies.mesh.cutting import Cut, divide
 from hftrain.strategies.mesh.layout import Layout
 from hftrain.strategies.mesh.plans import Placing, find_plan, placings
 from hftrain.strategies.mesh.styles import Colwise, Rowwise
@@ -31,10 +32,10 @@ class Saved:
     """What one forward pass keeps for the backward pass, and moves among the ranks.
 
     Args:
-        layers: Bytes kept by each layer: whole on every tensor rank, and shared out.
+        layers: Bytes kept by each layer: whole on every tensor rank, and shared out. The last entry is what is kept
+            outside of the layers: embeddings, logits, the loss.
         inputs: Bytes of each layer's inputs, which checkpointing keeps.
-        outside: Bytes kept outside of the layers: embeddings, logits, the loss.
-        largest: The largest tensor of these.
+        largest: Bytes of the largest tensor of each layer, then of what is outside.
         reduced: Bytes that the tensor ranks sum in a forward and backward pass.
         exchanged: Bytes of queries, keys, values and results of attention.
         found: How the tensor ranks share the modules.
@@ -42,17 +43,16 @@ class Saved:
 
     layers: list[list[int]] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
-    outside: int = 0
-    largest: int = 0
+    largest: list[int] = field(default_factory=list)
     reduced: int = 0
     exchanged: int = 0
     found: list[Placing] = field(default_factory=list)
 
-    def bytes(self, layout: Layout, *, checkpointing: bool = False) -> int:
-        """Return what a rank keeps at most, temporary gradients of activations not counted."""
-        each = [(whole + shared // layout.tp) // layout.cp for whole, shared in self.layers]
-        inner = sum(self.inputs) // layout.cp + max(each, default=0) if checkpointing else sum(each)
-        return self.outside + inner
+    def bytes(self, layout: Layout, layers: Collection[int], *, checkpointing: bool = False) -> int:
+        """Return what some layers keep on a rank, temporary gradients of activations not counted."""
+        each = [(self.layers[i][0] + self.layers[i][1] // layout.tp) // layout.cp for i in layers]
+        inputs = sum(self.inputs[i] for i in layers) // layout.cp
+        return inputs + max(each, default=0) if checkpointing else sum(each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class Model:
         forward: Runs a forward pass with one micro-batch.
         micro_batch: Its samples.
         accumulation: Micro-batches of a step.
+        recomputes: Whether the script itself asks for checkpointing.
     """
 
     module: nn.Module
@@ -82,18 +83,21 @@ class Model:
     forward: Callable[[], Any]
     micro_batch: int
     accumulation: int = 1
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A strategy with its memory and communication in each process.
+    """A strategy with its memory and communication in each process; of a pipeline, in the stage that needs most.
 
     Units:
-        bytes; `inside` and `between` are sent by a rank in one step, within a machine and between machines.
+        bytes; `inside` and `between` are sent by a rank in one step, within a machine and between machines. `idle` is
+        how long a stage waits for others, for each second that it computes.
     """
 
     strategy: str
     options: dict[str, Any]
+    sizes: dict[str, int]
     micro_batch: int
     accumulation: int
     checkpointing: bool
@@ -105,6 +109,13 @@ class Candidate:
     temporary: int
     inside: int
     between: int
+    idle: float = 0.0
+
+    @property
+    def cost(self) -> tuple[bool, float, int]:
+        """By what candidates are compared: offloading, recomputing (a third) and waiting, then communication."""
+        slower = self.checkpointing / 3 + self.idle
+        return self.offload, slower, self.inside + BETWEEN_MACHINES * self.between
 
     @property
     def device(self) -> int:
@@ -120,21 +131,19 @@ def trace(model: Model, tp: int) -> Saved:
         ConfigError: So many tensor ranks cannot share the modules.
     """
     found = placings(model.module, find_plan(model.module, None), tp) if tp > 1 else []
-    saved = Saved(layers=[[0, 0] for _ in model.units], inputs=[0] * len(model.units), found=found)
+    num = len(model.units)
+    saved = Saved(layers=[[0, 0] for _ in range(num + 1)], inputs=[0] * num, largest=[0] * (num + 1), found=found)
     # Kept alive, so that no other storage takes the same identity.
     held = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
     seen: dict[int, Any] = {id(storage): storage for storage in held}
-    place = SimpleNamespace(unit=None, shared=0)
+    place = SimpleNamespace(unit=-1, shared=0)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if id(storage) not in seen:
             seen[id(storage)] = storage
-            if place.unit is None:
-                saved.outside += storage.nbytes()
-            else:
-                saved.layers[place.unit][place.shared] += storage.nbytes()
-            saved.largest = max(saved.largest, storage.nbytes())
+            saved.layers[place.unit][place.shared] += storage.nbytes()
+            saved.largest[place.unit] = max(saved.largest[place.unit], storage.nbytes())
         return tensor
 
     def enter(index: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -149,7 +158,7 @@ def trace(model: Model, tp: int) -> Saved:
     with ExitStack() as stack:
         for index, unit in enumerate(model.units):
             stack.callback(unit.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
-            stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", None)).remove)
+            stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", -1)).remove)
         for each in found:
             stack.callback(each.module.register_forward_hook(partial(meet, each)).remove)
         stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
@@ -158,37 +167,39 @@ def trace(model: Model, tp: int) -> Saved:
     return saved
 
 
-def candidates(model: Model, gpus: int, machine: int, memory: float) -> tuple[list[Candidate], dict[str, str]]:
-    """Return what fits, the best first, and why the rest does not, by name.
-
-    Without offloading before with it, without checkpointing before with it, then by the time of communication.
+def candidates(
+    model: Model, gpus: int, machine: int, memory: float, *, as_set: bool = False
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return what fits, the best first (see `Candidate.cost`), and why the rest does not, by name.
 
     Args:
         model: The model.
         gpus: The number of processes.
         machine: How many of them one machine has at most.
         memory: The memory of a device, in bytes.
+        as_set: Keep the micro-batch and checkpointing of the script, and do not offload.
     """
     fits, rejected = [], {}
     traced: dict[int, Saved] = {}
-    for name, layout, options in _layouts(gpus, machine):
+    for name, layout, options in _layouts(gpus, machine, len(model.units)):
         shown = f"{name} ({layout})"
         try:
             if layout.tp not in traced:
                 traced[layout.tp] = trace(model, layout.tp)
+            cut = _cut(model, layout.pp) if layout.pp > 1 else None
         except ConfigError as error:
             rejected[shown] = " ".join(str(error).split())
             continue
-        settings = [setting for setting in _settings(model) if layout.dp_shard > 1 or not setting[2]]
-        tried = [measure(model, name, layout, options, traced[layout.tp], machine, *setting) for setting in settings]
+        settings = [(model.micro_batch, model.recomputes, False)] if as_set else _settings(model, layout)
+        saved = traced[layout.tp]
+        tried = [measure(model, name, layout, options, saved, machine, *setting, cut=cut) for setting in settings]
         least = min(tried, key=lambda each: each.device)
         good = next((each for each in tried if each.device <= memory * USABLE), None)
         if good is None:
             rejected[shown] = f"needs {least.device / 1e9:.1f} GB at least, of {memory * USABLE / 1e9:.1f} GB usable"
         else:
             fits.append(good)
-    fits.sort(key=lambda each: (each.offload, each.checkpointing, each.inside + BETWEEN_MACHINES * each.between))
-    return fits, rejected
+    return sorted(fits, key=lambda each: each.cost), rejected
 
 
 def measure(
@@ -201,58 +212,86 @@ def measure(
     micro_batch: int,
     checkpointing: bool,
     offload: bool,
+    *,
+    cut: Cut | None = None,
 ) -> Candidate:
     """Return the memory and communication of one way to train; see `Candidate`."""
-    shards, scale = layout.shard_size, micro_batch / model.micro_batch
-    is_sharded, copies = name not in ("single", "ddp"), layout.size // (shards * layout.tp)
+    shards, copies, scale = layout.shard_size, layout.dp_replicate, micro_batch / model.micro_batch
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
-    held, trained, units = _held(model, layout, saved.found)
-    computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
-    gradients, temporary = trained, 2 * int(saved.largest * scale)
-    if is_sharded:
-        # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
-        temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(unit[1] for unit in units)
-        temporary += max(exchanged - trained, 0) if accumulation > 1 else 0  # whole until the last micro-batch
-    else:
-        gradients += trained if copies > 1 else 0  # DDP's buckets
-        temporary += computed if model.casts else 0
+    turns = micro_batch if cut is not None else 1  # a pipeline's micro-batches are single samples
     passes = 1.5 if checkpointing else 1
-    traffic = {
-        "shards": _part(shards) * (2 * accumulation * computed + exchanged),
-        "copies": 2 * _part(copies) * exchanged / shards,
-        "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
-        "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / (layout.cp * layout.tp),
-    }
-    spans = {"shards": shards * layout.tp > machine, "copies": layout.size > machine}
-    between = sum(int(size) for kind, size in traffic.items() if spans.get(kind))
-    return Candidate(
-        strategy="fsdp_offload" if offload and name == "fsdp" else name,
-        options=options | ({"offload": True} if offload and name != "fsdp" else {}),
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        checkpointing=checkpointing,
-        offload=offload,
-        parameters=held,
-        gradients=gradients,
-        optimizer=int(trained * model.state_ratio),
-        activations=int(saved.bytes(layout, checkpointing=checkpointing) * scale),
-        temporary=temporary,
-        inside=sum(map(int, traffic.values())) - between,
-        between=between,
-    )
+    spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
+    options = options | ({"num_micro_batches": turns} if cut is not None else {})
+    found = []
+    for stage in range(layout.pp):
+        held, trained, units = _held(model, layout, saved.found, stage, cut)
+        own = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
+        computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
+        is_last, crossing = stage == layout.pp - 1, int(saved.inputs[own[0]] * scale) if cut is not None else 0
+        kept = saved.bytes(layout, own, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
+        gradients = trained
+        temporary = 2 * int(max(saved.largest[index] for index in (*own, *[-1] * is_last)) * scale)
+        if name not in ("single", "ddp"):
+            # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
+            temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(x[1] for x in units)
+            temporary += max(exchanged - trained, 0) if accumulation * turns > 1 else 0  # whole until the last one
+            temporary += trained if cut is not None and accumulation > 1 else 0
+        else:
+            gradients += trained if copies > 1 else 0  # DDP's buckets
+            temporary += computed if model.casts else 0
+        exchanges = accumulation if cut is not None else 1  # a pipeline does not defer them
+        traffic = {
+            "shards": _part(shards) * (2 * accumulation * turns * computed + exchanges * exchanged),
+            "copies": 2 * _part(copies) * exchanges * exchanged / shards,
+            "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
+            "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
+            "stages": accumulation * crossing * (1 if stage == 0 or is_last else 2),
+        }
+        between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
+        each = Candidate(
+            strategy="fsdp_offload" if offload and name == "fsdp" else name,
+            options=options | ({"offload": True} if offload and name != "fsdp" else {}),
+            sizes=layout.sizes,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            checkpointing=checkpointing,
+            offload=offload,
+            parameters=held,
+            gradients=gradients,
+            optimizer=int(trained * model.state_ratio),
+            activations=int(kept * scale) + crossing,
+            temporary=temporary,
+            inside=sum(map(int, traffic.values())) - between,
+            between=between,
+            idle=(layout.pp - 1) / turns,
+        )
+        found.append(each)
+    return max(found, key=lambda each: each.device)
 
 
 # -- implementation ------------------------------------------------------------------------------------------------
 
 
-def _held(model: Model, layout: Layout, found: Sequence[Placing]) -> tuple[int, int, list[list[int]]]:
+def _cut(model: Model, stages: int) -> Cut:
+    cut = divide(model.module, stages)
+    if {model.module.get_submodule(cut.layer(index)) for index in range(len(cut.children))} != {*model.units}:
+        reason = f"The layers that stages are cut from ({cut.layers or 'the whole model'}) are not those counted here."
+        raise ConfigError(f"Cannot plan {stages} stages.", reason, "Measure a step with hftrain estimate instead.")
+    return cut
+
+
+def _held(
+    model: Model, layout: Layout, found: Sequence[Placing], stage: int, cut: Cut | None
+) -> tuple[int, int, list[list[int]]]:
     """Return the bytes of a rank's parameters, of those that train, and what each layer gathers and exchanges."""
     dims = {id(p): each.dims.get(key) for each in found for key, p in each.module.named_parameters(recurse=False)}
     home = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
     held = trained = 0
     units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
     for key, parameter in model.module.named_parameters():
+        if cut is not None and stage not in cut.owners[key]:
+            continue
         shape = list(parameter.shape)
         if (dim := dims.get(id(parameter))) is not None:
             shape[dim] //= layout.tp
@@ -266,7 +305,7 @@ def _held(model: Model, layout: Layout, found: Sequence[Placing]) -> tuple[int, 
     return held, trained, units
 
 
-def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, Any]]]:
+def _layouts(gpus: int, machine: int, num_layers: int) -> Iterator[tuple[str, Layout, dict[str, Any]]]:
     if gpus == 1:
         yield "single", Layout(), {}
         return
@@ -282,12 +321,15 @@ def _layouts(gpus: int, machine: int) -> Iterator[tuple[str, Layout, dict[str, A
             yield "hsdp_tp", Layout(dp_replicate=gpus // machine, dp_shard=machine // size, tp=size), {"tp_size": size}
     for size in sizes:
         yield "fsdp_cp", Layout(dp_shard=gpus // size, cp=size), {"cp_size": size}
+    for size in (size for size in range(2, min(gpus, num_layers) + 1) if gpus % size == 0):
+        yield "fsdp_pp" if size < gpus else "pp", Layout(dp_shard=gpus // size, pp=size), {"pp_size": size}
 
 
-def _settings(model: Model) -> Iterator[tuple[int, bool, bool]]:
+def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
     """Yield micro-batches, checkpointing and offloading, the cheapest first."""
-    batches = [size for size in range(model.micro_batch, 0, -1) if model.micro_batch % size == 0]
-    for offload in (False, True):
+    most = model.micro_batch * layout.pp  # a pipeline has fewer data ranks, and is fed more at once
+    batches = [size for size in range(most, 0, -1) if most % size == 0]
+    for offload in (False, True) if layout.dp_shard > 1 and layout.pp == 1 else (False,):
         for checkpointing in (False, True) if model.units else (False,):
             yield from ((size, checkpointing, offload) for size in batches)
 

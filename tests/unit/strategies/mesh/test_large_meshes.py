@@ -234,7 +234,8 @@ def hooked(module: nn.Module) -> bool:
         ({"tp_size": 3}, "describe 3 processes"),
         ({"tp_size": 8, "dp_shard": 8}, "describe 64 processes"),
         ({"tp_size": 0}, "not a number"),
-        ({"tp_size": "auto"}, r"hftrain plan SCRIPT --gpus 512"),
+        ({"tp_size": "all"}, "not a number"),
+        ({"tp_size": "auto", "dp_shard": 0}, "not a number"),
     ],
     ids=str,
 )
