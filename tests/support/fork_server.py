@@ -7,6 +7,7 @@ child had to import besides is then imported here, so that later ones find it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -53,6 +54,7 @@ def main(path: str, name: str) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         pids = []
+        gc.freeze()  # or each child would copy and search all that is imported wherever it collects garbage
         for number in range(len(order["envs"])):
             pid = os.fork()
             if pid == 0:

@@ -7,6 +7,7 @@ nobody ends the other ranks when one is gone: what `torchrun` would do for them,
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import json
@@ -102,6 +103,7 @@ def _run_all(num_ranks: int, cases: list[dict[str, Any]]) -> dict[str, Any] | No
         folder, port, start_s = Path(str(index)).absolute(), free_port(), time.monotonic()
         folder.mkdir()
         ranks: dict[int, int] = {}
+        gc.freeze()  # or each rank would copy and search, at its end, all that is imported
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:

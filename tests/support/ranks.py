@@ -2,7 +2,8 @@
 
 ``python ranks.py`` is such a process: each line of standard input is an order for one rank, which ends as a script
 does, uncaught errors and exit handlers included. Every rank has a process of its own to fork from, so that the ranks'
-hashes differ as they do under a launcher. What a launcher adds, a store that outlives every rank and an end for the
+hashes differ as they do under a launcher. What a rank had to import besides is imported where it was forked from, so
+that later ranks find it. What a launcher adds, a store that outlives every rank and an end for the
 ranks that are left when one has failed, is done here.
 """
 
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # tests/, as pytest does
@@ -130,7 +134,16 @@ def _variables(rank: int, num_processes: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in {**local, **sizes, **elastic, **place, "OMP_NUM_THREADS": 1}.items()}
 
 
-def _become_rank(order: Mapping[str, Any]) -> None:
+def _become_rank(order: Mapping[str, Any], imports: IO[str]) -> None:
+    before = set(sys.modules)
+
+    @atexit.register
+    def tell_imports() -> None:
+        # Its file's own module, and what that imports from other tests, are to be as new in each rank.
+        found = [name for name in sys.modules if name not in before and not name.startswith(("test_", "support"))]
+        json.dump(found, imports)
+        imports.flush()
+
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["folder"])
@@ -145,13 +158,26 @@ def _serve() -> dict[str, Any] | None:
     """Fork for each order; returns it in the rank, None in the server at the end."""
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
+        imports = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a rank leaves this function and writes to it at its end
+        gc.freeze()  # or each rank would copy and search, at its end, all that is imported: that took most of its time
         pid = os.fork()
         if pid == 0:
-            _become_rank(order)
+            _become_rank(order, imports)
             return order
         os.write(1, f"{pid}\n".encode())
         os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+        with imports:
+            imports.seek(0)
+            _import(imports.read())
     return None
+
+
+def _import(told: str) -> None:
+    """Import what a rank has imported, if it came to tell."""
+    for name in json.loads(told or "[]"):
+        # What it found on a path of its own, or made itself, is not here.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def main() -> None:
