@@ -75,7 +75,7 @@ def held(kind: str, way: str, output: str) -> tuple[int, int, int, int]:
 
     def local(tensors: Any) -> int:
         parts = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
-        return sum(each.nbytes for each in parts if each is not None)
+        return sum(each.nbytes for each in parts if each is not None and not each.is_meta)
 
     from hftrain import TrainerCallback
 
@@ -119,7 +119,7 @@ def test_figures_are_what_the_ranks_hold(run_distributed: Any, tmp_path: Any, ca
     wrong = {}
     found = run_distributed(hold, num_processes=4, cases=cases, output=str(tmp_path / "run"), timeout_s=1200)
     for case, each, ranks in zip(cases, planned, zip(*found, strict=True), strict=True):
-        measured = [max(sizes) for sizes in zip(*ranks, strict=True)]
+        measured = max(ranks, key=sum)  # the stage that needs most, in a pipeline
         figures = [each.parameters, each.gradients, each.optimizer, each.activations]
         if figures != pytest.approx(measured, rel=0.1):
             wrong[case] = [*zip(figures, measured, strict=True)]
