@@ -55,7 +55,10 @@ _PLANS: dict[str, dict[str, str]] = {
     },
 }
 # Attributes of modules that count a rank's own part, by the class of the module.
-_COUNTS = {"GPT2Attention": ("split_size",), "Conv1D": ("nf",)}
+_COUNTS = {
+    **{"GPT2Attention": ("split_size",), "Conv1D": ("nf",), "WhisperAttention": ("num_heads",)},
+    **dict.fromkeys(("T5Attention", "MT5Attention", "UMT5Attention"), ("n_heads",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
     """
     known: dict[int, nn.Parameter] = {}
     modules = {placing.name: placing.module for placing in found}
+    counted: set[nn.Module] = set()
     within = {module for layer in layers for module in layer.modules()}
     for placing in found:
         own = inner if placing.module in within else ranks
@@ -185,7 +189,9 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
         if placed or uncalled(placing.module):
             apply_style(placing.module, placing.style, own, placed)
         if isinstance(placing.style, Colwise):
-            for owner in (placing.module, modules[placing.name.rpartition(".")[0]]):
+            owners = {placing.module, modules[placing.name.rpartition(".")[0]]} - counted
+            counted |= owners
+            for owner in owners:
                 for name in _COUNTS.get(type(owner).__name__, ()):
                     setattr(owner, name, getattr(owner, name) // own.size)
         if placing.opens:
@@ -245,7 +251,8 @@ def _placing(name: str, module: nn.Module, style: Style, **outer: bool) -> Placi
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     dims = style.dims(module)
     is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
-    fits = {Colwise: is_linear, Rowwise: is_linear, Vocabulary: isinstance(module, nn.Embedding)}
+    looks_up = isinstance(module, nn.Embedding)
+    fits = {Colwise: is_linear or looks_up, Rowwise: is_linear, Vocabulary: looks_up}
     if not fits.get(type(style), True) or not set(dims) - {"bias"} <= own.keys():
         raise ConfigError(
             f"Cannot share {name} as {type(style).__name__.lower()}.",

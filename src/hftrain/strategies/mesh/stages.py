@@ -42,8 +42,9 @@ class Stage:
         self.device = torch.device("cpu")  # of the batch
         # The type of the model's outputs.
         self.kind: Any = dict
-        # Layers of an `nn.Sequential` may differ in what they take.
-        self.changes_shapes = isinstance(model.get_submodule(cut.layers), nn.Sequential)
+        # Layers of an `nn.Sequential`, and those with convolutions of images, may differ in what they take.
+        home = model.get_submodule(cut.layers)
+        self.changes_shapes = isinstance(home, nn.Sequential) or any(isinstance(x, nn.Conv2d) for x in home.modules())
         # Copies on the meta device, which tell the shapes of what other stages compute: made before hooks are added.
         names = [*cut.parts, *(map(cut.layer, range(len(cut.children))) if self.changes_shapes else ())]
         self.shapes = {name: hollow(model.get_submodule(name)) for name in names}

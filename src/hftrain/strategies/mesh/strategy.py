@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.errors import ConfigError, HFTrainError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.meta import is_weightless
+from hftrain.core.notes import add_note
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
@@ -37,6 +40,17 @@ from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequenc
 from hftrain.strategies.mesh.staged import StagesScaler, clip_grad_norm, optimizer_pieces, whole_tensors
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
+
+# Notes on errors of the model's own code, which may not expect that ranks compute parts of it.
+_ON_TENSOR_RANKS = (
+    "On tensor ranks, each has a part of the heads and widths that the plan splits, and this model's code may count "
+    "the whole. Split what is added to those parts, too (a bias of each head: 'colwise'), or leave the modules out."
+)
+_IN_A_STAGE = (
+    "A stage of a pipeline runs the whole model's code. Layers of other stages return their input, and parameters that "
+    "only others have are on the meta device. Put layers that change shapes into an nn.Sequential; if the model reads "
+    "the parameters of a part without calling it, use pp_size=1."
+)
 
 
 class MeshStrategy(FSDPStrategy):
@@ -278,6 +292,7 @@ class MeshStrategy(FSDPStrategy):
         if layout.pp > 1:
             stages = {"schedule": self.schedule, "num_micro_batches": self.num_micro_batches}
             self._pipeline = Pipeline(model, meshes.parameters["pp"].get_group(), **stages)
+            model.register_forward_hook(partial(_explain, _IN_A_STAGE), always_call=True)
         context = meshes.samples["cp"] if layout.cp > 1 else None
         if context is not None:
             multiple = layout.tp if shares_sequence else 1
@@ -292,6 +307,7 @@ class MeshStrategy(FSDPStrategy):
                 share_sequence(owner, layers, blocks, inner)
             model.register_forward_pre_hook(lambda *_: ranks.apart.close())  # after an error
             model.register_forward_hook(lambda *_: ranks.check_met())
+            model.register_forward_hook(partial(_explain, _ON_TENSOR_RANKS), always_call=True)
         if head is not None:
             has_parts = any(each.module is head and isinstance(each.style, Colwise) for each in found)
             share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
@@ -326,3 +342,10 @@ class MeshStrategy(FSDPStrategy):
                     )
 
         handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _explain(text: str, *_: Any) -> None:
+    """Add to an error of the model's own code what may have caused it: torch calls this while it is raised."""
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError) and not isinstance(error, HFTrainError):
+        add_note(error, text)

@@ -122,7 +122,7 @@ class Style:
 
 @dataclass(frozen=True, kw_only=True)
 class Colwise(Style):
-    """A linear layer whose outputs are shared out.
+    """A linear layer whose outputs are shared out, or an embedding whose columns are.
 
     Args:
         gathers: Whether the outputs are put together afterwards.
@@ -134,13 +134,14 @@ class Colwise(Style):
     packed: int = 1
 
     def dims(self, module: nn.Module) -> dict[str, int]:
-        return {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
+        return {"weight": 0 if isinstance(module, nn.Linear) else 1, "bias": 0}
 
     def packed_in(self, name: str) -> int:
         return self.packed
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
-        return x if ranks.sequence else enter(ranks.proof.note_input(module, x), ranks.mesh)
+        whole = ranks.sequence or not x.is_floating_point()
+        return x if whole else enter(ranks.proof.note_input(module, x), ranks.mesh)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         if not self.gathers or SHARES_LOSS in vars(module):
