@@ -23,11 +23,11 @@ def galore_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwi
 
 def galore_adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's Adafactor, with an external learning rate."""
-    cls = _load("GaLoreAdafactor", config)
     if model is not None and any(hasattr(parameter, "placements") for parameter in model.parameters()):
         asked = f"Cannot use optim={config.name!r} with parameters that are sharded (DTensor)."
         reason = "The package's update mixes them with whole tensors."
         raise ConfigError(asked, reason, "Use optim='galore_adamw' or 'adafactor', or strategy='ddp'.")
+    cls = _load("GaLoreAdafactor", config)
     return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
 
 

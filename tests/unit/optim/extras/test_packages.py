@@ -43,6 +43,13 @@ def test_optimizer_for_cuda_is_refused_elsewhere(name: str) -> None:
         class_of(name, use_cpu=True)
 
 
+def test_galores_adafactor_is_refused_for_shards() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.placements = ()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="sharded"):
+        class_of("galore_adafactor", model=model)
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [
