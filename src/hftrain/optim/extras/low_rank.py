@@ -23,10 +23,7 @@ def galore_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwi
 
 def galore_adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's Adafactor, with an external learning rate."""
-    if model is not None and any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        asked = f"Cannot use optim={config.name!r} with parameters that are sharded (DTensor)."
-        reason = "The package's update mixes them with whole tensors."
-        raise ConfigError(asked, reason, "Use optim='galore_adamw' or 'adafactor', or strategy='ddp'.")
+    _check_whole(config, model)
     cls = _load("GaLoreAdafactor", config)
     return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
 
@@ -43,6 +40,13 @@ def galore_adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_la
 
     mended = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__init__": start})
     return _paired(mended, config, model, is_layerwise=is_layerwise, betas=config.betas, eps=config.eps)
+
+
+def _check_whole(config: OptimizerConfig, model: nn.Module | None) -> None:
+    if model is not None and any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        asked = f"Cannot use optim={config.name!r} with parameters that are sharded (DTensor)."
+        reason = "The package's update mixes them with whole tensors."
+        raise ConfigError(asked, reason, "Use optim='galore_adamw', or strategy='ddp'.")
 
 
 def _load(name: str, config: OptimizerConfig) -> Any:
@@ -77,6 +81,7 @@ _APOLLO_CHOICES = {
 
 def apollo_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
+    _check_whole(config, model)
     cls = load("apollo_torch:APOLLOAdamW", "apollo-torch", config, extra="apollo")
     settings: dict[str, Any] = {
         "low_rank": _APOLLO,

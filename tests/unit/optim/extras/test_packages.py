@@ -43,11 +43,12 @@ def test_optimizer_for_cuda_is_refused_elsewhere(name: str) -> None:
         class_of(name, use_cpu=True)
 
 
-def test_galores_adafactor_is_refused_for_shards() -> None:
+@pytest.mark.parametrize("name", ["galore_adafactor", "apollo_adamw"])
+def test_low_rank_update_that_mixes_tensors_is_refused_for_shards(name: str) -> None:
     model = nn.Linear(4, 4)
     model.weight.placements = ()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="sharded"):
-        class_of("galore_adafactor", model=model)
+        class_of(name, model=model)
 
 
 @pytest.mark.parametrize(
