@@ -47,7 +47,10 @@ def train(*, name: str) -> list[float]:
     options = {"plan": {"0": "colwise", "2": "rowwise"}} if name == "tp" else {}
     strategy: Any = create_strategy(name, use_cpu=True, **options)
     strategy.launch()
-    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), Twice(3), Attends(3, 1)).double()
+    # ELU changes the output of a row-wise layer in place.
+    plain = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.ELU(inplace=True), Twice(3), Attends(3, 1)
+    ).double()
     inputs = torch.randn(5, 6, dtype=torch.float64)
     model, optimizer = strategy.setup(plain, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), DOUBLE)
     found = []

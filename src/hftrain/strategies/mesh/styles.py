@@ -175,13 +175,16 @@ class Rowwise(Style):
         return x
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
+        bias = vars(module).pop("_bias_after", None)
         if ranks.sequence:
             x = F.pad(x, (0, 0, 0, -x.shape[1] % ranks.size))
             x = scatter_sum(x, ranks.mesh, 1)
-        else:
-            x = ranks.note(module, leave(x, ranks.mesh))
-        bias = vars(module).pop("_bias_after", None)
-        return x if bias is None else x + bias
+            return x if bias is None else x + bias
+        x = leave(x, ranks.mesh)
+        if bias is None:
+            return ranks.note(module, x)
+        ranks.proof.note(ranks.proof.same, module, x)
+        return x + bias  # a new tensor, so that nothing need be cloned
 
 
 @dataclass(frozen=True, kw_only=True)
