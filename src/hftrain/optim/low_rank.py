@@ -136,7 +136,7 @@ class LowRank(Optimizer):
         """Return the state, with projections as plain data."""
         packed = super().state_dict()
         state = {
-            key: {**value, "projector": dict(vars(value["projector"]))} if "projector" in value else value
+            key: {**value, "projector": _whole(vars(value["projector"]))} if "projector" in value else value
             for key, value in packed["state"].items()
         }
         return {**packed, "state": state}
@@ -150,13 +150,15 @@ class LowRank(Optimizer):
         members = (parameter for group in self.param_groups for parameter in group["params"])
         for key, parameter in zip(keys, members, strict=True):
             if key in saved:
-                self.state[parameter]["projector"] = self._projector(saved[key], parameter)
+                own = self.state[parameter]  # whose averages have the projection's shape, by which no strategy splits
+                own.update({name: _moved(value, parameter) for name, value in own.items()})
+                own["projector"] = self._projector(saved[key], parameter)
 
     def _projector(self, saved: Mapping[str, Any], parameter: torch.Tensor) -> Any:
         group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
         projector = self.make_projector(group, self.state[parameter])
         for name, value in saved.items():
-            setattr(projector, name, _moved(value, parameter.device))
+            setattr(projector, name, _moved(value, parameter))
         return projector
 
     def make_projector(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
@@ -164,7 +166,24 @@ class LowRank(Optimizer):
         raise NotImplementedError
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return [_moved(each, device) for each in value] if isinstance(value, list) else value
+def _whole(value: Any) -> Any:
+    """Return a projection's values with whole tensors in place of DTensors. Collective, if there are any."""
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _moved(value: Any, parameter: torch.Tensor) -> Any:
+    """Return tensors on a parameter's device, and on its mesh if it has one."""
+    if isinstance(value, list):
+        return [_moved(each, parameter) for each in value]
+    if not isinstance(value, torch.Tensor) or hasattr(value, "device_mesh"):
+        return value
+    moved = value.to(parameter.device)
+    if not hasattr(parameter, "device_mesh"):
+        return moved
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(moved, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)

@@ -148,6 +148,10 @@ class MeshStrategy(FSDPStrategy):
             ConfigError: The ranks cannot share the model; see also `FSDPStrategy.setup`.
         """
         wrapped, optimizer = super().setup(model, make_optimizer, policy)
+        if self._pipeline is not None and hasattr(optimizer, "make_projector"):
+            asked = f"Cannot use {type(optimizer).__name__} with pp_size={self.layout.pp}."
+            reason = "Stages cannot put the projections of their gradients together in a checkpoint."
+            raise ConfigError(asked, reason, "Use strategy='tp' or 'fsdp', or optim='adamw_torch'.")
         if optimizer is not None and self.layout.tp > 1:
             group = self._meshes.parameters["tp"].get_group()
             self._proof.check_in_first_update(lambda: self.unwrap(wrapped), optimizer, group)
