@@ -61,7 +61,9 @@ def plan(kind: str, output: str, way: str) -> Candidate:
         found = read_model(make_trainer(kind, output))
     layout, options = WAYS[way]
     cut = divide(found.module, layout.pp) if layout.pp > 1 else None
-    return measure(found, way, layout, options, trace(found, layout.tp), 8, 2, False, False, cut=cut)
+    given: Any = {"layout": layout, "saved": trace(found, layout.tp), "cut": cut, "setting": (2, False, False)}
+    stages = [measure(found, way, options, machine=8, stage=stage, **given) for stage in range(layout.pp)]
+    return max(stages, key=lambda each: each.device)
 
 
 def hold(cases: list[tuple[str, str]], output: str) -> list[tuple[int, int, int, int]]:

@@ -191,8 +191,12 @@ def candidates(
             rejected[shown] = " ".join(str(error).split())
             continue
         settings = [(model.micro_batch, model.recomputes, False)] if as_set else _settings(model, layout)
-        saved = traced[layout.tp]
-        tried = [measure(model, name, layout, options, saved, machine, *setting, cut=cut) for setting in settings]
+        way = partial(measure, model, saved=traced[layout.tp], machine=machine, layout=layout, cut=cut)
+        each_stage = (
+            [way(*_offloads(name, options, is_asked=s[2]), setting=s, stage=stage) for stage in range(layout.pp)]
+            for s in settings
+        )
+        tried = [max(stages, key=lambda each: each.device) for stages in each_stage]
         least = min(tried, key=lambda each: each.device)
         good = next((each for each in tried if each.device <= memory * USABLE), None)
         if good is None:
@@ -205,69 +209,63 @@ def candidates(
 def measure(
     model: Model,
     name: str,
-    layout: Layout,
     options: dict[str, Any],
+    *,
+    layout: Layout,
     saved: Saved,
     machine: int,
-    micro_batch: int,
-    checkpointing: bool,
-    offload: bool,
-    *,
+    setting: tuple[int, bool, bool],
     cut: Cut | None = None,
+    stage: int = 0,
 ) -> Candidate:
-    """Return the memory and communication of one way to train; see `Candidate`."""
+    """Return the memory and communication of one way to train, in one stage of a pipeline; see `Candidate`."""
+    micro_batch, checkpointing, offload = setting
     shards, copies, scale = layout.shard_size, layout.dp_replicate, micro_batch / model.micro_batch
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
     turns = micro_batch if cut is not None else 1  # a pipeline's micro-batches are single samples
     passes = 1.5 if checkpointing else 1
     spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
-    options = options | ({"num_micro_batches": turns} if cut is not None else {})
-    found = []
-    for stage in range(layout.pp):
-        held, trained, units = _held(model, layout, saved.found, stage, cut)
-        own = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
-        computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
-        is_last, crossing = stage == layout.pp - 1, int(saved.inputs[own[0]] * scale) if cut is not None else 0
-        kept = saved.bytes(layout, own, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
-        gradients = trained
-        temporary = 2 * int(max(saved.largest[index] for index in (*own, *[-1] * is_last)) * scale)
-        if name not in ("single", "ddp"):
-            # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
-            temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(x[1] for x in units)
-            temporary += max(exchanged - trained, 0) if accumulation * turns > 1 else 0  # whole until the last one
-            temporary += trained if cut is not None and accumulation > 1 else 0
-        else:
-            gradients += trained if copies > 1 else 0  # DDP's buckets
-            temporary += computed if model.casts else 0
-        exchanges = accumulation if cut is not None else 1  # a pipeline does not defer them
-        traffic = {
-            "shards": _part(shards) * (2 * accumulation * turns * computed + exchanges * exchanged),
-            "copies": 2 * _part(copies) * exchanges * exchanged / shards,
-            "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
-            "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
-            "stages": accumulation * crossing * (1 if stage == 0 or is_last else 2),
-        }
-        between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
-        each = Candidate(
-            strategy="fsdp_offload" if offload and name == "fsdp" else name,
-            options=options | ({"offload": True} if offload and name != "fsdp" else {}),
-            sizes=layout.sizes,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-            checkpointing=checkpointing,
-            offload=offload,
-            parameters=held,
-            gradients=gradients,
-            optimizer=int(trained * model.state_ratio),
-            activations=int(kept * scale) + crossing,
-            temporary=temporary,
-            inside=sum(map(int, traffic.values())) - between,
-            between=between,
-            idle=(layout.pp - 1) / turns,
-        )
-        found.append(each)
-    return max(found, key=lambda each: each.device)
+    held, trained, units = _held(model, layout, saved.found, stage, cut)
+    own = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
+    computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
+    is_last, crossing = stage == layout.pp - 1, int(saved.inputs[own[0]] * scale) if cut is not None else 0
+    kept = saved.bytes(layout, own, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
+    gradients, temporary = trained, 2 * int(max(saved.largest[index] for index in (*own, *[-1] * is_last)) * scale)
+    if name not in ("single", "ddp"):
+        # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
+        temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(x[1] for x in units)
+        temporary += max(exchanged - trained, 0) if accumulation * turns > 1 else 0  # whole until the last one
+        temporary += trained if cut is not None and accumulation > 1 else 0
+    else:
+        gradients += trained if copies > 1 else 0  # DDP's buckets
+        temporary += computed if model.casts else 0
+    exchanges = accumulation if cut is not None else 1  # a pipeline does not defer them
+    traffic = {
+        "shards": _part(shards) * (2 * accumulation * turns * computed + exchanges * exchanged),
+        "copies": 2 * _part(copies) * exchanges * exchanged / shards,
+        "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
+        "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
+        "stages": accumulation * crossing * (1 if stage == 0 or is_last else 2),
+    }
+    between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
+    return Candidate(
+        strategy=name,
+        options=options | ({"num_micro_batches": turns} if cut is not None else {}),
+        sizes=layout.sizes,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        offload=offload,
+        parameters=held,
+        gradients=gradients,
+        optimizer=int(trained * model.state_ratio),
+        activations=int(kept * scale) + crossing,
+        temporary=temporary,
+        inside=sum(map(int, traffic.values())) - between,
+        between=between,
+        idle=(layout.pp - 1) / turns,
+    )
 
 
 # -- implementation ------------------------------------------------------------------------------------------------
@@ -332,6 +330,13 @@ def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
     for offload in (False, True) if layout.dp_shard > 1 and layout.pp == 1 else (False,):
         for checkpointing in (False, True) if model.units else (False,):
             yield from ((size, checkpointing, offload) for size in batches)
+
+
+def _offloads(name: str, options: dict[str, Any], *, is_asked: bool) -> tuple[str, dict[str, Any]]:
+    """Return the name and options of a strategy that offloads if that is asked."""
+    if not is_asked:
+        return name, options
+    return ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})
 
 
 def _part(ranks: int) -> float:

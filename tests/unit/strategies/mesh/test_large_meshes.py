@@ -167,7 +167,15 @@ def test_ranks_hold_every_parameter_once_and_as_much_as_is_planned(
             own = (sum(local(each).nbytes for each in held.values()), gradients)
             largest.append((*own, sum(local(each).nbytes for each in states)))
     if layout.pp == 1:
-        plan = measure(planned, name, layout, options, trace(planned, layout.tp), 8, SAMPLES, False, False)
+        plan = measure(
+            planned,
+            name,
+            options,
+            layout=layout,
+            machine=8,
+            setting=(SAMPLES, False, False),
+            saved=trace(planned, layout.tp),
+        )
         parameters, gradients, state = map(max, zip(*largest, strict=True))
         assert (plan.parameters, plan.gradients) == (parameters, gradients)
         assert plan.optimizer == pytest.approx(state, rel=0.01)
