@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -19,7 +19,30 @@ T = TypeVar("T")
 
 
 class _Reached(BaseException):
-    """Ends the script when its training would begin; not an `Exception`, because the script may catch those."""
+    """Ends a script at its first training; not an `Exception`, because the script may catch those."""
+
+
+@contextmanager
+def until_training(act: Callable[..., object]) -> Iterator[None]:
+    """Run a script in the context up to its first `train()`, in whose place `act` is called with its arguments.
+
+    What the script prints is not the answer of a command. Its arguments and search path are restored.
+    """
+    train, argv, path = Trainer.train, sys.argv, list(sys.path)
+
+    def stand_in(*args: Any, **kwargs: Any) -> NoReturn:
+        Trainer.train = train  # type: ignore[method-assign]  # `act` may train
+        act(*args, **kwargs)
+        raise _Reached
+
+    Trainer.train = stand_in  # type: ignore[method-assign]
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except _Reached:
+        pass
+    finally:
+        Trainer.train, sys.argv, sys.path[:] = train, argv, path  # type: ignore[method-assign]
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
@@ -48,24 +71,9 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
         reason = "There is no such file."
         raise ConfigError(f"Cannot estimate the memory of {str(script)!r}.", reason, "Check the path.")
     found: list[T] = []
-    train, argv, path = Trainer.train, sys.argv, list(sys.path)
-
-    def stand_in(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        Trainer.train = train  # type: ignore[method-assign]  # an estimate trains
-        found.append(act(trainer))
-        raise _Reached
-
-    Trainer.train = stand_in  # type: ignore[method-assign, assignment]
-    sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
-    try:
-        # Output of the script and its rehearsal is not part of the estimate.
-        with redirect_stdout(sys.stderr):
-            runpy.run_path(str(script), run_name="__main__")
-    except _Reached:
-        pass
-    finally:
-        Trainer.train, sys.argv = train, argv  # type: ignore[method-assign]
-        sys.path[:] = path
+    with until_training(lambda trainer, *_, **__: found.append(act(trainer))):
+        sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
+        runpy.run_path(str(script), run_name="__main__")
     if not found:
         raise ConfigError(
             f"Cannot estimate the memory of {str(script)!r}.",

@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hftrain.arguments import TrainingArguments
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
+from hftrain.cli.estimate import until_training
 from hftrain.cli.rounding import Perturb
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
@@ -30,10 +31,6 @@ from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_
 from hftrain.storage.remote import is_url
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.trainer import Trainer
-
-
-class _Reached(BaseException):
-    """Ends the script when its training is done; not an `Exception`, because the script may catch those."""
 
 
 def show_replay(
@@ -208,10 +205,9 @@ def _train(
     Returns:
         The checkpoint from which: `start`, or one elsewhere that the script names and the session began with.
     """
-    train, starts = Trainer.train, list[Path | None]()
+    starts: list[Path | None] = []
 
-    def stand_in(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
-        Trainer.train = train  # type: ignore[method-assign]
+    def do(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = without_trackers(callbacks)
         if not any(isinstance(each, FlightLog) for each in callbacks):
@@ -222,17 +218,10 @@ def _train(
         if starts[0] is not None and not read_launch().rank:  # where SpikeGuard("rewind") looks for it
             folder.mkdir(parents=True, exist_ok=True)
             (folder / starts[0].name).symlink_to(starts[0])
-        train(trainer, None if starts[0] is None else str(starts[0]), *args, **kwargs)
-        raise _Reached
+        Trainer.train(trainer, None if starts[0] is None else str(starts[0]), *args, **kwargs)
 
-    Trainer.train = stand_in  # type: ignore[method-assign, assignment]
-    try:
-        with _in_place_of(command, session["folder"]), _with_arguments(folder, changes), redirect_stdout(sys.stderr):
-            _execute(command)
-    except _Reached:
-        pass
-    finally:
-        Trainer.train = train  # type: ignore[method-assign]
+    with _in_folder(session["folder"]), _with_arguments(folder, changes), until_training(do):
+        _execute(command)
     if step not in read_ledger(folder):
         what = f"Its training ended, or stopped writing, before step {step}." if starts else ""
         raise ConfigError(
@@ -270,16 +259,15 @@ def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _in_place_of(command: Sequence[str], cwd: str) -> Iterator[None]:
-    """Stand where the command stood."""
-    before, argv, path = os.getcwd(), sys.argv, list(sys.path)
+def _in_folder(folder: str) -> Iterator[None]:
+    """Work in a folder, if it is still there."""
+    before = os.getcwd()
     try:
-        if Path(cwd).is_dir():
-            os.chdir(cwd)
+        if Path(folder).is_dir():
+            os.chdir(folder)
         yield
     finally:
         os.chdir(before)
-        sys.argv, sys.path[:] = argv, path
 
 
 def _execute(command: Sequence[str]) -> None:
