@@ -13,6 +13,7 @@ from hftrain.callbacks.checks import check_callback, check_signature, made_callb
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_user
+from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import without
 from hftrain.core.state import TrainerState
@@ -135,11 +136,8 @@ class CallbackHandler:
             for callback in () if self._shows else self.callbacks:
                 if not live and callable(swap := getattr(callback, "evaluation_weights", None)):
                     stack.enter_context(swap())
-            before, self._shows = self._shows, True
-            try:
-                yield
-            finally:
-                self._shows = before
+            stack.enter_context(temporarily(self, _shows=True))
+            yield
 
     @property
     def callback_list(self) -> str:
@@ -217,13 +215,9 @@ class CallbackHandler:
         Args:
             **extra: Keyword arguments for this call only, such as the `logs` of ``on_log``.
         """
-        own = self.args, self.state, self.control
-        self.args, self.state, self.control = args, state, control
-        try:
+        with temporarily(self, args=args, state=state, control=control):
             # The method of the class, because that of the instance may call this one.
             return type(self).fire(self, event, **extra)
-        finally:
-            self.args, self.state, self.control = own
 
     def stateful_states(self) -> dict[str, Any]:
         """Return the states of all exportable callbacks and of the control, by class name.

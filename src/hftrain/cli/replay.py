@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hftrain.cli.rounding import Perturb
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
+from hftrain.core.preserve import temporarily
 from hftrain.flight.ledger import FlightLog
 from hftrain.flight.observing import Observer, first_not_finite
 from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
@@ -232,8 +233,7 @@ def _train(
     return starts[0]
 
 
-@contextmanager
-def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
+def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Give every Trainer changed arguments, which write into a folder and report to nobody."""
     build = Trainer.__init__
     signature = inspect.signature(build)
@@ -251,11 +251,7 @@ def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> Iterator[None]:
             given.save_strategy = type(given.save_strategy)("epoch")  # saves nothing at the end of the run
         build(*bound.args, **bound.kwargs)
 
-    Trainer.__init__ = init  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Trainer.__init__ = build  # type: ignore[method-assign]
+    return temporarily(Trainer, __init__=init)
 
 
 @contextmanager

@@ -13,6 +13,19 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object, which it has, within the context."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def preserved(*owners: Any) -> Iterator[None]:
     """Restore all attributes of objects at the end: containers of plain values by content, others by reference.
 

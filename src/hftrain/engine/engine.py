@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hftrain.core.preserve import temporarily
 from hftrain.core.seed import set_seed
 from hftrain.core.types import Owns
 from hftrain.engine.batches import ShardedBatches
@@ -216,12 +217,9 @@ class Engine:
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         """Return the context of one micro-batch's forward and backward pass; only the last exchanges gradients."""
-        self._exchanges = is_last
-        try:
-            with nullcontext() if is_last else self.strategy.no_sync(self._run.model):
-                yield
-        finally:
-            self._exchanges = True
+        waits = nullcontext() if is_last else self.strategy.no_sync(self._run.model)
+        with temporarily(self, _exchanges=is_last), waits:
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a loss; divide it by the number of micro-batches yourself."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hftrain.core.preserve import temporarily
+
 
 class UpdatesInBackward(Optimizer):
     """The interface the step uses; the optimizer's own ``step()`` does what remains.
@@ -72,21 +74,15 @@ class LayerWise(UpdatesInBackward):
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
         """Run the backward pass and step each parameter in it; `max_norm` has no effect."""
-        self._is_updating = True
-        try:
+        with temporarily(self, _is_updating=True):
             backward(loss)
-        finally:
-            self._is_updating = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the backward pass has stepped every parameter."""
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
         with self._lock:
-            groups = self.param_groups
-            self.param_groups = [{**groups[number], "params": [parameter]}]
-            try:
+            group = {**self.param_groups[number], "params": [parameter]}
+            with temporarily(self, param_groups=[group]):
                 super().step()
-            finally:
-                self.param_groups = groups
         parameter.grad = None

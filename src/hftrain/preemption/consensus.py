@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress
 from hftrain.preemption.board import Board
 from hftrain.preemption.exits import end_process
@@ -219,11 +220,8 @@ class Consensus:
                 "Look for its error; allow more time with ddp_timeout.",
             )
 
-        self.is_waiting = True
-        try:
+        with temporarily(self, is_waiting=True):
             return bool(self._exchange("save", self._turn, flag, all, is_late))
-        finally:
-            self.is_waiting = False
 
     def expect_no_more(self) -> None:
         """Let a background save wait only seconds longer: another process is gone, and it ended its saves before."""

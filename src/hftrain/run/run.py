@@ -16,6 +16,7 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
@@ -219,11 +220,8 @@ class Run:
             "start_time": self._start_time,
             "learning_rate": learning_rate,
         }
-        parts.events.answers = True
-        try:
+        with temporarily(parts.events, answers=True):
             call_with(parts.trainer._maybe_log_save_evaluate, values)
-        finally:
-            parts.events.answers = False
 
     def act(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
@@ -257,11 +255,8 @@ class Run:
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
         if trainer._is_overridden("_get_learning_rate"):
-            parts.rate = logs["learning_rate"]
-            try:
+            with temporarily(parts, rate=logs["learning_rate"]):
                 logs["learning_rate"] = trainer._get_learning_rate()
-            finally:
-                parts.rate = None
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 
     def _evaluate(self) -> None:

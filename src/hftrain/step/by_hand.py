@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once
+from hftrain.core.preserve import temporarily
 from hftrain.core.types import Owns
 from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
@@ -235,14 +236,9 @@ class OptimizersByHand(Optimizers):
         # A copy gets its own run.
         return {**self.__dict__, "run": None}
 
-    @contextmanager
-    def stepping_now(self) -> Iterator[None]:
+    def stepping_now(self) -> AbstractContextManager[None]:
         """Let an optimizer step in the context."""
-        self._steps = True
-        try:
-            yield
-        finally:
-            self._steps = False
+        return temporarily(self, _steps=True)
 
     def _refuse_own(self, *_: Any) -> None:
         """Raise if an optimizer is stepped itself: its gradients would be neither averaged nor unscaled nor clipped."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import StrategyError
+from hftrain.core.preserve import temporarily
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.distributed import DistributedStrategy
 
@@ -50,12 +51,8 @@ class Lockstep:
         while _CALLING in self._tell(_EMPTY if self._call is None else _DONE):
             assert self._call is not None
             args, kwargs = self._call
-            self._is_repeating = True
-            try:
-                with torch.no_grad(), self._casting():
-                    self._model(*args, **kwargs)
-            finally:
-                self._is_repeating = False
+            with temporarily(self, _is_repeating=True), torch.no_grad(), self._casting():
+                self._model(*args, **kwargs)
 
     def close(self) -> None:
         """Stop tracking."""

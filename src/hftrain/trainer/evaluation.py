@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
+from hftrain.core.preserve import temporarily
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length
@@ -103,16 +104,10 @@ class Evaluation:
         """Whether the current evaluation is over all sets."""
         return all(map(self._is_due, self.sets.values()))
 
-    @contextmanager
-    def own_metrics(self, entry: EvalSet | None) -> Iterator[None]:
+    def own_metrics(self, entry: EvalSet | None) -> AbstractContextManager[None]:
         """Replace `compute_metrics` by an evaluation set's own metrics temporarily."""
-        previous = self._trainer.compute_metrics
-        if entry is not None and entry.metrics is not None:
-            self._trainer.compute_metrics = entry.metrics
-        try:
-            yield
-        finally:
-            self._trainer.compute_metrics = previous
+        own = None if entry is None else entry.metrics
+        return nullcontext() if own is None else temporarily(self._trainer, compute_metrics=own)
 
     def try_out(self, read: Callable[[str | None], Any], num_batches: int) -> None:
         """Evaluate the first batches of every set for its errors alone: nothing is logged, no callback called.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import TaskError
+from hftrain.core.preserve import temporarily
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.base import Strategy
 from hftrain.task.items import LABELS, SUM
@@ -169,14 +170,9 @@ class LossShares:
         """Say which batch the next micro-batches are parts of; None for none."""
         self._num_whole = 0 if batch is None else self._num_samples(batch)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Prove nothing: an attempt that may run out of memory in one process alone must not communicate."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        return temporarily(self, _is_paused=True)
 
     def _num_samples(self, batch: Any) -> int:
         return (batch_size_of(batch) or 1) if self.plain is None else self.plain.num_samples(batch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from hftrain.adapter.configs import generation_options
 from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.log import warn_once
+from hftrain.core.preserve import temporarily
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
 from hftrain.evaluation.generating import (
@@ -201,18 +202,12 @@ class Seq2SeqTrainer(Trainer):
     def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
         return generation_options(self.args, given) if isinstance(self.args, Seq2SeqTrainingArguments) else given
 
-    @contextmanager
-    def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
+    def _generating(self, gen_kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Set a call's arguments of `generate` while it runs; nested calls inherit them."""
         if generates(self.args):
             check_taken(self.model, gen_kwargs)
-        before = self._call_kwargs, self._gen_kwargs
-        self._call_kwargs = {**self._call_kwargs, **gen_kwargs}
-        self._gen_kwargs = self._with_defaults(self._call_kwargs)
-        try:
-            yield
-        finally:
-            self._call_kwargs, self._gen_kwargs = before
+        given = {**self._call_kwargs, **gen_kwargs}
+        return temporarily(self, _call_kwargs=given, _gen_kwargs=self._with_defaults(given))
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)

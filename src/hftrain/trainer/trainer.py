@@ -34,6 +34,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.nested import nested_numpify
 from hftrain.core.notes import keep_facts
+from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.signatures import accepts, call_with, in_context, takes_trial, taking
@@ -590,14 +591,8 @@ class Trainer:
 
     def _open_training_data(self, *dataset: Any) -> Any:
         """Return this rank's training batches, or those of another dataset if one is given."""
-        before = self.train_dataset
-        try:
-            if dataset:
-                (self.train_dataset,) = dataset
+        with temporarily(self, train_dataset=dataset[0]) if dataset else nullcontext():
             return self._own_data.share_of(self.get_train_dataloader(), is_training=True)
-        finally:
-            if dataset:
-                self.train_dataset = before
 
     def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
         """Set the documented state for the start of a run, from a checkpoint if there is one."""

@@ -24,6 +24,7 @@ from hftrain.callbacks import (
 )
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
+from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
@@ -154,20 +155,15 @@ class Tuner:
             num_workers: Values of `dataloader_num_workers`.
             num_batches: How many batches to read with each.
         """
-        args, found = self._trainer.args, {}
-        before = args.dataloader_num_workers
-        try:
-            for number in num_workers:
-                args.dataloader_num_workers = number
-                with preserved_rng():
-                    batches = iter(self._trainer._open_training_data())
-                    next(batches)  # starts the workers
-                    start_s = time.perf_counter()
-                    num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)
-                    found[number] = num_read / (time.perf_counter() - start_s)
-                    del batches
-        finally:
-            args.dataloader_num_workers = before
+        found = {}
+        for number in num_workers:
+            with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng():
+                batches = iter(self._trainer._open_training_data())
+                next(batches)  # starts the workers
+                start_s = time.perf_counter()
+                num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)
+                found[number] = num_read / (time.perf_counter() - start_s)
+                del batches
         rates: Mapping[str, float] = self._trainer.strategy.broadcast_object({str(k): v for k, v in found.items()})
         return {int(k): rates[k] for k in sorted(rates, key=lambda name: -rates[name])}
 

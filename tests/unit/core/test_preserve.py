@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.core.preserve import preserved
+from hftrain.core.preserve import preserved, temporarily
 
 
 class Checked:
@@ -36,3 +36,16 @@ def test_attributes_that_were_set_changed_added_and_deleted_come_back() -> None:
         change()
     assert vars(one) == vars(other) == {"counts": {"a": [1]}, "part": part, "parts": [part]}
     assert one.parts is not other.parts
+
+
+def test_attributes_that_are_set_for_a_while_come_back_after_an_error() -> None:
+    checked = Checked(1)
+
+    def change() -> None:
+        with temporarily(checked, part=2, counts={}):
+            assert (checked.part, checked.counts) == (2, {})
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        change()
+    assert vars(checked) == {"counts": {"a": [1]}, "part": 1, "parts": [1]}

@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import temporarily
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, check_cuda, load, read_options
 
@@ -45,13 +46,10 @@ class InBackward(UpdatesInBackward):
         """Run the package's backward pass; clipping needs an additional backward pass before it to compute the norm."""
         this: Any = self
         this.clip_grad_norm = max_norm or None
-        self._is_updating = True
-        try:
+        with temporarily(self, _is_updating=True):
             if max_norm:
                 this.grad_norm(loss)
             this.fused_backward(loss, self.param_groups[0]["lr"])
-        finally:
-            self._is_updating = False
 
     def last_norm(self) -> torch.Tensor | None:
         """Return the norm before clipping; it is only known if clipping is on."""
