@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from hftrain.arguments.normalize import strip_fsdp
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, read_json, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.strategies.environment import is_set
@@ -132,17 +130,10 @@ def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
 def read_fsdp_config(given: Any) -> dict[str, Any]:
     """Return `fsdp_config` as a dict: the documented prefix ``fsdp_`` is removed, and booleans may be text."""
     if isinstance(given, str):
-        path = given
-        try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"Cannot read fsdp_config={path!r} as JSON:",
-                f"{error}.",
-                "A YAML file of accelerate's is for `accelerate launch --config_file`."
-                if path.endswith(("yaml", "yml"))
-                else "Pass the path of a JSON file, or a dict.",
-            ) from error
+        remedy = "Pass the path of a JSON file, or a dict."
+        if given.endswith(("yaml", "yml")):
+            remedy = "A YAML file of accelerate's is for `accelerate launch --config_file`."
+        given = read_json(given, f"Cannot read fsdp_config={given!r} as JSON:", remedy)
     if not isinstance(given or {}, dict):
         raise ConfigError(f"Cannot use a {type(given).__name__} as fsdp_config.", "", "Pass a JSON object, or a dict.")
     config = strip_fsdp(given or {})

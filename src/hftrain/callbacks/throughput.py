@@ -52,7 +52,7 @@ class Throughput(TrainerCallback):
         hooks, train = parts.hooks, parts.hooks.training_step
 
         def training_step(model: Any, batch: Any, num_items: Any) -> Any:
-            shapes = _shapes(batch)
+            shapes = str([tensor.shape for tensor in tensors_of(batch)])
             if not callable(self._own_count) and shapes not in self._flops:
                 with self._paused(), FlopCounterMode(display=False) as counter:
                     loss = train(model, batch, num_items)
@@ -103,10 +103,6 @@ class Throughput(TrainerCallback):
                 warn_once(f"The devices did more than peak_flops={peak:.3g} a second: mfu is left out. Correct it.")
                 del found["mfu"]
         return found
-
-
-def _shapes(batch: Any) -> str:
-    return str([tensor.shape for tensor in tensors_of(batch)])
 
 
 def known_peak(name: str) -> float | None:

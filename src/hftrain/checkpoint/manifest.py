@@ -184,10 +184,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
 
 
-def _is_progress(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_count(each) for each in value.values())
-
-
 def _impossible(step: int, facts: Mapping[str, Any]) -> str | None:
     """Return why no run has got to a position, which a resume would try to read up to; None if one may have.
 
@@ -214,7 +210,7 @@ def _is_geometry(value: Any) -> bool:
 
 # Checks of the facts that are read again.
 _FACTS: dict[str, Callable[[Any], bool]] = {
-    "progress": _is_progress,
+    "progress": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
     "geometry": _is_geometry,
     "only_model": lambda value: isinstance(value, bool),
     "is_finite": lambda value: isinstance(value, bool),

@@ -16,10 +16,8 @@ _LARGEST = 1 << 62
 
 def is_number(value: Any) -> bool:
     """Tell whether a logged value is a number; bools, and integers that no float holds, are not."""
-    return type(value) is float or (isinstance(value, (int, float)) and not isinstance(value, bool) and _fits(value))
-
-
-def _fits(value: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
     return isinstance(value, float) or -_LARGEST <= value <= _LARGEST
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -55,6 +57,14 @@ def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
     text = " ".join(part for part in (asked, reason, remedy) if part)
     values = (f"{name}={shorten(value)}" for name, value in received.items() if f"{name}={value!r}" not in text)
     return f"{text} Received: {said}." if (said := ", ".join(values)) else text
+
+
+def read_json(path: Any, asked: str, remedy: str) -> Any:
+    """Return the content of a JSON file that a setting names, or raise `ConfigError`."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(asked, f"{error}.", remedy) from error
 
 
 def shorten(value: object, width: int = 120) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from hftrain.core.errors import HFTrainError
+from hftrain.core.errors import HFTrainError, listed
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
@@ -31,7 +31,6 @@ _ONCE = (SequentialSampler, RandomSampler, EpochShuffleSampler, GlobalShuffleSam
 _AROUND = (BatchSampler, RankBatches, EvenedSampler)
 _NUM_LOOKS = 3
 _TOLERANCE = 1e-3
-_MOST_NAMES = 5
 _UNUSED = "Nothing that was trained on uses them; freeze them with requires_grad_(False) if that is right."
 _APART = (
     "Processes that hold parts of one model read different samples in step {}: the gradients are those of no batch."
@@ -165,15 +164,15 @@ class Invariants:
         if len(self._looks) < _NUM_LOOKS:
             return
         (_, first), *_ = self._looks
-        named = ", ".join(str(step) for step, _ in self._looks)
+        when = ", ".join(str(step) for step, _ in self._looks)
         found = {name: [look.get(name, ()) for _, look in self._looks] for name in first}
         without = [name for name, each in found.items() if not any(look is not None for look in each)]
         still = [name for name, each in found.items() if all(each) and _is_still(each)]
         self._trained, self._looks = [], []
         if without:
-            yield "gradient", f"Trained parameters had no gradient in the steps {named}: {_names(without)}. {_UNUSED}"
+            yield "gradient", f"Trained parameters had no gradient in the steps {when}: {listed(without, 5)}. {_UNUSED}"
         if still:
-            yield "weights", f"Trained parameters did not change between the steps {named}: {_names(still)}. {_STILL}"
+            yield "weights", f"Trained parameters did not change between the steps {when}: {listed(still, 5)}. {_STILL}"
 
 
 class Reads:
@@ -186,7 +185,10 @@ class Reads:
 
     def broken(self, feed: Any, steps: Mapping[int, Sequence[Any]]) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with the samples of steps: by step, for each process the pass and its micro-batches."""
-        rows = {step: [list(_flat(samples)) for _, samples in each] for step, each in steps.items()}
+        rows = {
+            step: [[sample for batch in samples for sample in batch or ()] for _, samples in each]
+            for step, each in steps.items()
+        }
         yield from _copies(rows)
         for step, each in steps.items():
             if (feed.num_opened, each[0][0]) != self._opening:
@@ -247,11 +249,3 @@ def _is_still(looks: Sequence[Any]) -> bool:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return own.detach()
-
-
-def _flat(samples: Iterable[Any]) -> Iterator[Any]:
-    return chain.from_iterable(each or () for each in samples)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")

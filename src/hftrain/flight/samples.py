@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from numbers import Integral
@@ -13,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import ConfigError, TaskError, read_json
 from hftrain.data.datasets import has_length
 from hftrain.data.mixing import MixtureSampler
 from hftrain.data.samplers import pick, samplers_of
@@ -231,14 +230,8 @@ class ExcludeSamples(TrainerCallback):
 
 def _read(samples: Any) -> frozenset[Any]:
     if isinstance(samples, (str, Path)):
-        try:
-            samples = json.loads(Path(samples).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"Cannot read exclude_samples={str(samples)!r}.",
-                f"{error}.",
-                "Pass a JSON file with a list of samples.",
-            ) from error
+        asked = f"Cannot read exclude_samples={str(samples)!r}."
+        samples = read_json(samples, asked, "Pass a JSON file with a list of samples.")
     is_list = isinstance(samples, (list, tuple, set, frozenset, range))
     found = [tuple(each) if isinstance(each, list) else each for each in samples] if is_list else []
     if not is_list or not all(type(each) in _KINDS for each in found):

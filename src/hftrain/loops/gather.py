@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import detach, map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
@@ -45,7 +45,7 @@ class _Keeper:
         """
         if tree is None:
             return
-        tree = map_tensors(as_tensors(tree, takes_objects=self._takes_objects), _as_rows)
+        tree = map_tensors(detach(as_tensors(tree, takes_objects=self._takes_objects)), torch.atleast_1d)
         self._waiting.append(tree)
         leaves, _ = tree_flatten(tree)
         is_on_host = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -228,10 +228,6 @@ def _put_back(found: Any, *, order: Any, folder: Path | None) -> Any:
     for start in range(0, len(rows), step):
         ordered[start : start + step] = found[rows[start : start + step]]
     return ordered
-
-
-def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().unsqueeze(0) if tensor.dim() == 0 else tensor.detach()
 
 
 def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:

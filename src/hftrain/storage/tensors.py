@@ -65,11 +65,11 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     _header(tensors.items(), {})
 
 
-def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file; names that shared a tensor when saved share one again."""
     try:
         check_header(path)
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             # the reader returns memory-mapped tensors, which change when the file is overwritten
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))

@@ -82,7 +82,7 @@ class Stages:
             strategy.watch.where = self.whereabouts
 
     @contextmanager
-    def evaluating(self, name: str, *, casts: bool = True) -> Iterator[None]:
+    def evaluating(self, name: str) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode; weights, modes and random numbers are restored."""
         trainer = self._trainer
         own = evaluation_weights(trainer.optimizer)
@@ -90,7 +90,7 @@ class Stages:
             is_training = trainer._run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
-            dtype = full_eval_dtype(trainer.args) if casts and self._computing.input_dtype is None else None
+            dtype = full_eval_dtype(trainer.args) if self._computing.input_dtype is None else None
             # Cast before placing: the original weights stay in host memory, and the device holds only the copies.
             with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
                 if not is_training:

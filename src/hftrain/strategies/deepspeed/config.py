@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, a_kind
+from hftrain.core.errors import ConfigError, a_kind, read_json
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -48,14 +47,8 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or its settings are invalid or not supported here.
     """
     if isinstance(given, (str, Path)):
-        try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"Cannot read the DeepSpeed config {str(given)!r} as JSON:",
-                f"{error}.",
-                "Pass the path of a JSON file, or a dict.",
-            ) from error
+        asked = f"Cannot read the DeepSpeed config {str(given)!r} as JSON:"
+        given = read_json(given, asked, "Pass the path of a JSON file, or a dict.")
     if not isinstance(given, Mapping):
         raise refused(f"it is {a_kind(given)}, not a dict.", "Pass a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import CheckpointError, StrategyError
+from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard
 
 # The attributes with the float32 tensors that DeepSpeed's optimizers update: ZeRO-3, ZeRO-1/2 and 16-bit models.
@@ -49,7 +50,7 @@ def take_state(engine: Any) -> dict[str, Any]:
     for index, master in enumerate(_masters(engine)):
         with swapped_in(engine, index) as is_read:
             entry = {_MASTER: master.detach(), **base.state.get(master, {})}
-            state[index] = {key: _copied(value) for key, value in entry.items()} if is_read else entry
+            state[index] = map_tensors(entry, torch.Tensor.clone) if is_read else entry
     groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
     scale = {name: getattr(part, name) for part in _scalers(engine) for name in _SCALE if hasattr(part, name)}
     counters = {name: getattr(engine, name) for name in _COUNTERS}
@@ -121,10 +122,6 @@ def swapped_in(engine: Any, index: int) -> Iterator[bool]:
     finally:
         if is_away:
             optimizer._optimizer_states_and_gradient_swap_out(index)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _layout(engine: Any) -> str:
