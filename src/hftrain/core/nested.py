@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.tree import as_array, detach, map_tensors
 
 _ROWS = (torch.Tensor, numpy.ndarray)
 
@@ -49,12 +50,12 @@ def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = -100) -> 
 
 def nested_numpify(tensors: Any) -> Any:
     """Return nested tensors as NumPy arrays; bfloat16 becomes float32. Source: the documented `nested_numpify`."""
-    return _mapped(tensors, _to_numpy)
+    return map_tensors(tensors, as_array)
 
 
 def nested_detach(tensors: Any) -> Any:
     """Detach nested tensors. Source: the documented `nested_detach`."""
-    return _mapped(tensors, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    return detach(tensors)
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:
@@ -144,13 +145,6 @@ def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def _like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(tree)(items)  # type: ignore[call-arg]
-
-
-def _to_numpy(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensor = leaf.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _joined(first: Any, second: Any, padding: int) -> Any:

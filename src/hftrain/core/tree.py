@@ -79,6 +79,12 @@ def batch_size_of(batch: Any) -> int | None:
     return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
+def as_array(tensor: torch.Tensor) -> Any:
+    """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, becomes float32; synchronises."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
 def detach(tree: Any) -> Any:
     """Return the same structure with its tensors detached from the graph."""
     return map_tensors(tree, torch.Tensor.detach)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import detach, map_tensors
+from hftrain.core.tree import as_array, detach, map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
@@ -70,7 +70,7 @@ class KeptBatches(_Keeper):
         self._batches: list[Any] = []
 
     def _store(self, tree: Any) -> None:
-        self._batches.append(to_numpy(tree))
+        self._batches.append(map_tensors(tree, as_array))
 
     def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> list[Any] | None:
         """Return all ranks' batches as NumPy arrays, one entry each; None if nothing was kept. Collective.
@@ -195,11 +195,6 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
         "Leave it out with ignore_keys or preprocess_logits_for_metrics, set eval_use_gather_object=True to keep "
         "text and the like, or use torchmetrics in a TaskModule.",
     )
-
-
-def to_numpy(tree: Any) -> Any:
-    """Turn nested host tensors into NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
-    return map_tensors(tree, lambda tensor: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy())
 
 
 def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:

@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.tree import as_array
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -28,8 +29,7 @@ def to_plain(value: Any) -> Any:
         TaskError: A value is not plain data; the error names its type.
     """
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        return as_array(value)
     if isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, _PLAIN) or (isinstance(value, numpy.ndarray) and not value.dtype.hasobject):

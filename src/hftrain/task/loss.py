@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.notes import describe
 from hftrain.task.items import IGNORED_LABEL
 
 
@@ -28,18 +29,10 @@ def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torc
             remedy = "Add the labels to each sample, or name their column in label_names."
         raise TaskError(
             f"Cannot find the loss of {model_name}.",
-            f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place{missing}.",
+            f"It returned {describe(outputs)}, with no scalar loss under 'loss' or in first place{missing}.",
             remedy,
         )
     return loss
-
-
-def _describe(outputs: Any) -> str:
-    if isinstance(outputs, Mapping):
-        return f"a mapping with the keys {', '.join(map(str, outputs)) or '(none)'}"
-    if isinstance(outputs, (tuple, list)):
-        return f"a {type(outputs).__name__} of {[_kind(value) for value in outputs]}"
-    return _kind(outputs)
 
 
 def smoothed_loss(
@@ -81,12 +74,6 @@ def smoothed_loss(
         reduction="sum",
     )
     return total / ((labels_Bx != IGNORED_LABEL).sum() if num_items is None else num_items)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.tree import as_array, map_tensors
 from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, put_back, to_numpy
+from hftrain.loops.gather import Kept, KeptBatches, put_back
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
@@ -141,7 +142,7 @@ def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype
 
 
 def test_bfloat16_becomes_float32() -> None:
-    array = to_numpy({"a": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)})["a"]
+    array = map_tensors({"a": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)}, as_array)["a"]
     assert array.dtype == numpy.float32
     assert array.tolist() == [1.5, 2.5]
 
@@ -263,8 +264,8 @@ def test_keys_keep_their_type_over_ranks(run_ranks: RunRanks) -> None:
     assert [list(joined) for joined in run_ranks(join, 2)] == [[0, "a"]] * 2
 
 
-def test_to_numpy_keeps_structure() -> None:
-    tree = to_numpy({"a": [torch.ones(1)], "b": (torch.zeros(2), "text")})
+def test_arrays_keep_the_structure() -> None:
+    tree = map_tensors({"a": [torch.ones(1)], "b": (torch.zeros(2), "text")}, as_array)
     assert isinstance(tree["a"][0], numpy.ndarray)
     assert tree["a"][0].tolist() == [1.0]
     assert tree["b"][0].tolist() == [0.0, 0.0]
