@@ -185,18 +185,11 @@ def _fetch(url: str, copy: Path) -> None:
         for folder in remote.names():
             if checkpoint_step(folder) is not None:
                 for name in (MANIFEST, TRAINER_STATE, ARGUMENTS):
-                    _fetch_file(remote, f"{folder}/{name}", copy)
+                    remote.mirror(f"{folder}/{name}", copy / folder / name)
             elif folder in (JOURNAL, TRAINER_STATE):
-                _fetch_file(remote, folder, copy)
+                remote.mirror(folder, copy / folder)
     except OSError as error:
         raise ConfigError(f"Cannot read {url!r}.", f"{str(error).rstrip('.')}.", "Check the URL.") from error
-
-
-def _fetch_file(remote: RemoteFolder, name: str, copy: Path) -> None:
-    try:
-        remote.download(name, copy / name)
-    except FileNotFoundError:
-        (copy / name).unlink(missing_ok=True)
 
 
 def _read(path: Path, folder: str, *, name: str) -> RunRecord:

@@ -75,7 +75,7 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if output.url is not None:
-                _fetch(output.url, self._path)
+                RemoteFolder(output.url).mirror(JOURNAL, self._path)  # another machine may have added to it
             self._is_torn = _is_torn(self._path)
         except OSError as error:
             self._warn(error)
@@ -189,11 +189,3 @@ def _is_torn(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, 2)
         return file.read() != b"\n"
-
-
-def _fetch(url: str, path: Path) -> None:
-    """Download the journal of a remote folder, because another machine may have appended to it."""
-    try:
-        RemoteFolder(url).download(JOURNAL, path)
-    except FileNotFoundError:
-        path.unlink(missing_ok=True)

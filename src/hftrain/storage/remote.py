@@ -128,6 +128,13 @@ class RemoteFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._do("get_file", name, self._path(name), str(path))
 
+    def mirror(self, name: str, path: Path) -> None:
+        """Download a file to a local path; if there is no such file, delete that at the path."""
+        try:
+            self.download(name, path)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+
     def delete_file(self, name: str) -> None:
         """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
