@@ -296,10 +296,9 @@ class _Recorder:
                 old.unlink()
 
     def _write(self) -> None:
-        lines, self._lines = self._lines, []
-        if not lines:
-            return
-        self._ledger.append(lines)
+        if self._lines:
+            lines, self._lines = self._lines, []
+            self._ledger.append(lines)
 
 
 class _Timed(ContextDecorator):
