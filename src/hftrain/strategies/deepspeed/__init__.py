@@ -1,7 +1,5 @@
 """DeepSpeed: its engine runs backward, clipping, scaling and the update; the config sets the ZeRO stage."""
 
-from __future__ import annotations
-
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 __all__ = ["DeepSpeedStrategy"]

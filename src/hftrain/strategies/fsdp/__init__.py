@@ -1,7 +1,5 @@
 """Parameters, gradients and optimizer state sharded over processes, with torch's composable `fully_shard`."""
 
-from __future__ import annotations
-
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
 
