@@ -6,7 +6,8 @@ import gzip
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ class Ledger:
         self._remote = RemoteFolder(output_dir) if is_url(output_dir) else None
         self._sends = self._remote is not None and strategy.rank != strategy.local_rank
         if self._remote is not None:
-            with Quiet(self.folder):
+            with quiet(self.folder):
                 self._continue(self._remote)
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write lines; after a line that a killed process left unfinished, on a new one."""
         text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-        with Quiet(self.folder):
+        with quiet(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab+") as file:
                 is_torn = file.tell() and file.seek(-1, 2) >= 0 and file.read() != b"\n"
@@ -54,7 +55,7 @@ class Ledger:
     def send(self, *, is_last: bool = False) -> None:
         """Upload what this process has written, if nobody else does: on another machine, or after the run's end."""
         if self._remote is not None and (self._sends or is_last):
-            with Quiet(self.folder):
+            with quiet(self.folder):
                 for path in self.folder.glob(f"*{self.name}.*"):
                     self._remote.upload(path, f"{FOLDER}/{path.name}")
 
@@ -82,20 +83,13 @@ class Steps:
         return is_spike
 
 
-class Quiet:
+@contextmanager
+def quiet(folder: Path) -> Iterator[None]:
     """Turn a failed write into one warning."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, (OSError, RuntimeError)):
-            warn_once(f"Some of the flight log could not be written to {self._folder}: {error}. Training continues.")
-            return True
-        return False
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        warn_once(f"Some of the flight log could not be written to {folder}: {error}. Training continues.")
 
 
 def _compress(path: Path) -> None:

@@ -31,7 +31,7 @@ import torch
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.parameters import is_partitioned
-from hftrain.flight.files import Ledger, Quiet, Steps
+from hftrain.flight.files import Ledger, Steps, quiet
 from hftrain.flight.fingerprint import Fingerprint
 from hftrain.flight.invariants import Invariants
 from hftrain.flight.reading import total_loss
@@ -192,7 +192,7 @@ class _Recorder:
 
     def _begin(self, parts: Any) -> None:
         """Note the session, and where the process stands from now on; batches of steps left behind go."""
-        with Quiet(self._folder):
+        with quiet(self._folder):
             for old in self._folder.glob(f"spikes/step*-{self._ledger.name}.pt"):
                 if int(old.name[4:12]) > parts.progress.step:
                     old.unlink()
@@ -213,7 +213,7 @@ class _Recorder:
             }
         )
         self._write()
-        with Quiet(self._folder):
+        with quiet(self._folder):
             timeout_s = self._settings.hang_timeout_s
             self._stacks = StackDumps(self._folder, self._strategy, self.phase, timeout_s=timeout_s)
 
@@ -289,7 +289,7 @@ class _Recorder:
         """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
         batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
-        with Quiet(self._folder):
+        with quiet(self._folder):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(batches, folder / f"step{step:08d}-{self._ledger.name}.pt")
             for old in sorted(folder.glob(f"step*-{self._ledger.name}.pt"))[:-_KEPT_SPIKES]:
