@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from hftrain.arguments.normalize import strip_fsdp
-from hftrain.core.errors import ConfigError, read_json, suggest
+from hftrain.core.errors import ConfigError, check_known, read_json, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.strategies.environment import is_set
@@ -153,12 +153,8 @@ def _from_launcher() -> tuple[list[str], dict[str, Any]]:
     if sharding in ("1", "2", "3", "4", "5"):
         sharding = _SHARDINGS[int(sharding) - 1]
     words = [sharding.lower()]
-    if words[0] not in _SHARDINGS:
-        raise ConfigError(
-            f"Cannot use FSDP_SHARDING_STRATEGY={sharding!r}, which the launcher set.",
-            "There is no such sharding.",
-            suggest(words[0], _SHARDINGS),
-        )
+    asked = f"Cannot use FSDP_SHARDING_STRATEGY={sharding!r}, which the launcher set."
+    check_known(words[0], _SHARDINGS, asked, "There is no such sharding.")
     for name in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
         if said.get(name, "false").lower() not in ("", "false", "none"):
             raise ConfigError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 
 
 @dataclass(slots=True)
@@ -78,10 +78,8 @@ class AcceleratorConfig:
         settings = {} if config is None else dict(config) if isinstance(config, Mapping) else dict(vars(config))
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
-            if key not in known:
-                reason = "accelerator_config has no such key."
-                remedy = suggest(str(key), known)
-                raise ConfigError(f"Cannot use accelerator_config={{{key!r}: ...}}.", reason, remedy)
+            asked = f"Cannot use accelerator_config={{{key!r}: ...}}."
+            check_known(key, known, asked, "accelerator_config has no such key.")
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STAT
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.checkpoint.state_files import load_part
 from hftrain.cli.columns import LogColumns, Point, is_number
-from hftrain.core.errors import CheckpointError, ConfigError, suggest
+from hftrain.core.errors import CheckpointError, ConfigError, check_known
 from hftrain.core.state import find_misfit
 from hftrain.storage.files import read_json, walk_files
 from hftrain.storage.remote import RemoteFolder, is_url, local_folder
@@ -159,8 +159,7 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
         losses = [name for name in losses if name != "loss"][:1] or losses
     asked = list(asked) or losses or known[:1]
     for name in asked:
-        if name not in known:
-            raise ConfigError(f"Cannot show the metric {name!r}.", "No run has logged it.", suggest(name, known))
+        check_known(name, known, f"Cannot show the metric {name!r}.", "No run has logged it.")
     if not asked:
         raise ConfigError(f"Cannot show {runs[0].folder!r}.", "Nothing was logged.", "Wait for the first log entry.")
     return asked

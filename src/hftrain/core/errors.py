@@ -90,6 +90,12 @@ def a_kind(value: object) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
+def check_known(name: Any, known: Iterable[Any], asked: str, reason: str) -> None:
+    """Raise `ConfigError` for a name that is not known, with what it may have meant."""
+    if name not in known:
+        raise ConfigError(asked, reason, suggest(str(name), known))
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Compose a hint for a misspelt name: close matches, else the whole list; case and hyphens are ignored.
 

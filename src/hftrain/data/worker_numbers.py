@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import check_known
 from hftrain.core.seed import plain_rng, restore_rng, rng_now
 from hftrain.data.datasets import has_state, tell_epoch
 from hftrain.data.seeding import SeededBatches, start_worker
@@ -22,8 +22,7 @@ def check_worker_seeds(value: str) -> str:
     Raises:
         ConfigError: It has no such value.
     """
-    if value not in WORKER_SEEDS:
-        raise ConfigError(f"Cannot use worker_seeds={value!r}.", "", suggest(str(value), WORKER_SEEDS))
+    check_known(value, WORKER_SEEDS, f"Cannot use worker_seeds={value!r}.", "")
     return value
 
 

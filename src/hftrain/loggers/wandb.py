@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import check_known
 from hftrain.loggers.base import MediaByWrapping, RunFacts
 
 _WATCHED = ("false", "gradients", "parameters", "all")
@@ -32,8 +32,7 @@ class WandbLogger(MediaByWrapping):
     def __init__(self) -> None:
         super().__init__()
         self._watched = os.environ.get("WANDB_WATCH", "false").lower()
-        if self._watched not in _WATCHED:
-            raise ConfigError(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED))
+        check_known(self._watched, _WATCHED, f"WANDB_WATCH={self._watched!r} is set.", "")
 
     def start(self, run: RunFacts) -> None:
         """Open or join a run, record the settings, and watch the model if requested."""

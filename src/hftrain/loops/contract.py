@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.signatures import Shown
 
 Stage = Literal["fit", "evaluate", "predict"]
@@ -115,12 +115,8 @@ def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
         ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
     """
     for feature, reason in loop.unsupported.items():
-        if feature not in FEATURES:
-            raise ConfigError(
-                f"Cannot read {type(loop).__name__}.unsupported:",
-                f"there is no feature {feature!r}.",
-                suggest(feature, FEATURES),
-            )
+        asked = f"Cannot read {type(loop).__name__}.unsupported:"
+        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
         if feature in used:
             asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
             raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from hftrain.core.errors import ConfigError, MissingDependencyError, suggest
+from hftrain.core.errors import ConfigError, MissingDependencyError, check_known
 from hftrain.core.optional import is_available, require
 
 DIRECTIONS = ("minimize", "maximize")
@@ -101,10 +101,7 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
             )
         return found
     known = [each.value for each in HPSearchBackend]
-    if name not in known:
-        raise ConfigError(
-            f"Cannot use backend={name!r}.", "No search backend has that name.", suggest(str(name), known)
-        )
+    check_known(name, known, f"Cannot use backend={name!r}.", "No search backend has that name.")
     backend = HPSearchBackend(name)
     if backend is HPSearchBackend.SIGOPT:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 
 _OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
@@ -27,12 +27,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
         api = wandb
     options = dict(config.options)
     for option in options:
-        if option not in _OPTIONS:
-            raise ConfigError(
-                f"Cannot use hyperparameter_search({option}=...).",
-                "A sweep has no such option.",
-                suggest(option, _OPTIONS),
-            )
+        check_known(option, _OPTIONS, f"Cannot use hyperparameter_search({option}=...).", "A sweep has no such option.")
     metric, direction = options.get("metric") or "objective", config.directions[0]
     where = {name: options.get(name) for name in ("project", "entity")}
     sweep_id = options.get("sweep_id")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.task.introspect import base_model, is_transformers_like
@@ -40,10 +40,6 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
         )
     known = [name for name in inspect.signature(KERNELS[kind]).parameters if name != "model"]
     for name in options or {}:
-        if name not in known:
-            raise ConfigError(
-                f"Cannot use liger_kernel_config={{{name!r}: ...}}.",
-                f"Liger has no such kernel for model_type={kind!r}.",
-                suggest(name, known),
-            )
+        asked = f"Cannot use liger_kernel_config={{{name!r}: ...}}."
+        check_known(name, known, asked, f"Liger has no such kernel for model_type={kind!r}.")
     KERNELS[kind](model=base, **dict(options or {}))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 
 
 def check_choice(strategy: str, *, layer_classes: Sequence[str] | None, min_num_params: int) -> None:
@@ -57,12 +57,8 @@ def recompute_activations(units: Sequence[nn.Module]) -> None:
 def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     present = {type(module).__name__ for module in model.modules() if module is not model}
     for name in names or ():
-        if name not in present:
-            raise ConfigError(
-                f"Cannot use transformer_layer_cls_to_wrap={name!r}.",
-                f"{type(model).__name__} has no part of that class (upper and lower case count).",
-                suggest(name, present),
-            )
+        reason = f"{type(model).__name__} has no part of that class (upper and lower case count)."
+        check_known(name, present, f"Cannot use transformer_layer_cls_to_wrap={name!r}.", reason)
     wanted = set(getattr(model, "_no_split_modules", None) or ()) if names is None else set(names)
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
 
