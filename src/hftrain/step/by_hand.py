@@ -15,8 +15,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.types import Owns
 from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
-from hftrain.step.averaging import average_gradients
-from hftrain.step.stepper import Computing, Stepper
+from hftrain.step.stepper import Computing, Stepper, average_gradients
 from hftrain.strategies.base import Strategy
 
 
