@@ -12,7 +12,6 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
-from hftrain.core.preserve import temporarily
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.parts import RunParts
@@ -157,8 +156,11 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
 
     # The user's own wrapper, if it still holds the model.
     outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
-    with temporarily(parts, wrap=wrap):
+    parts.wrap = wrap
+    try:
         wrapped = trainer._wrap_model(outermost)
+    finally:
+        parts.wrap = None
     if not made:
         wrapped = wrap(wrapped)
     if strategy.unwrap(wrapped) is not trainer.model:

@@ -20,13 +20,12 @@ from hftrain.checkpoint.state_files import as_it_is, save_trainer_state, shard_w
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
-from hftrain.core.preserve import temporarily
 from hftrain.core.state import HistoryText, TrainerState
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
-from hftrain.run.writing import CheckpointWrites, Save, model_writer
+from hftrain.run.writing import CheckpointWrites, Save, as_of, model_writer
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, without_model
 
@@ -153,8 +152,7 @@ class Saver:
             return
         self.contents.metric.note_saved(save.step, parts.output.text_of(committed))
         parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
-        # Callbacks find the checkpoint's folder by the documented state.
-        with temporarily(state, global_step=save.step, epoch=save.epoch):
+        with as_of(state, save):
             if parts.args.push_to_hub:
                 # Before rotation, which may delete it.
                 trainer._push_from_checkpoint(str(committed))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, shard_writers
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.log import get_logger
+from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.rules.saving import watch_states
 from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
@@ -303,6 +305,17 @@ class CheckpointWrites:
         if getattr(model, "hf_quantizer", None) is not None and not saves_adapters(model):
             return "The weights of a quantized model are only available while it is saved."
         return None
+
+
+@contextmanager
+def as_of(state: TrainerState, save: Save) -> Iterator[None]:
+    """Set the documented state to a save's step within the context: callbacks find the checkpoint's folder by it."""
+    now = state.global_step, state.epoch
+    state.global_step, state.epoch = save.step, save.epoch
+    try:
+        yield
+    finally:
+        state.global_step, state.epoch = now
 
 
 def make_manager(
