@@ -136,8 +136,11 @@ class CallbackHandler:
             for callback in () if self._shows else self.callbacks:
                 if not live and callable(swap := getattr(callback, "evaluation_weights", None)):
                     stack.enter_context(swap())
-            stack.enter_context(temporarily(self, _shows=True))
-            yield
+            before, self._shows = self._shows, True
+            try:
+                yield
+            finally:
+                self._shows = before
 
     @property
     def callback_list(self) -> str:
