@@ -12,7 +12,8 @@ from hftrain.cli.plan import read_model
 from hftrain.core.meta import weightless
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.proposal import Candidate, measure, trace
+from hftrain.strategies.mesh.proposal import Candidate, measure
+from hftrain.strategies.mesh.tracing import trace
 from hftrain.strategies.registry import create_strategy
 
 # PEFT reads the older name.

@@ -18,7 +18,8 @@ from hftrain.core.meta import meta_twin, weightless
 from hftrain.core.tree import map_tensors
 from hftrain.storage.space import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
-from hftrain.strategies.mesh.proposal import USABLE, Candidate, Model, candidates
+from hftrain.strategies.mesh.proposal import USABLE, Candidate, candidates
+from hftrain.strategies.mesh.tracing import Model
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 

@@ -253,8 +253,7 @@ class Strategy(Ranks, Shown):
             raise ConfigError(
                 f"Cannot move {type(model).__name__} to {str(self.device)!r}:",
                 "it is on the meta device, without weights.",
-                "Build it outside of torch.device('meta'), or load it with from_pretrained(). Attached weights are "
-                "read when train() begins.",
+                "Build it outside of torch.device('meta'), or with from_pretrained(); train() reads attached weights.",
             )
         return model.to(self.device) if self.place_model else model
 

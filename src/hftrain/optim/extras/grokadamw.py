@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hftrain.core.errors import ConfigError
+from hftrain.core.meta import is_weightless
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 
@@ -42,8 +44,14 @@ class Resumable(Optimizer):
 def grokadamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Return GrokAdamW, which clips each parameter's gradient as well (`gradient_clipping`, 1.0 by default).
 
+    Raises:
+        ConfigError: The model is a stage of a pipeline.
+
     Source: https://github.com/cognitivecomputations/grokadamw
     """
+    if model is not None and not is_weightless() and any(parameter.is_meta for parameter in model.parameters()):
+        reason = "It averages a parameter's gradients by its place among all, and a stage holds only some of them."
+        raise ConfigError("Cannot use optim='grokadamw' in a pipeline.", reason, "Use another optimizer, or pp_size=1.")
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -2,88 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from hftrain.core.errors import ConfigError
 from hftrain.strategies.mesh.cutting import Cut, divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.plans import Placing, find_plan, placings
-from hftrain.strategies.mesh.styles import Colwise, Rowwise
+from hftrain.strategies.mesh.plans import Placing
+from hftrain.strategies.mesh.tracing import Model, Saved, trace
 
 # Of a device's memory; the rest is for its runtime, the communication library and fragmentation.
 USABLE = 0.9
 # How many times longer a byte takes between machines than within one.
 BETWEEN_MACHINES = 10
-
-
-@dataclass(kw_only=True)
-class Saved:
-    """What one forward pass keeps for the backward pass, and moves among the ranks.
-
-    Args:
-        layers: Bytes kept by each layer: whole on every tensor rank, and shared out. The last entry is what is kept
-            outside of the layers: embeddings, logits, the loss.
-        inputs: Bytes of each layer's inputs, which checkpointing keeps.
-        largest: Bytes of the largest tensor of each layer, then of what is outside.
-        reduced: Bytes that the tensor ranks sum in a forward and backward pass.
-        exchanged: Bytes of queries, keys, values and results of attention.
-        found: How the tensor ranks share the modules.
-    """
-
-    layers: list[list[int]] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    largest: list[int] = field(default_factory=list)
-    reduced: int = 0
-    exchanged: int = 0
-    found: list[Placing] = field(default_factory=list)
-
-    def bytes(self, layout: Layout, layers: Collection[int], *, checkpointing: bool = False) -> int:
-        """Return what some layers keep on a rank, temporary gradients of activations not counted."""
-        each = [(self.layers[i][0] + self.layers[i][1] // layout.tp) // layout.cp for i in layers]
-        inputs = sum(self.inputs[i] for i in layers) // layout.cp
-        return inputs + max(each, default=0) if checkpointing else sum(each)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model on the meta device, and what a training step does with it.
-
-    Args:
-        module: The model in the dtype it computes in.
-        units: Its layers, which are sharded and recomputed one by one.
-        sizes: Bytes of an element of each parameter as it is kept, by name.
-        compute_size: Bytes of an element while it computes.
-        reduce_size: Bytes of an element of a gradient that is exchanged.
-        state_ratio: Bytes of optimizer state for each byte of trainable parameters.
-        casts: Whether autocast keeps copies of the parameters.
-        forward: Runs a forward pass with one micro-batch.
-        micro_batch: Its samples.
-        accumulation: Micro-batches of a step.
-        recomputes: Whether the script itself asks for checkpointing.
-    """
-
-    module: nn.Module
-    units: Sequence[nn.Module]
-    sizes: Mapping[str, int]
-    compute_size: int
-    reduce_size: int
-    state_ratio: float
-    casts: bool
-    forward: Callable[[], Any]
-    micro_batch: int
-    accumulation: int = 1
-    recomputes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +42,8 @@ class Candidate:
     optimizer: int
     activations: int
     temporary: int
-    inside: int
-    between: int
+    inside: int = 0
+    between: int = 0
     idle: float = 0.0
 
     @property
@@ -122,49 +57,6 @@ class Candidate:
         """The peak of device memory."""
         held = 0 if self.offload else self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.temporary
-
-
-def trace(model: Model, tp: int) -> Saved:
-    """Run a forward pass on the meta device and count what it keeps.
-
-    Raises:
-        ConfigError: So many tensor ranks cannot share the modules.
-    """
-    found = placings(model.module, find_plan(model.module, None), tp) if tp > 1 else []
-    num = len(model.units)
-    saved = Saved(layers=[[0, 0] for _ in range(num + 1)], inputs=[0] * num, largest=[0] * (num + 1), found=found)
-    # Kept alive, so that no other storage takes the same identity.
-    held = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
-    seen: dict[int, Any] = {id(storage): storage for storage in held}
-    place = SimpleNamespace(unit=-1, shared=0)
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in seen:
-            seen[id(storage)] = storage
-            saved.layers[place.unit][place.shared] += storage.nbytes()
-            saved.largest[place.unit] = max(saved.largest[place.unit], storage.nbytes())
-        return tensor
-
-    def enter(index: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        place.unit = index
-        saved.inputs[index] = _bytes(next(iter((*args, *kwargs.values())), None))
-
-    def meet(placing: Placing, _: nn.Module, args: Any, output: Any) -> None:
-        place.shared = 1 if placing.opens else 0 if placing.closes else place.shared
-        if isinstance(placing.style, (Colwise, Rowwise)):
-            saved.reduced += _bytes(args[0] if isinstance(placing.style, Colwise) else output)
-
-    with ExitStack() as stack:
-        for index, unit in enumerate(model.units):
-            stack.callback(unit.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
-            stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", -1)).remove)
-        for each in found:
-            stack.callback(each.module.register_forward_hook(partial(meet, each)).remove)
-        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-        stack.enter_context(_Attention(saved))
-        model.forward()
-    return saved
 
 
 def candidates(
@@ -220,12 +112,10 @@ def measure(
 ) -> Candidate:
     """Return the memory and communication of one way to train, in one stage of a pipeline; see `Candidate`."""
     micro_batch, checkpointing, offload = setting
-    shards, copies, scale = layout.shard_size, layout.dp_replicate, micro_batch / model.micro_batch
+    scale = micro_batch / model.micro_batch
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
     turns = micro_batch if cut is not None else 1  # a pipeline's micro-batches are single samples
-    passes = 1.5 if checkpointing else 1
-    spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
     held, trained, units = _held(model, layout, saved.found, stage, cut)
     own = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
     computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
@@ -238,18 +128,9 @@ def measure(
         temporary += max(exchanged - trained, 0) if accumulation * turns > 1 else 0  # whole until the last one
         temporary += trained if cut is not None and accumulation > 1 else 0
     else:
-        gradients += trained if copies > 1 else 0  # DDP's buckets
+        gradients += trained if layout.dp_replicate > 1 else 0  # DDP's buckets
         temporary += computed if model.casts else 0
-    exchanges = accumulation if cut is not None else 1  # a pipeline does not defer them
-    traffic = {
-        "shards": _part(shards) * (2 * accumulation * turns * computed + exchanges * exchanged),
-        "copies": 2 * _part(copies) * exchanges * exchanged / shards,
-        "layers": accumulation * scale * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
-        "sequence": accumulation * scale * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
-        "stages": accumulation * crossing * (1 if stage == 0 or is_last else 2),
-    }
-    between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
-    return Candidate(
+    found = Candidate(
         strategy=name,
         options=options | ({"num_micro_batches": turns} if cut is not None else {}),
         sizes=layout.sizes,
@@ -262,10 +143,10 @@ def measure(
         optimizer=int(trained * model.state_ratio),
         activations=int(kept * scale) + crossing,
         temporary=temporary,
-        inside=sum(map(int, traffic.values())) - between,
-        between=between,
         idle=(layout.pp - 1) / turns,
     )
+    sent = crossing * (1 if stage == 0 or is_last else 2)
+    return replace(found, **_traffic(found, layout, saved, machine, scale, computed, exchanged, sent))
 
 
 # -- implementation ------------------------------------------------------------------------------------------------
@@ -339,42 +220,44 @@ def _offloads(name: str, options: dict[str, Any], *, is_asked: bool) -> tuple[st
     return ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})
 
 
+def _traffic(
+    found: Candidate,
+    layout: Layout,
+    saved: Saved,
+    machine: int,
+    scale: float,
+    computed: int,
+    exchanged: int,
+    sent: int,
+) -> dict[str, Any]:
+    """Return what a rank sends in a step.
+
+    Args:
+        found: The way to train.
+        layout: Its mesh.
+        saved: What a forward pass moves.
+        machine: How many processes a machine has.
+        scale: The micro-batch, in those of `saved`.
+        computed: Bytes of parameters that are gathered.
+        exchanged: Bytes of their gradients.
+        sent: Bytes that a stage sends to others for a micro-batch.
+    """
+    shards, copies, times = layout.shard_size, layout.dp_replicate, found.accumulation
+    passes = scale * (1.5 if found.checkpointing else 1)
+    # A pipeline gathers for each of its micro-batches, and does not defer the exchange of gradients.
+    gathers, reduces = 2 * times * found.options.get("num_micro_batches", 1), times if layout.pp > 1 else 1
+    traffic = {
+        "shards": _part(shards) * (gathers * computed + reduces * exchanged),
+        "copies": 2 * _part(copies) * reduces * exchanged / shards,
+        "layers": times * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
+        "sequence": times * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
+        "stages": times * sent,
+    }
+    spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
+    between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
+    return {"inside": sum(map(int, traffic.values())) - between, "between": between}
+
+
 def _part(ranks: int) -> float:
     """Return the share of a whole that a rank sends in an all-gather or a reduce-scatter."""
     return (ranks - 1) / ranks
-
-
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-class _Kept(torch.autograd.Function):
-    """Attention that keeps what fused kernels keep: its arguments, its result and a sum for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = query.transpose(-3, -2)  # heads last, so that the output projection takes the result without a copy
-        result = query.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(-3, -2)
-        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover  # nothing goes backward
-        raise NotImplementedError
-
-
-class _Attention(TorchFunctionMode):
-    """Compute attention as if by a fused kernel, and count its arguments."""
-
-    def __init__(self, saved: Saved) -> None:
-        super().__init__()
-        self.saved = saved
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        given = [named[name] for name in ("query", "key", "value")]
-        result: torch.Tensor = _Kept.apply(*given)  # type: ignore[no-untyped-call]
-        self.saved.exchanged += sum(map(_bytes, (*given, result)))
-        return result

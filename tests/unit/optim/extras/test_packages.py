@@ -51,6 +51,12 @@ def test_low_rank_update_that_mixes_tensors_is_refused_for_shards(name: str) -> 
         class_of(name, model=model)
 
 
+def test_optimizer_that_counts_parameters_is_refused_for_a_stage() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ConfigError, match=r"grokadamw.*in a pipeline.*place among all"):
+        class_of("grokadamw", model=model)
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [

@@ -47,9 +47,9 @@ def test_declared_order_wins() -> None:
             del self.blocks
             self.blocks = blocks
 
-    assert divide(Late(), 2).parts == {"embed": 0, "head": 0}
-    Late.pipeline_parts = ["embed", "blocks", "head"]
-    assert divide(Late(), 2).parts == {"embed": 0, "head": 1}
+    assert divide(Late(), 2).parts == {"embed": 0, "shift": 0, "head": 0}
+    Late.pipeline_parts = ["embed", "shift", "blocks", "head"]
+    assert divide(Late(), 2).parts == {"embed": 0, "shift": 0, "head": 1}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
