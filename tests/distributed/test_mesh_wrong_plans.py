@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.mesh import strategy as module
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
@@ -60,10 +61,58 @@ class Gated(nn.Module):
         return result
 
 
+class Heads(nn.Module):
+    """Attention that takes the length from the number of all heads, or the number of heads from the width."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.attend = shape, nn.ModuleDict({name: nn.Linear(8, 8) for name in "qkv"})
+        self.out, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).view(len(x), *self.shape).transpose(1, 2) for part in self.attend.values())
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        found: torch.Tensor = self.drop(self.out(mixed.reshape(*x.shape[:2], -1)))
+        return found
+
+
+def attend() -> dict[str, str]:
+    """Train a layer of attention for one step, with and without heads that it counts."""
+    torch.distributed.init_process_group("gloo")
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float32)
+    told = {}
+    for kind, shape in {"counts": (-1, 4, 2), "follows": (6, -1, 2)}.items():
+        torch.manual_seed(0)
+        plan = {"*.attend.*": "colwise", "*.out": "rowwise"}
+        strategy = create_strategy("tp", use_cpu=True, plan=plan)
+        strategy.launch()
+        layers = nn.Sequential(Heads(shape), Heads(shape))
+        model, optimizer = strategy.setup(
+            layers, lambda m: torch.optim.SGD(m.parameters()), PrecisionPolicy(name="exact", **dtypes)
+        )
+        assert optimizer is not None
+        try:
+            model(torch.randn(3, 6, 8)).sum().backward()
+            optimizer.step()
+            told[kind] = "trained"
+        except StrategyError as error:
+            told[kind] = str(error)
+        told[f"{kind} hooks"] = str(sum(len(each._forward_hooks) for each in layers.modules()))
+        strategy.close()
+    return told
+
+
+def test_code_that_counts_all_heads_is_refused_in_the_first_forward_pass(run_distributed: Any) -> None:
+    for told in run_distributed(attend, num_processes=2):
+        assert "do not compute what one process does in 0 (Heads)" in told["counts"]
+        assert told["follows"] == "trained"
+
+
 def run() -> dict[str, str]:
     torch.distributed.init_process_group("gloo")
     dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float32)
     policy, told = PrecisionPolicy(name="exact", **dtypes), {}
+    module.prove_blocks = lambda *_: None  # type: ignore[assignment]  # it refuses some of them before
     for kind, plan in {"sound": SOUND, **WRONG}.items():
         torch.manual_seed(0)
         strategy = create_strategy("tp", use_cpu=True, plan=plan)

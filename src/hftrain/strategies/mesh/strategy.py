@@ -27,6 +27,7 @@ from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.mesh.blocks import prove_blocks
 from hftrain.strategies.mesh.choosing import choose
 from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import AUTO, Layout, forget_meshes, layout_of
@@ -306,6 +307,8 @@ class MeshStrategy(FSDPStrategy):
             mesh = meshes.parameters["tp"]
             ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device), proof=self._proof)
             inner = replace(ranks)
+            if context is None and not shares_sequence:
+                prove_blocks(found, self._proof)
             install(found, ranks, inner, layers)
             if shares_sequence:
                 share_sequence(owner, layers, blocks, inner)

@@ -1,0 +1,94 @@
+"""What the ranks of a plan compute together, compared once with what one process computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from hftrain.core.errors import StrategyError
+from hftrain.core.log import get_logger
+from hftrain.core.tree import tensors_of
+from hftrain.strategies.mesh.cutting import hollow
+from hftrain.strategies.mesh.plans import Placing
+from hftrain.strategies.mesh.proof import Proof
+
+
+def prove_blocks(found: Sequence[Placing], proof: Proof) -> None:
+    """Compare the first block of each kind with one process when it is first called in training.
+
+    A block is the smallest module with a part that opens and one that closes; its inputs and outputs are whole. Its
+    weights are gathered for the comparison, which computes it twice more. Call it before the modules are placed.
+    """
+    modules = {placing.name: placing.module for placing in found}
+    opening = [placing.name for placing in found if placing.opens]
+    kinds = set()
+    for name in (placing.name for placing in found if placing.closes):
+        while name and not any(each.startswith(f"{name}.") for each in opening):
+            name = name.rpartition(".")[0]
+        if (kind := re.sub(r"\.\d+", ".*", name)) not in kinds:
+            kinds.add(kind)
+            _prove(name or "the model", modules[name], hollow(modules[name]), proof)
+
+
+def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
+    def check(block: nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        handle.remove()
+        if not proof.is_open:
+            return
+        # The forward pass that was has filled a cache, which another one would fill again.
+        args, kwargs = (_without_cache(args), {key: _without_cache(value) for key, value in kwargs.items()})
+        try:
+            ours, theirs = _both(block, whole.eval(), args, kwargs)
+        except Exception as error:
+            get_logger(__name__).warning("Cannot compare %s with one process: %s", name, error)
+            return
+        # A rank returns a part of the attention's weights.
+        for own, right in ((own, right) for own, right in zip(ours, theirs, strict=True) if own.shape == right.shape):
+            distance, size = (own.double() - right.double()).norm(), right.double().norm()
+            if distance > torch.finfo(right.dtype).eps ** 0.5 * size:
+                raise StrategyError(
+                    f"The tensor ranks do not compute what one process does in {name} ({type(whole).__name__}):",
+                    f"its outputs differ by {float(distance / size):.2g} of their norm. Either the plan splits what "
+                    "belongs together, or the code counts what a rank has only a part of, as "
+                    "view(batch, -1, self.num_heads, head_dim) does.",
+                    "Correct the plan, write view(batch, length, -1, head_dim), or leave the module out of the plan.",
+                )
+
+    handle = block.register_forward_hook(check, with_kwargs=True)
+
+
+@torch.no_grad()
+def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs in evaluation mode: of the ranks, and of the whole block. Collective."""
+    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in block.named_parameters()}
+    weights.update(block.named_buffers())
+    modes = {module: module.training for module in block.modules()}
+    kind = next(iter(weights.values())).device.type
+    # Weights that autocast keeps from here would have no gradient.
+    uncached = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+    try:
+        for module in modes:
+            module.training = False
+        with uncached:  # without the hooks of the block itself: it is in a forward pass already
+            found = block.forward(*args, **kwargs), functional_call(whole, weights, args, kwargs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    ours, theirs = ([x for x in tensors_of(each) if x.is_floating_point()] for each in found)
+    return ours, theirs
+
+
+def _without_cache(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_without_cache, value))
+    return None if hasattr(value, "get_seq_length") else value
