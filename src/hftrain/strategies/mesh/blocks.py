@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
 @torch.no_grad()
 def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the outputs in evaluation mode: of the ranks, and of the whole block. Collective."""
-    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in block.named_parameters()}
+    held = {name: parameter.detach() for name, parameter in block.named_parameters()}
+    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
     weights.update(block.named_buffers())
     modes = {module: module.training for module in block.modules()}
     kind = next(iter(weights.values())).device.type
@@ -79,7 +81,10 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     try:
         for module in modes:
             module.training = False
-        with uncached:  # without the hooks of the block itself: it is in a forward pass already
+        with uncached, warnings.catch_warnings():
+            # Parts of parameters that are moved without gradients, as in every evaluation.
+            warnings.filterwarnings("ignore", "To construct DTensor")
+            # Without the hooks of the block itself: it is in a forward pass already.
             found = block.forward(*args, **kwargs), functional_call(whole, weights, args, kwargs)
     finally:
         for module, mode in modes.items():
