@@ -417,7 +417,7 @@ def main() -> None:
     """Start the processes, or be one of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each one trains anew")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each one starts again")
     parser.add_argument("--steps", type=int, default=20, help="how many steps of each are measured in a round")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of all threads, for a busy machine")

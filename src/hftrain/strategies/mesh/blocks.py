@@ -14,7 +14,8 @@ from torch.func import functional_call
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
-from hftrain.core.tree import tensors_of
+from hftrain.core.seed import preserved_rng
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.strategies.mesh.cutting import hollow
 from hftrain.strategies.mesh.plans import Placing
 from hftrain.strategies.mesh.proof import Proof
@@ -34,7 +35,12 @@ def prove_blocks(found: Sequence[Placing], proof: Proof) -> None:
             name = name.rpartition(".")[0]
         if (kind := re.sub(r"\.\d+", ".*", name)) not in kinds:
             kinds.add(kind)
-            _prove(name or "the model", modules[name], hollow(modules[name]), proof)
+            try:
+                whole = hollow(modules[name]).eval()
+            except Exception as error:  # what it holds besides may not be copied
+                _warn(name, error)
+                continue
+            _prove(name, modules[name], whole, proof)
 
 
 def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
@@ -47,21 +53,26 @@ def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
         # The forward pass that was has filled a cache, which another one would fill again.
         args, kwargs = (_without_cache(args), {key: _without_cache(value) for key, value in kwargs.items()})
         try:
-            ours, theirs = _both(block, whole.eval(), args, kwargs)
+            ours, theirs = _both(block, whole, args, kwargs)
         except Exception as error:
-            get_logger(__name__).warning("Cannot compare %s with one process: %s", name, error)
+            _warn(name, error)
             return
-        # A rank returns a part of the attention's weights.
-        for own, right in ((own, right) for own, right in zip(ours, theirs, strict=True) if own.shape == right.shape):
-            distance, size = (own.double() - right.double()).norm(), right.double().norm()
-            if distance > torch.finfo(right.dtype).eps ** 0.5 * size:
-                raise StrategyError(
-                    f"The tensor ranks do not compute what one process does in {name} ({type(whole).__name__}):",
-                    f"its outputs differ by {float(distance / size):.2g} of their norm. Either the plan splits what "
-                    "belongs together, or the code counts what a rank has only a part of, as "
-                    "view(batch, -1, self.num_heads, head_dim) does.",
-                    "Correct the plan, write view(batch, length, -1, head_dim), or leave the module out of the plan.",
-                )
+        for place, (own, right) in enumerate(zip(ours, theirs, strict=True)):
+            if own.shape != right.shape:
+                if place > 0:
+                    continue  # a rank returns a part of the attention's weights
+                what = f"have the shape {list(own.shape)}, not {list(right.shape)}"
+            else:
+                distance, size = (own.double() - right.double()).norm(), right.double().norm()
+                if not distance > torch.finfo(right.dtype).eps ** 0.5 * size:
+                    continue
+                what = f"differ by {float(distance / size):.2g} of their norm"
+            raise StrategyError(
+                f"The tensor ranks do not compute what one process does in {name or 'all'} ({type(whole).__name__}):",
+                f"its outputs {what}. Either the plan splits what belongs together, or the code counts what a rank "
+                "has only a part of, as view(batch, -1, self.num_heads, head_dim) does.",
+                "Correct the plan, write view(batch, length, -1, head_dim), or leave the module out of the plan.",
+            )
 
     handle = block.register_forward_hook(check, with_kwargs=True)
 
@@ -71,7 +82,10 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     """Return the outputs in evaluation mode: of the ranks, and of the whole block. Collective."""
     held = {name: parameter.detach() for name, parameter in block.named_parameters()}
     weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
-    weights.update(block.named_buffers())
+    # The block may change its buffers and arguments in place.
+    buffers = {buffer: buffer.clone() for buffer in block.buffers()}
+    weights |= {name: buffer.clone() for name, buffer in block.named_buffers()}
+    mine, others = (map_tensors((args, kwargs), torch.Tensor.clone) for _ in range(2))
     modes = {module: module.training for module in block.modules()}
     kind = next(iter(weights.values())).device.type
     # Weights that autocast keeps from here would have no gradient.
@@ -81,16 +95,22 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     try:
         for module in modes:
             module.training = False
-        with uncached, warnings.catch_warnings():
+        with uncached, preserved_rng(), warnings.catch_warnings():
             # Parts of parameters that are moved without gradients, as in every evaluation.
             warnings.filterwarnings("ignore", "To construct DTensor")
             # Without the hooks of the block itself: it is in a forward pass already.
-            found = block.forward(*args, **kwargs), functional_call(whole, weights, args, kwargs)
+            found = block.forward(*mine[0], **mine[1]), functional_call(whole, weights, *others)
     finally:
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
         for module, mode in modes.items():
             module.training = mode
     ours, theirs = ([x for x in tensors_of(each) if x.is_floating_point()] for each in found)
     return ours, theirs
+
+
+def _warn(name: str, error: Exception) -> None:
+    get_logger(__name__).warning("Cannot compare %s with one process: %s", name or "the model", error)
 
 
 def _without_cache(value: Any) -> Any:

@@ -28,7 +28,7 @@ def choose(strategy: Strategy, given: Mapping[str, Any], uses: Collection[str], 
         memory: The memory of a device, such as ``"80GB"``; None asks the device.
 
     Raises:
-        ConfigError: There is no script, it cannot be planned, or nothing fits.
+        ConfigError: The processes run no file, it cannot be planned, or nothing fits.
     """
     shown = memory or f"{min(strategy.gather_object(_memory_of(strategy))) / 1e9:.3f}GB"
     told = strategy.broadcast_object(_ask(strategy.world_size, shown) if strategy.is_main else None)
@@ -55,15 +55,14 @@ def _ask(num_processes: int, memory: str) -> dict[str, Any] | str:
     """Return what `hftrain plan` prints for this script, or its error."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
-        return "There is no script to run, as in a notebook."
+        return "Nothing can be run again, as in a notebook."
     machine = str(read_launch().local_world_size or num_processes)
     command = [sys.executable, "-c", "from hftrain.cli.commands import main; main()", "plan", "--as-set", "--json"]
     command += ["--gpus", str(num_processes), "--gpus-per-machine", machine, "--memory", memory, script, *sys.argv[1:]]
     done = subprocess.run(command, env=outside_of_launch(), capture_output=True, text=True, check=False)
     if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1].removeprefix(
-            "hftrain plan: "
-        )
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return said[-1].removeprefix("hftrain plan: ")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

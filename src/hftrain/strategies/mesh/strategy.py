@@ -108,6 +108,11 @@ class MeshStrategy(FSDPStrategy):
         launch = read_launch()
         sizes: dict[str, Any] = {"tp": tp_size, "cp": cp_size, "pp": pp_size}
         sizes |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        if device_memory is not None and AUTO not in sizes.values():
+            reason = 'It says what "auto" may fill, and no size is "auto".'
+            raise ConfigError(
+                f"Cannot use device_memory={device_memory!r}.", reason, 'Set tp_size="auto", or leave it out.'
+            )
         # `hftrain plan` runs the script as one process, and tells what other sizes would do.
         known, machine = {} if is_weightless() else sizes, launch.local_world_size
         self.layout: Layout = layout_of(launch.world_size, known, uses=uses, machine_size=machine)

@@ -91,5 +91,5 @@ def test_sizes_that_are_named_stay(
 
 def test_notebook_names_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(ConfigError, match="no script to run"):
+    with pytest.raises(ConfigError, match="Nothing can be run again"):
         choose(ranks(4), {**NONE, "tp": "auto"}, (), None)
