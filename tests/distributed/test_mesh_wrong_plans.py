@@ -12,6 +12,7 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.mesh import strategy as module
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.tracked_count import ReadFlag, TrackedCount
 
 pytestmark = pytest.mark.distributed
 
@@ -69,14 +70,15 @@ class Heads(nn.Module):
         self.shape, self.attend = shape, nn.ModuleDict({name: nn.Linear(8, 8) for name in "qkv"})
         self.out, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("scale", torch.ones(1))
 
-    def forward(self, x: torch.Tensor, tally: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tally: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         tally += 1
         q, k, v = (part(x).view(len(x), *self.shape).transpose(1, 2) for part in self.attend.values())
         mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         found: torch.Tensor = self.drop(self.out(mixed.reshape(*x.shape[:2], -1)))
-        return found
+        return found * self.scale  # which the backward pass needs as it was
 
 
 class Stack(nn.Module):
@@ -84,9 +86,9 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: torch.Tensor, tally: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **counts: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x, tally)
+            x = layer(x, **counts)
         return x
 
 
@@ -100,15 +102,15 @@ def attend() -> dict[str, Any]:
         plan = {"layers.*.attend.*": "colwise", "layers.*.out": "rowwise"}
         strategy = create_strategy("tp", use_cpu=True, plan=plan)
         strategy.launch()
-        layers, tally = Stack(Heads(shape), Heads(shape)), torch.zeros(1)
+        layers, tally, flag = Stack(Heads(shape), Heads(shape)), torch.zeros(1), ReadFlag()
         model, optimizer = strategy.setup(
             layers, lambda m: torch.optim.SGD(m.parameters()), PrecisionPolicy(name="exact", **dtypes)
         )
         assert optimizer is not None
         try:
-            model(torch.randn(3, 6, 8), tally).sum().backward()
+            model(torch.randn(3, 6, 8), tally=tally, num_items_in_batch=TrackedCount.make(3, flag)).sum().backward()
             optimizer.step()
-            told[kind] = [tally.item(), *(layer.calls.item() for layer in layers.layers)]
+            told[kind] = [tally.item(), *(layer.calls.item() for layer in layers.layers), flag.found()]
         except StrategyError as error:
             told[kind] = str(error)
         strategy.close()
@@ -118,7 +120,7 @@ def attend() -> dict[str, Any]:
 def test_code_that_counts_all_heads_is_refused_in_the_first_forward_pass(run_distributed: Any) -> None:
     for told in run_distributed(attend, num_processes=2):
         assert "do not compute what one process does in layers.0 (Heads)" in told["counts"]
-        assert told["follows"] == [2, 1, 1]  # the comparison leaves what a block counts as it was
+        assert told["follows"] == [2, 1, 1, False]  # the comparison leaves what a block counts as it was, and unread
 
 
 def run() -> dict[str, str]:

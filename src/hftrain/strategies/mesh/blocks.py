@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -82,10 +83,10 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     """Return the outputs in evaluation mode: of the ranks, and of the whole block. Collective."""
     held = {name: parameter.detach() for name, parameter in block.named_parameters()}
     weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
-    # The block may change its buffers and arguments in place.
-    buffers = {buffer: buffer.clone() for buffer in block.buffers()}
+    # The block may change its buffers and arguments in place, and its backward pass needs those it has read.
+    buffers = [(module, *named) for module in block.modules() for named in module.named_buffers(recurse=False)]
     weights |= {name: buffer.clone() for name, buffer in block.named_buffers()}
-    mine, others = (map_tensors((args, kwargs), torch.Tensor.clone) for _ in range(2))
+    mine, others = (map_tensors((args, kwargs), methodcaller("clone")) for _ in range(2))
     modes = {module: module.training for module in block.modules()}
     kind = next(iter(weights.values())).device.type
     # Weights that autocast keeps from here would have no gradient.
@@ -95,14 +96,16 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     try:
         for module in modes:
             module.training = False
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer.clone())
         with uncached, preserved_rng(), warnings.catch_warnings():
             # Parts of parameters that are moved without gradients, as in every evaluation.
             warnings.filterwarnings("ignore", "To construct DTensor")
             # Without the hooks of the block itself: it is in a forward pass already.
             found = block.forward(*mine[0], **mine[1]), functional_call(whole, weights, *others)
     finally:
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
         for module, mode in modes.items():
             module.training = mode
     ours, theirs = ([x for x in tensors_of(each) if x.is_floating_point()] for each in found)
