@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits, and one is
 # CUDA's, set by builds of torch with CUDA that look for a GPU.
@@ -111,7 +112,11 @@ class Snapshot:
         """Name what differs now; threads and processes that are just ending get a moment to do so."""
         running, deadline = self._running(), time.monotonic() + _GRACE_S
         while running and time.monotonic() < deadline:
-            gc.collect()  # a loader's workers end when its iterator is collected
+            # A loader's workers end when its iterator is collected. Without its queues, which would be collected first,
+            # it could not tell them to, and would wait five seconds for each.
+            queues = [each._index_queues for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]
+            gc.collect()
+            del queues
             time.sleep(0.02)
             running = self._running()
         found = [f"environment variable {name}" for name in _changed(self.env, _env())]
