@@ -141,10 +141,10 @@ def kill_in_turn(pids: list[int], choose: random.Random) -> None:
         time.sleep(choose.choice((0.0, choose.uniform(0, 0.05))))
 
 
-def wait_for_commit(folder: Path, *, more_than: int) -> None:
-    """Wait until a run has committed a later step, or for a while."""
+def wait_for_commit(server: ForkServer, folder: Path, *, more_than: int) -> None:
+    """Wait until a run has committed a later step or has ended, or for a while."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not server.has_ended():
         if any(what == "committed" and step > more_than for what, step in read_diary(folder)):
             return
         time.sleep(0.005)
@@ -177,7 +177,7 @@ def check_sweep(
             is_killed = done < num_rounds
             if is_killed:
                 if choose.random() < 0.7:  # most kills are to hit a run that has something to lose
-                    wait_for_commit(folder, more_than=committed)
+                    wait_for_commit(server, folder, more_than=committed)
                     time.sleep(choose.uniform(0.0, 0.3 * duration_s))
                 else:
                     time.sleep(choose.uniform(0.0, 0.7 * duration_s))

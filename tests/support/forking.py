@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -91,6 +92,11 @@ class ForkServer:
         self._server.stdin.flush()
         self._fork = Fork(self._read())
         return self._fork
+
+    def has_ended(self) -> bool:
+        """Tell whether the processes of the call that was started last have ended."""
+        assert self._server.stdout is not None
+        return bool(select.select([self._server.stdout], [], [], 0)[0])
 
     def wait(self) -> Fork:
         """Return the call that was started last, when its processes have ended."""
