@@ -177,7 +177,8 @@ def tests_distributed(session: nox.Session) -> None:
     """Run the tests that start several real processes (gloo, on the CPU)."""
     install(session, "test")
     mark = "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees"
-    pytest(session, mark, *NO_HANG)
+    # Ranks wait for each other a third of the time.
+    pytest(session, mark, *WORKERS, *NO_HANG)
 
 
 def need_programs(session: nox.Session, packages: str, *programs: str) -> None:

@@ -135,6 +135,11 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+def has_run(name: str, accumulation: int) -> bool:
+    """Tell whether a choice trains with that accumulation: those of a name alone with both, the others with one."""
+    return accumulation > 1 or "strategy" in CHOICES[name]
+
+
 def each_choice(folder: str) -> dict[str, Any]:
     answers = {
         f"{name} {accumulation}": train(
@@ -143,6 +148,7 @@ def each_choice(folder: str) -> dict[str, Any]:
         )
         for name, choice in CHOICES.items()
         for accumulation in (1, 3)
+        if has_run(name, accumulation)
     }  # fmt: skip
     ragged = {"rows": 25, "per_device_train_batch_size": 2, **CLIPPED}
     for strategy in ("ddp", *ENGINES):
@@ -177,15 +183,17 @@ def everything(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": request.param}
-    return request.param, train(str(tmp_path_factory.mktemp("alone")), rows=ROWS, **options, **CLIPPED)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder, options = str(tmp_path_factory.mktemp("alone")), {"per_device_train_batch_size": 4, **CLIPPED}
+    return {each: train(folder, rows=ROWS, gradient_accumulation_steps=each, **options) for each in (1, 3)}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_two_processes_train_like_one(two: list[Any], alone: tuple[int, dict[str, Any]], choice: str) -> None:
-    accumulation, expected = alone
+@pytest.mark.parametrize(("choice", "accumulation"), [(x, num) for x in CHOICES for num in (1, 3) if has_run(x, num)])
+def test_two_processes_train_like_one(
+    two: list[Any], alone: dict[int, dict[str, Any]], choice: str, accumulation: int
+) -> None:
+    expected = alone[accumulation]
     first, second = (answer["choices"][f"{choice} {accumulation}"] for answer in two)
     assert first["history"] == second["history"]
     assert second["weights"] == {}

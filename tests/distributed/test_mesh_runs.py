@@ -22,7 +22,7 @@ MESHES = {
     **{"tp": (2, {}), "cp": (2, {}), "pp": (2, {}), "fsdp_tp": (4, {"tp_size": 2})},
     **{"tp_cp": (4, {"tp_size": 2}), "fsdp_pp": (4, {"pp_size": 2})},
 }
-LONG = ("tp_cp", "fsdp_pp")
+LONG = ("fsdp_tp", "tp_cp", "fsdp_pp")
 
 
 def make_rows() -> list[dict[str, torch.Tensor]]:

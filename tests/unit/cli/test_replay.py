@@ -177,12 +177,23 @@ def precise(home: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "step", "where"),
     [
-        ([], None, None),
-        (["--dropout", "0.5"], 1, "forward, blocks.1.1 (Dropout): p=0.1, inplace=False and p=0.5, inplace=False"),
-        (["--fault", "gradient"], 13, "backward, the gradient of the output of blocks.2.1 (Dropout)"),
-        (["--fault", "output"], 13, "forward, head (Linear)"),
+        pytest.param([], None, None, id="equal"),
+        pytest.param(["--fault", "output"], 13, "forward, head (Linear)", id="output"),
+        pytest.param(
+            ["--dropout", "0.5"],
+            1,
+            "forward, blocks.1.1 (Dropout): p=0.1, inplace=False and p=0.5, inplace=False",
+            id="dropout",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--fault", "gradient"],
+            13,
+            "backward, the gradient of the output of blocks.2.1 (Dropout)",
+            id="gradient",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["equal", "dropout", "gradient", "output"],
 )
 def test_runs_of_other_precision_part_by_more_than_rounding(
     home: Path, tmp_path: Path, precise: str, options: list[str], step: int | None, where: str | None
