@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -84,30 +85,26 @@ def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[l
     held = {name: parameter.detach() for name, parameter in block.named_parameters()}
     weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
     # The block may change its buffers and arguments in place, and its backward pass needs those it has read.
-    buffers = [(module, *named) for module in block.modules() for named in module.named_buffers(recurse=False)]
-    weights |= {name: buffer.clone() for name, buffer in block.named_buffers()}
-    mine, others = (map_tensors((args, kwargs), methodcaller("clone")) for _ in range(2))
-    modes = {module: module.training for module in block.modules()}
+    copied = partial(map_tensors, function=methodcaller("clone"))
+    weights |= copied(dict(block.named_buffers()))
+    mine, others = (copied((args, kwargs)) for _ in range(2))
+    before = {module: vars(module).copy() for module in block.modules()}
     kind = next(iter(weights.values())).device.type
     # Weights that autocast keeps from here would have no gradient.
     uncached = torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
     try:
-        for module in modes:
-            module.training = False
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer.clone())
+        for module, known in before.items():
+            vars(module).update(training=False, _buffers=copied(known["_buffers"]))
         with uncached, preserved_rng(), warnings.catch_warnings():
             # Parts of parameters that are moved without gradients, as in every evaluation.
             warnings.filterwarnings("ignore", "To construct DTensor")
             # Without the hooks of the block itself: it is in a forward pass already.
             found = block.forward(*mine[0], **mine[1]), functional_call(whole, weights, *others)
     finally:
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
-        for module, mode in modes.items():
-            module.training = mode
+        for module, known in before.items():
+            vars(module).update(known)
     ours, theirs = ([x for x in tensors_of(each) if x.is_floating_point()] for each in found)
     return ours, theirs
 
