@@ -166,7 +166,7 @@ def tests_slow(session: nox.Session) -> None:
 @nox.session
 def guarantees(session: nox.Session) -> None:
     """Run the long tests of the eleven guarantees; `tests` and `tests-distributed` run the short ones."""
-    install(session, "test", "s3")
+    install(session, "test", "s3", "transformers", "peft")
     session.install(*CONSTRAINTS, "moto[server]")
     # A file takes minutes, so its tests are shared out one by one.
     pytest(session, "guarantees", *WORKERS, "--dist", "load")
@@ -175,8 +175,8 @@ def guarantees(session: nox.Session) -> None:
 @nox.session(name="tests-distributed")
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests that start several real processes (gloo, on the CPU)."""
-    install(session, "test")
-    mark = "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees"
+    install(session, "test", "transformers", "peft")
+    mark = "distributed and not interop and not cuda and not deepspeed and not xla and not slow and not guarantees"
     # Ranks wait for each other a third of the time.
     pytest(session, mark, *WORKERS, *NO_HANG)
 
