@@ -156,16 +156,19 @@ def _become_rank(order: Mapping[str, Any], imports: IO[str]) -> None:
 
 def _serve() -> dict[str, Any] | None:
     """Fork for each order; returns it in the rank, None in the server at the end."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # some modules print while they are imported
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         imports = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a rank leaves this function and writes to it at its end
         gc.freeze()  # or each rank would copy and search, at its end, all that is imported: that took most of its time
         pid = os.fork()
         if pid == 0:
+            os.close(answers)
             _become_rank(order, imports)
             return order
-        os.write(1, f"{pid}\n".encode())
-        os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+        os.write(answers, f"{pid}\n".encode())
+        os.write(answers, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
         with imports:
             imports.seek(0)
             _import(imports.read())
