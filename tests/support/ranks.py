@@ -1,10 +1,10 @@
 """Ranks as `torchrun` would start them, without its seconds: each forks from a process that has imported everything.
 
 ``python ranks.py`` is such a process: each line of standard input is an order for one rank, which ends as a script
-does, uncaught errors and exit handlers included, but for what the interpreter does after them. Every rank has a process of its own to fork from, so that the ranks'
-hashes differ as they do under a launcher. What a rank had to import besides is imported where it was forked from, so
-that later ranks find it. What a launcher adds, a store that outlives every rank and an end for the
-ranks that are left when one has failed, is done here.
+does, uncaught errors and exit handlers included, but for what the interpreter does after them. Every rank has a
+process of its own to fork from, so that the ranks' hashes differ as they do under a launcher. What a rank had to
+import besides is imported where it was forked from, so that later ranks find it. What a launcher adds, a store that
+outlives every rank and an end for the ranks that are left when one has failed, is done here.
 """
 
 from __future__ import annotations
@@ -26,26 +26,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-_has_ended_well = False
-
-
-def _end_at_once() -> None:
-    """Leave out what follows the exit handlers: to free all that was imported, a rank would copy it first."""
-    if _has_ended_well:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # tests/, as pytest does
-    atexit.register(_end_at_once)  # before all others, so that it is called last
+    atexit.register(lambda: _end_at_once())  # before all others, so that it is called last
 
 from support import worker
 
 # How long the ranks that are left may take to tell why they end, too.
 _GRACE_S = 10.0
 _servers: list[_Server] = []
+_has_ended_well = False
 
 
 class _Server:
@@ -86,6 +76,14 @@ class _Server:
         line = self._process.stdout.readline()
         assert line, "The process that ranks are forked from has ended."
         return int(line)
+
+
+def _end_at_once() -> None:
+    """Leave out what follows the exit handlers: to free all that was imported, a rank would copy it first."""
+    if _has_ended_well:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @atexit.register
