@@ -135,21 +135,24 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def has_run(name: str, accumulation: int) -> bool:
-    """Tell whether a choice trains with that accumulation: those of a name alone with both, the others with one."""
-    return accumulation > 1 or "strategy" in CHOICES[name]
+PAIRS = [(choice, accumulation) for choice in CHOICES for accumulation in (1, 3)]
+# Without accumulation a choice by name alone always runs, the others where there is time.
+LONG = [pair for pair in PAIRS if pair[1] == 1 and "strategy" not in CHOICES[pair[0]]]
+SHORT = [pair for pair in PAIRS if pair not in LONG]
+
+
+def train_pairs(folder: str, pairs: list[tuple[str, int]]) -> dict[str, Any]:
+    return {
+        f"{name} {accumulation}": train(
+            f"{folder}/{name}", rows=ROWS, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+            **CLIPPED, **CHOICES[name],
+        )
+        for name, accumulation in pairs
+    }  # fmt: skip
 
 
 def each_choice(folder: str) -> dict[str, Any]:
-    answers = {
-        f"{name} {accumulation}": train(
-            f"{folder}/{name}", rows=ROWS, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
-            **CLIPPED, **choice,
-        )
-        for name, choice in CHOICES.items()
-        for accumulation in (1, 3)
-        if has_run(name, accumulation)
-    }  # fmt: skip
+    answers = train_pairs(folder, SHORT)
     ragged = {"rows": 25, "per_device_train_batch_size": 2, **CLIPPED}
     for strategy in ("ddp", *ENGINES):
         answers[f"ragged {strategy}"] = train(f"{folder}/ragged", strategy=strategy, **ragged)
@@ -189,16 +192,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     return {each: train(folder, rows=ROWS, gradient_accumulation_steps=each, **options) for each in (1, 3)}
 
 
-@pytest.mark.parametrize(("choice", "accumulation"), [(x, num) for x in CHOICES for num in (1, 3) if has_run(x, num)])
-def test_two_processes_train_like_one(
-    two: list[Any], alone: dict[int, dict[str, Any]], choice: str, accumulation: int
-) -> None:
-    expected = alone[accumulation]
-    first, second = (answer["choices"][f"{choice} {accumulation}"] for answer in two)
+def check_pair(first: dict[str, Any], second: dict[str, Any], expected: dict[str, Any]) -> None:
     assert first["history"] == second["history"]
     assert second["weights"] == {}
     assert max(entry.get("grad_norm", 0) for entry in expected["history"]) > 0.5, "else clipping would not be seen"
     close(first, expected)
+
+
+@pytest.mark.parametrize(("choice", "accumulation"), SHORT)
+def test_two_processes_train_like_one(
+    two: list[Any], alone: dict[int, dict[str, Any]], choice: str, accumulation: int
+) -> None:
+    first, second = (answer["choices"][f"{choice} {accumulation}"] for answer in two)
+    check_pair(first, second, alone[accumulation])
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_with_the_other_choices(
+    run_distributed: Any, tmp_path: Path, alone: dict[int, dict[str, Any]]
+) -> None:
+    first, second = run_distributed(train_pairs, folder=str(tmp_path), pairs=LONG, timeout_s=500)
+    for choice, accumulation in LONG:
+        pair = f"{choice} {accumulation}"
+        check_pair(first[pair], second[pair], alone[accumulation])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

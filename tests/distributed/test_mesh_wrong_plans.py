@@ -122,12 +122,8 @@ def attend() -> dict[str, Any]:
 def test_code_that_counts_all_heads_is_refused_in_the_first_forward_pass(run_distributed: Any) -> None:
     for told in run_distributed(attend, num_processes=2):
         assert "do not compute what one process does in layers.0 (Heads)" in told["counts"]
-        assert told["follows"] == [
-            2,
-            [1, 1],
-            [1, 1],
-            False,
-        ]  # the comparison leaves what a block counts as it was, and unread
+        # The comparison leaves what a block counts as it was, and the item count unread.
+        assert told["follows"] == [2, [1, 1], [1, 1], False]
 
 
 def run() -> dict[str, str]:
