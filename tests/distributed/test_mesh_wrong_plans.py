@@ -12,7 +12,6 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.mesh import strategy as module
 from hftrain.strategies.registry import create_strategy
-from hftrain.task.tracked_count import ReadFlag, TrackedCount
 
 pytestmark = pytest.mark.distributed
 
@@ -103,16 +102,16 @@ def attend() -> dict[str, Any]:
         plan = {"layers.*.attend.*": "colwise", "layers.*.out": "rowwise"}
         strategy = create_strategy("tp", use_cpu=True, plan=plan)
         strategy.launch()
-        layers, tally, flag = Stack(Heads(shape), Heads(shape)), torch.zeros(1), ReadFlag()
+        layers, tally = Stack(Heads(shape), Heads(shape)), torch.zeros(1)
         model, optimizer = strategy.setup(
             layers, lambda m: torch.optim.SGD(m.parameters()), PrecisionPolicy(name="exact", **dtypes)
         )
         assert optimizer is not None
         try:
-            model(torch.randn(3, 6, 8), tally=tally, num_items_in_batch=TrackedCount.make(3, flag)).sum().backward()
+            model(torch.randn(3, 6, 8), tally=tally, num_items_in_batch=torch.tensor(3)).sum().backward()
             optimizer.step()
             calls = [[layer.num_calls, layer.calls.item()] for layer in layers.layers]
-            told[kind] = [tally.item(), *calls, flag.found()]
+            told[kind] = [tally.item(), *calls]
         except StrategyError as error:
             told[kind] = str(error)
         strategy.close()
@@ -122,8 +121,8 @@ def attend() -> dict[str, Any]:
 def test_code_that_counts_all_heads_is_refused_in_the_first_forward_pass(run_distributed: Any) -> None:
     for told in run_distributed(attend, num_processes=2):
         assert "do not compute what one process does in layers.0 (Heads)" in told["counts"]
-        # The comparison leaves what a block counts as it was, and the item count unread.
-        assert told["follows"] == [2, [1, 1], [1, 1], False]
+        # The comparison leaves what a block counts as it was.
+        assert told["follows"] == [2, [1, 1], [1, 1]]
 
 
 def run() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Each kind of loss that transformers' models have: gradients do not depend on the split, nor `eval_loss` on the batch.
 
 The reference is the model's own loss on all samples in one batch. What has none that could be taken apart (contrastive
-losses, those with a part that mixes the samples) is weighed by samples.
+losses, those with a part that mixes the samples) is weighed by samples. Where the loss is of no known kind, a model that
+takes the item count is trained as by transformers' Trainer, which is the reference then.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Rows, at, make_arguments
+from support.tiny import Rows, make_arguments
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+import hftrain  # noqa: E402
 from hftrain import Trainer, set_seed  # noqa: E402
 from hftrain.core.tree import map_tensors  # noqa: E402
 
@@ -120,7 +122,10 @@ def clip() -> nn.Module:
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its samples as one batch, and in what its gradient and its loss are other than the whole batch's."""
+    """A model, its samples as one batch, and in what its gradient and its loss are other than the whole batch's.
+
+    A loss that is followed is of no known kind, so that its gradient is that of transformers' Trainer.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Any]]
@@ -129,6 +134,7 @@ class Kind:
     rel: float = 1e-6
     label_names: list[str] | None = None
     dtype: torch.dtype = torch.float64
+    is_followed: bool = False
 
 
 def classes(num: int = 3) -> torch.Tensor:
@@ -175,10 +181,10 @@ KINDS: dict[str, Kind] = {
     ),
     "next sentence": Kind(make("BertForNextSentencePrediction", "BertConfig", **TEXT),
                           lambda: words(labels=classes(2))),
-    "CTC, mean": Kind(make("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="mean"), transcripts),
-    # As in transformers: averaged over micro-batches, and over batches.
+    "CTC, mean": Kind(make("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="mean"), transcripts,
+                      is_followed=True),
     "CTC, sum": Kind(make("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="sum"), transcripts,
-                     gradient=1 / 3, loss=None),
+                     loss=None, is_followed=True),
     "speech to text": Kind(
         make("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=VOCABULARY, d_model=8, encoder_layers=1,
              decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
@@ -191,7 +197,8 @@ KINDS: dict[str, Kind] = {
     "classes of images": Kind(make("ViTForImageClassification", "ViTConfig", **IMAGE, num_labels=3),
                               lambda: images(labels=classes())),
     # The loss is that of enlarged logits, or of pixels, which the outputs do not give: as in transformers.
-    "segmentation": Kind(segmenter, lambda: images(labels=ragged(random(NUM_ROWS, 8, 8, high=5), 255)), None, None),
+    "segmentation": Kind(segmenter, lambda: images(labels=ragged(random(NUM_ROWS, 8, 8, high=5), 255)), loss=None,
+                         is_followed=True),
     "masked images": Kind(make("ViTForMaskedImageModeling", "ViTConfig", **IMAGE),
                           lambda: images(bool_masked_pos=masks()), None, None, label_names=["bool_masked_pos"]),
     # Divided by the boxes of a batch, and by weights of classes.
@@ -239,31 +246,47 @@ def by_hand(kind: Kind, *, size: int) -> tuple[float, torch.Tensor]:
     return sum(losses), gradient_of(model)
 
 
-def train(kind: Kind, folder: Path) -> torch.Tensor:
+def train(kind: Kind, folder: Path, library: Any = hftrain, **options: Any) -> torch.Tensor:
     """Return the gradient of a step of three micro-batches, over all samples in order."""
     found: list[torch.Tensor] = []
-    keep = at("on_pre_optimizer_step", lambda args, state, control, model, **kwargs: found.append(gradient_of(model)))
 
-    class Ordered(Trainer):
+    class Keep(library.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            found.append(gradient_of(model))
+
+    class Ordered(library.Trainer):  # type: ignore[misc,name-defined]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    arguments = make_arguments(
-        folder, per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.0,
-        learning_rate=0.0, label_names=kind.label_names,
+    arguments = library.TrainingArguments(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.0,
+        learning_rate=0.0, label_names=kind.label_names, report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no",
     )  # fmt: skip
-    trainer = Ordered(make_model(kind), arguments, train_dataset=rows_of(kind), data_collator=collate, callbacks=[keep])
-    trainer.train()
+    rows = rows_of(kind)
+    Ordered(
+        make_model(kind), arguments, train_dataset=rows, data_collator=collate, callbacks=[Keep()], **options
+    ).train()
     return found[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradient_is_that_of_the_whole_batch(tmp_path: Path, name: str) -> None:
+def test_gradient_is_that_of_the_whole_batch(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     kind = KINDS[name]
-    _, expected = by_hand(kind, size=2 if kind.gradient is None else NUM_ROWS)
-    expected = expected * (1.0 if kind.gradient is None else kind.gradient)
+    if kind.is_followed:
+        expected = train(kind, tmp_path, transformers)
+    else:
+        _, expected = by_hand(kind, size=2 if kind.gradient is None else NUM_ROWS)
+        expected = expected * (1.0 if kind.gradient is None else kind.gradient)
     scale = float(expected.abs().max())
     torch.testing.assert_close(train(kind, tmp_path), expected, rtol=kind.rel, atol=kind.rel * scale)
+    assert ("with 3 micro-batches and 1 process(es) it is 3 times a mean" in caplog.text) == kind.is_followed
+
+
+def test_a_declared_mean_over_samples_has_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    kind = KINDS["CTC, mean"]
+    _, expected = by_hand(kind, size=NUM_ROWS)
+    torch.testing.assert_close(train(kind, tmp_path, count_items="samples"), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -98,8 +98,12 @@ class Contrasts(Words):
 class Marks(Words):
     """Several yes or no answers for each sample."""
 
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        logits = self.layer(x).mean(1)[:, : labels[0].numel()]
+        return {"loss": self.loss(logits, labels.reshape(logits.shape)), "logits": logits}
+
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return binary_cross_entropy_with_logits(logits.mean(1)[:, : labels.shape[1]], labels.double())
+        return binary_cross_entropy_with_logits(logits, labels.double())
 
 
 class Ordered(Trainer):

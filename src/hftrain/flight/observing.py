@@ -14,7 +14,6 @@ from torch import nn
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.flight.fingerprint import of_tensor
-from hftrain.task.tracked_count import TrackedCount
 
 
 class Observer(TrainerCallback):
@@ -126,8 +125,7 @@ def _note(found: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
 
 def own_part(tensor: Any) -> torch.Tensor:
     """Return this process's part of a tensor, detached and dense."""
-    # To read the item count would pass for the model's reading it, which decides how its loss is weighted.
-    local: torch.Tensor = (tensor.plain if isinstance(tensor, TrackedCount) else tensor).detach()
+    local: torch.Tensor = tensor.detach()
     return local.to_local() if hasattr(local, "to_local") else local.to_dense() if local.is_sparse else local
 
 

@@ -63,7 +63,7 @@ class EvaluateHooks:
         count_items: batch -> the number of items its mean loss averages over; or, for each of `kinds`, the weight of
             its loss and its number of items.
         kinds: The kinds of item that the loss may average over, the same in every process.
-        choose_kind: Returns after the last batch which of several kinds it is; collective.
+        choose_kind: Given the mean loss by kind, returns after the last batch which kind it is; collective.
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Applied to (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
@@ -78,7 +78,7 @@ class EvaluateHooks:
     evaluate_batch: Callable[[Any], StepOutput]
     count_items: Callable[[Any], int | torch.Tensor | Mapping[str, tuple[Any, Any]]]
     kinds: tuple[str, ...] = ("",)
-    choose_kind: Callable[[], str] | None = None
+    choose_kind: Callable[[Mapping[str, float]], str] | None = None
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
@@ -130,8 +130,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self._logs = LogWindow(gather_object=group.gather_object)
         # For each kind: the sum of the losses, and the items; in double precision if the device has it, because the
         # sum must not depend on the batch size.
-        sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
-        self._loss_sums = torch.zeros(len(hooks.kinds), 2, dtype=sum_dtype, device=group.device)
+        self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
+        self._loss_sums: dict[str, list[Any]] = {kind: [0.0, 0.0] for kind in hooks.kinds}
         self._num_samples = 0
         self._order: Any = None
 
@@ -175,7 +175,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
             predictions = labels = None
         num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
         metrics = merge_reports(*reports)
-        if not num_samples and not metrics:
+        if not num_samples and not num_read and not metrics:
             warn_once(
                 "An evaluation read no sample, so it reports no metric. A stream that can be read only once was used "
                 "up by the evaluation before: let its __iter__ start again."
@@ -301,18 +301,26 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return joined if finish is None or name != "outputs" else finish(joined)
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
-        loss = loss.to(self._loss_sums)
-        for row, kind in zip(self._loss_sums, self.parts.hooks.kinds, strict=True):
-            pair = counts[kind] if isinstance(counts, dict) else (counts, counts)
-            factor, count = (torch.as_tensor(each, device=loss.device, dtype=loss.dtype) for each in pair)
-            # The mean loss of a batch without items is NaN, which must not reach the sum.
-            row += torch.stack([torch.where(count > 0, loss * factor, 0.0).reshape(()), count.reshape(())])
+        loss = loss.reshape(()).to(self._sum_dtype)
+        for kind, sums in self._loss_sums.items():
+            factor, count = counts[kind] if isinstance(counts, Mapping) else (counts, counts)
+            if isinstance(count, torch.Tensor):
+                count = count.reshape(()).to(loss, non_blocking=True)
+                factor = factor.reshape(()).to(loss, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+                # The mean loss of a batch without items is NaN, which must not reach the sum.
+                sums[0] += torch.where(count > 0, loss * factor, 0.0)
+            elif count:
+                sums[0] += loss * factor
+            sums[1] += count
 
     def _mean_loss(self) -> dict[str, float]:
-        hooks, sums = self.parts.hooks, self._sum_over_ranks(self._loss_sums).tolist()
-        chosen = hooks.kinds[0] if hooks.choose_kind is None else hooks.choose_kind()
-        total, count = sums[hooks.kinds.index(chosen)]
-        return {"loss": total / count} if count else {}
+        hooks, device = self.parts.hooks, self.parts.group.device
+        flat = [each for sums in self._loss_sums.values() for each in sums]
+        numbers = [torch.as_tensor(each, dtype=self._sum_dtype, device=device) for each in flat]
+        totals = iter(self._sum_over_ranks(torch.stack(numbers)).tolist())
+        means = {kind: total / count for kind, total, count in zip(hooks.kinds, totals, totals, strict=True) if count}
+        chosen = hooks.kinds[0] if hooks.choose_kind is None else hooks.choose_kind(means)
+        return {"loss": means[chosen]} if chosen in means else {}
 
     def _all_true(self, flag: bool) -> bool:
         return not self._sum_over_ranks(torch.tensor(int(not flag), device=self.parts.group.device))

@@ -35,6 +35,13 @@ def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torc
     return loss
 
 
+def own_loss(outputs: Any) -> torch.Tensor | None:
+    """Return the loss that a model without labels gives, as an autoencoder does; None if it gives none."""
+    parts = isinstance(outputs, (tuple, list)) and outputs
+    loss = outputs.get("loss") if isinstance(outputs, (dict, Mapping)) else outputs[0] if parts else None
+    return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
+
+
 def smoothed_loss(
     logits_BxC: torch.Tensor,
     labels_Bx: torch.Tensor,
@@ -88,9 +95,19 @@ class LabelSmoother:
 
     epsilon: float = 0.1
 
-    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False) -> torch.Tensor:
-        """Return the smoothed loss of a model's outputs (logits under ``"logits"``, or first)."""
+    def __call__(
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the smoothed loss of a model's outputs (logits under ``"logits"``, or first).
+
+        It is the mean over the labels, or their sum divided by `num_items_in_batch`.
+        """
         if isinstance(labels, Mapping):
             labels = labels["labels"]
         logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
-        return smoothed_loss(logits, labels, smoothing=self.epsilon, shift=shift_labels)
+        options: Any = {"shift": shift_labels, "num_items": num_items_in_batch}
+        return smoothed_loss(logits, labels, smoothing=self.epsilon, **options)

@@ -28,7 +28,6 @@ class ModelCall:
     Attributes:
         compiled: Called in place of the model's own code.
         autocast: Returns the context that the model runs in; its half-precision outputs are returned in float32.
-        prepare: Returns the keyword arguments to call the model with.
         observe: Called with the arguments, the keyword arguments and the outputs after each call.
     """
 
@@ -37,7 +36,6 @@ class ModelCall:
         self._before = model._compiled_call_impl
         self.compiled: Callable[..., Any] | None = None
         self.autocast: Callable[[], AbstractContextManager[Any]] | None = None
-        self.prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self.observe: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None
 
     @classmethod
@@ -50,7 +48,7 @@ class ModelCall:
         """Set attributes, and take the place of the model's call, or give it back once nothing is set."""
         for name, value in attributes.items():
             setattr(self, name, value)
-        is_on = any(each is not None for each in (self.compiled, self.autocast, self.prepare, self.observe))
+        is_on = any(each is not None for each in (self.compiled, self.autocast, self.observe))
         self._model._compiled_call_impl = self if is_on else self._before
 
     @property
@@ -65,8 +63,6 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.compiled or self._before or self.as_written
-        if self.prepare is not None:
-            kwargs = self.prepare(kwargs)
         if self.autocast is None:
             outputs = call(*args, **kwargs)
         else:

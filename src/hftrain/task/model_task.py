@@ -20,7 +20,7 @@ from hftrain.task.introspect import (
     takes_item_count,
 )
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, count_labels, counts_shifted_labels
-from hftrain.task.loss import read_loss, smoothed_loss
+from hftrain.task.loss import own_loss, read_loss, smoothed_loss
 from hftrain.task.module import TaskModule, checked_count
 
 LossFunction = Callable[..., torch.Tensor]
@@ -120,9 +120,13 @@ class ModelTask(TaskModule):
             labels,
             smoothing=self.label_smoothing,
             shift=self.is_causal,
-            num_items=num_items_in_batch if self.count_rule is None else None,
         )
         return loss, outputs
+
+    @property
+    def smoothed_items(self) -> str:
+        """The kind of items that the smoothed loss is a mean over."""
+        return SHIFTED if self.is_causal else LABELS
 
     def training_step(self, batch: Any) -> StepOutput:
         """Return the model's loss on one batch."""
@@ -154,7 +158,9 @@ class ModelTask(TaskModule):
             if labels is None and isinstance(inputs, Mapping) and not self.has_label_names:
                 labels = ()  # as documented, so that compute_metrics is called
         else:
-            loss, outputs, skipped = None, call_model(self.model, inputs, None), 0
+            outputs = call_model(self.model, inputs, None)
+            loss = own_loss(outputs) if self.returns_loss else None
+            skipped = int(loss is not None)
             if note_outputs is not None:
                 note_outputs(outputs)
         loss = None if loss is None else loss.detach()
@@ -213,7 +219,7 @@ class ModelTask(TaskModule):
         """Whether `compute_loss` returns a loss divided by the item count that it is given."""
         if self.compute_loss_func is not None:
             return self.function_takes_count
-        return self.count_rule is None and bool(self.label_smoothing or self.accepts_item_count)
+        return self.gives_count and not self.label_smoothing
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
         """Return the weight of a batch's loss by `count_items`: the number of items it averages over, 1 for a sum."""
@@ -242,27 +248,41 @@ class ModelTask(TaskModule):
             labels = labels[..., 1:]
         return count_labels(labels)
 
-    def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
+    def count_as(self, kind: str, batch: Any, *, unknown: int | None = None) -> int | torch.Tensor:
         """Return the number of items of a kind in a batch, without synchronising; 1 for ``"sum"``.
 
         Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
         shifted them (`shift_labels`). Without labels the samples are counted.
+
+        Args:
+            unknown: Returned for a batch that does not say how many samples it holds.
+
+        Raises:
+            TaskError: The number of samples is unknown, and `unknown` is None.
         """
         if kind == SUM:
             return 1
         labels = self.label_tensor(batch) if kind != SAMPLES else None
         if labels is None:
-            return self.num_samples(batch)
+            count = self.num_samples(batch) or unknown
+            if count is None:
+                raise TaskError(
+                    f"Cannot count the items of a batch of type {type(batch).__name__}.",
+                    "Batches are weighted by the number of items that their loss is a mean over, and this one holds no "
+                    "tensor with a batch dimension.",
+                    "Pass count_items= to the Trainer: a function that returns the number of items in a batch.",
+                )
+            return count
         return count_labels(labels[..., 1:] if kind == SHIFTED and batch.get("shift_labels") is None else labels)
 
-    def num_samples(self, batch: Any) -> int:
+    def num_samples(self, batch: Any) -> int | None:
         """Return the number of samples in a batch, read from its labels, the main input or else any tensor."""
         if isinstance(batch, (dict, Mapping)):
             for name in self._sample_names:
                 value = batch.get(name)
                 if isinstance(value, torch.Tensor) and value.dim():
                     return int(value.shape[0])
-        return batch_size_of(batch) or 1
+        return batch_size_of(batch)
 
     def label_tensor(self, batch: Any) -> torch.Tensor | None:
         """Return the batch's labels (`shift_labels` if the collator added them), or None."""

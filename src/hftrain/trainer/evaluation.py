@@ -37,8 +37,8 @@ from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.evaluation_mean import EvaluationMean
+from hftrain.trainer.loss_kinds import CountItemsCheck
 from hftrain.trainer.loss_normalization import LossShares
-from hftrain.trainer.proofs import CountItemsCheck
 from hftrain.trainer.reports import to_plain, with_prefix
 from hftrain.trainer.stages import Stages
 
@@ -231,7 +231,7 @@ class Evaluation:
         finish_outputs: Callable[[Any], Any] | None,
     ) -> EvaluateHooks:
         trainer, task, strategy = self._trainer, self._trainer.task, self._trainer.strategy
-        mean = self.mean = EvaluationMean(task, strategy, shares) if isinstance(task, ModelTask) else None
+        mean = self.mean = EvaluationMean(task, shares) if isinstance(task, ModelTask) else None
         is_prediction, compute_metrics = self._stages.name == "predict", None if loss_only else trainer.compute_metrics
 
         def step(batch: Any) -> StepOutput:
@@ -310,7 +310,7 @@ class Evaluation:
                 output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
                 check.see(output, inputs)
         if mean is not None:
-            output.loss = mean.see(output.loss, count)
+            output.loss = mean.see(output.loss, count, inputs)
         self._logs = output.logs
         if loss_only:
             return output.loss, None, None

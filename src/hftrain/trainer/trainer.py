@@ -107,11 +107,10 @@ from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.evaluated_weights import other_weights
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.hub import TrainerHub
-from hftrain.trainer.loss_finding import LossHooks
-from hftrain.trainer.loss_normalization import LossShares
+from hftrain.trainer.loss_kinds import CountItemsCheck
+from hftrain.trainer.loss_normalization import LossHooks, LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
-from hftrain.trainer.proofs import CountItemsCheck
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
@@ -617,7 +616,7 @@ class Trainer:
         """Take up the documented step's parts of a run; return what the manifest records of them."""
         self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
         limits = self.limits.facts
-        return [self._shares.found.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
+        return [self._shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
@@ -701,9 +700,9 @@ class Trainer:
         shares = self._shares if self._shares.is_on else None
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = None if shares is None else shares.share_of(inputs)
+        inputs = self._prepare_inputs(inputs)
         if shares is not None:
             shares.open(inputs)
-        inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = self._computing
@@ -731,15 +730,13 @@ class Trainer:
         """
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
-            watch = self._shares.found.watch
+            watch = self._shares.rule.watch
             if watch is not None and watch.is_open:
-                watch.note(inputs, outputs, takes_count=num_items_in_batch is not None and self.task.gives_count)
+                watch.add(loss, outputs, takes_count=num_items_in_batch is not None and self.task.gives_count)
             if self.args.past_index >= 0:
                 self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
             if num_items_in_batch is not None and self._shares.num_ranks > 1 and self.task.divides_by_count:
                 loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks
-            if watch is not None and watch.is_open:
-                watch.own_loss = loss
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -805,8 +802,8 @@ class Trainer:
 
     def _stop_observing(self) -> None:
         """Give the model its own call back, without autocast and observers."""
-        if self._shares.found.watch is not None:
-            self._shares.found.watch.close()
+        if self._shares.rule.watch is not None:
+            self._shares.rule.watch.close()
         if self._cast is not None:
             self._cast.set(autocast=None)
         self._cast = self._own_evaluation.mean = None
@@ -851,14 +848,16 @@ class Trainer:
     def _make_shares(self) -> LossShares:
         """Return a `LossShares` for the current hooks."""
         is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
+        model = base_model(self.model)
         if isinstance(self.task, ModelTask):
             self.task.is_causal |= self._loss_shifts_labels
         hooks = LossHooks(
             owner=type(self).__name__,
             compute_loss_func=self.compute_loss_func,
-            is_overridden=self._is_overridden,
+            overrides_loss=self._is_overridden("compute_loss"),
             accepts_count=bool(self.model_accepts_loss_kwargs),
             is_declared=is_attribute or self._accepts_declared is not None,
+            is_trusted=getattr(model, "accepts_loss_kwargs", None) is True or loss_shifts_labels(model),
             is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
             loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
             shifts_labels=self._loss_shifts_labels,
