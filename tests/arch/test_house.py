@@ -15,7 +15,7 @@ FOREIGN = {
         *("_HYBRID_SHARD_ZERO2", "_call_impl", "_comm_hooks", "_compiled_call_impl"),
         *("_fsdp_param_group", "_get_fsdp_state", "_get_lr_called_within_step", "_iterator", "_milestones"),
         *("_orig_mod", "_parameters", "_register_comm_hook", "_schedulers", "_training_state"),
-        *("_lazy_clone", "_rcvd_idx", "_send_idx", "_timeout"),
+        *("_rcvd_idx", "_send_idx", "_timeout"),
         *("_dump_fr_trace_json", "_dump_nccl_trace_json"),
     },
     "accelerate": {"_set_sync_gradients", "_shared_state"},

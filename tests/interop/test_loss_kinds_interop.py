@@ -1,8 +1,8 @@
 """Each kind of loss that transformers' models have: gradients do not depend on the split, nor `eval_loss` on the batch.
 
 The reference is the model's own loss on all samples in one batch. What has none that could be taken apart (contrastive
-losses, those with a part that mixes the samples) is weighed by samples. Where the loss is of no known kind, a model that
-takes the item count is trained as by transformers' Trainer, which is the reference then.
+losses, those with a part that mixes the samples) is weighed by samples. Where the loss is of no known kind, a model
+that takes the item count is trained as by transformers' Trainer, which is the reference then.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class DataParallelStrategy(Strategy):
             received = {"device_ids": device_ids, "use_cpu": use_cpu}
             raise ConfigError("Cannot use strategy='data_parallel'.", reason, remedy, **received)
         super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
+        self._wrapper: Callable[[], nn.Module | None] = lambda: None
         if self.num_devices > 1:
             warn_once(
                 f"One process trains on {self.num_devices} GPUs (strategy='data_parallel'), which copies the model for "
@@ -113,7 +115,13 @@ class DataParallelStrategy(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model wrapped in `Replicas`, or unchanged if it is already wrapped."""
-        return model if isinstance(model, DataParallel) else Replicas(model, device_ids=self.device_ids)
+        wrapped = model if isinstance(model, DataParallel) else Replicas(model, device_ids=self.device_ids)
+        self._wrapper = weakref.ref(wrapped)
+        return wrapped
+
+    def called(self, model: nn.Module) -> nn.Module:
+        """Return the wrapper: what is called of the model are copies."""
+        return self._wrapper() or model
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the wrapped model, because an evaluation batch is sized for all devices together."""

@@ -152,6 +152,7 @@ class ModelTask(TaskModule):
             note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
         """
         labels = self.labels_of(inputs)
+        loss: torch.Tensor | None
         if labels is not None or self._returns_loss_without_labels(inputs):
             loss, outputs = compute(inputs)
             skipped = 1

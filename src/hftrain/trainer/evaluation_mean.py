@@ -10,63 +10,62 @@ import torch
 
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.loss_kinds import COUNTED, PLAIN, TRUSTED, WEIGHTED, LossKind, is_ragged, recognise
-from hftrain.trainer.loss_normalization import ALIKE, ITEMS, LossShares
+from hftrain.trainer.loss_kinds import COUNTED, TRUSTED, WEIGHTED, LossKind, row_sizes
+from hftrain.trainer.loss_normalization import ALIKE, ITEMS, LossRule, LossShares
 
 
 class EvaluationMean:
-    """Weigh the losses of one evaluation of a plain model, by the rule of its training.
+    """Weigh the losses of one evaluation of a plain model, by the rule of the training, which is not affected.
 
     The sums of all kinds of mean are kept until the end, when the processes agree on what the losses are. A loss that
     is divided by the item count that it was given is a mean over what that counts. A loss of no known kind is weighted
     by samples, as transformers does.
-
-    Args:
-        shares: Those of the training, which know what is declared and count items; the training is not affected.
     """
 
     def __init__(self, task: ModelTask, shares: LossShares) -> None:
-        self._task, self._shares, self._rule = task, shares, shares.rule
-        hooks, self.kinds = shares.hooks, KINDS
-        said = hooks.declared(task)
-        if said is ITEMS:
+        self._task, self._shares, hooks = task, shares, shares.hooks
+        self._rule = LossRule(hooks, task, shares.rule.strategy, shares.num_ranks)
+        self._is_known, self._sizes = False, set[Any]()
+        # The numbers of items in the current batch, if it is looked at.
+        self._counts: Mapping[str, Any] = {}
+        # The item count that the loss of the current batch was given, and the items that it counts.
+        self._given, self._counted_items = None, SHIFTED if hooks.shifts_labels else LABELS
+        declared, self.kinds = self._rule.kind, tuple[str, ...](KINDS)
+        if declared is ITEMS:
             self.kinds = (task.count_rule if isinstance(task.count_rule, str) else "",)
-        elif said is not None and (said == ALIKE or said.what in KINDS):
-            self.kinds = (SAMPLES if said == ALIKE else said.what,)
-        self._counted_items = SHIFTED if hooks.shifts_labels else LABELS
-        self._left: set[str] | None = None
-        self._is_looking = False
-        # The item count that the loss of the current batch was given, and what undoes a factor of ranks in it.
-        self._given, self._factor = None, 1.0
+        elif declared is not None and (declared == ALIKE or declared.what in KINDS):
+            self.kinds = (SAMPLES if declared == ALIKE else declared.what,)
 
     def open(self, batch: Any) -> None:
         """Start to observe the loss of a batch, if it can tell more than is known."""
-        left, labels = self._left, self._task.label_tensor(batch)
-        is_open = len(self.kinds) > 1 and (left is None or len(left) > 1)
-        self._is_looking = is_open and (left is None or WEIGHTED in left or is_ragged(labels))
-        if self._is_looking and self._rule.watch is not None:
+        is_looking, num_sizes = not self._rule.is_settled, len(self._sizes)
+        if is_looking:
+            self._sizes |= row_sizes(self._task.label_tensor(batch))
+            is_new = not self._is_known or any(each.what == WEIGHTED for each in self._rule.candidates)
+            is_looking = is_new or len(self._sizes) > num_sizes
+        self._counts = {kind: self._task.count_as(kind, batch, unknown=1) for kind in KINDS} if is_looking else {}
+        if is_looking and self._rule.watch is not None:
             self._rule.watch.open(batch)
 
-    def see(self, loss: torch.Tensor | None, count: Any, batch: Any) -> torch.Tensor | None:
+    def see(self, loss: torch.Tensor | None, count: Any) -> torch.Tensor | None:
         """Return the batch's loss without a factor of ranks that its code applied; recognise what it is a mean over."""
-        self._given = None if count is None else count / self._shares.num_ranks
-        if self._is_looking and self._rule.watch is not None:
-            calls = self._rule.watch.close()
-            counts = {kind: self._task.count_as(kind, batch, unknown=1) for kind in KINDS}
-            found = None if loss is None else recognise(loss, calls, counts, count, self._shares.num_ranks)
-            if found is not None:
-                self._narrow(found)
-        return loss if loss is None or self._factor == 1 else loss * self._factor
+        num_ranks, rule = self._shares.num_ranks, self._rule
+        self._given = None if count is None else count / num_ranks
+        if self._counts and rule.watch is not None:
+            found = None if loss is None else rule.watch.recognise(loss, self._counts, count)
+            rule.watch.close()
+            self._is_known |= found is not None
+            rule.narrow(found)
+        # The count was that of all ranks.
+        is_counted = rule.kind is not None and self._items_of(rule.kind) not in (None, rule.kind.what)
+        if loss is None or num_ranks == 1 or rule.kind is None or rule.kind.is_scaled == is_counted:
+            return loss
+        return loss * num_ranks if is_counted else loss / num_ranks
 
-    def _narrow(self, found: set[LossKind]) -> None:
-        hooks = self._shares.hooks
-        trusted = (COUNTED, TRUSTED) if hooks.is_declared or hooks.is_trusted else (COUNTED,)
-        counted = {each for each in found if each.what in trusted}
-        plain = {each for each in found if each.what in (*KINDS, WEIGHTED, PLAIN)}
-        kinds = {each.what for each in plain if each.what != PLAIN} | ({self._counted_items} if counted else set())
-        self._left = kinds if self._left is None else self._left & kinds
-        if found and not any(each.is_scaled == (each in counted) for each in found):
-            self._factor = float(self._shares.num_ranks) if counted else 1 / self._shares.num_ranks
+    def _items_of(self, kind: LossKind) -> str | None:
+        """Return the items that a loss of a kind is a mean over, None if they are unknown."""
+        is_trusted = kind.what == TRUSTED and (self._shares.hooks.is_declared or self._shares.hooks.is_trusted)
+        return self._counted_items if is_trusted or kind.what == COUNTED else kind.what if kind.what in KINDS else None
 
     def weights(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """Return, for each of `kinds`, the weight of a batch's loss in the total loss, and its number of items."""
@@ -76,10 +75,8 @@ class EvaluationMean:
         counts: dict[str, Any] = {kind: self._task.count_as(kind, batch, unknown=unknown) for kind in self.kinds}
         if self._given is not None and len(self.kinds) > 1:
             counts[self._counted_items] = self._given
-        return {
-            kind: (count, self._task.count_as(SAMPLES, batch, unknown=1) if kind == SUM else count)
-            for kind, count in counts.items()
-        }
+        num_samples = self._task.count_as(SAMPLES, batch, unknown=1)
+        return {kind: (count, num_samples if kind == SUM else count) for kind, count in counts.items()}
 
     def choose(self, means: Mapping[str, float]) -> str:
         """Return the kind of mean, the same in every process; collective.
@@ -89,18 +86,13 @@ class EvaluationMean:
         """
         if len(self.kinds) == 1 or not means:
             return self.kinds[0]
-        left, strategy = set(KINDS) if self._left is None else self._left, self._rule.strategy
-        flags = [*(kind not in left for kind in KINDS), self._left is not None]
-        if strategy.world_size > 1:
-            numbers = torch.tensor([int(flag) for flag in flags], device=strategy.device)
-            flags = strategy.reduce(numbers, op="max").tolist()
-        *missing, is_told = flags
-        kinds = [kind for kind, is_gone in zip(KINDS, missing, strict=True) if not is_gone] if is_told else []
-        kinds = [kind for kind in kinds if LossKind(kind) in self._rule.candidates] or kinds
+        rule, trained = self._rule, self._shares.rule
+        rule.agree(set(rule.candidates) if self._is_known else None)
+        kinds = [items for items in map(self._items_of, rule.candidates) if items is not None]
+        kinds = [kind for kind in kinds if LossKind(kind) in trained.candidates] or kinds
         chosen = kinds[0] if kinds else SAMPLES
         if not all(math.isclose(means[kind], means[chosen], rel_tol=1e-6) for kind in kinds or (LABELS,)):
-            if kinds:
-                self._rule.warn_of_ambiguity(chosen)
-            else:
-                self._rule.warn("eval_loss weights batches by their samples, so it depends on the batch size")
+            by = chosen.replace("_", " ")
+            treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
+            trained.warn(treatment, is_ambiguous=bool(kinds))
         return chosen

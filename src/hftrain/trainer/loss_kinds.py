@@ -7,7 +7,7 @@ have; a loss that equals one of them to rounding is of that kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
+MEANS = (LABELS, SHIFTED, SAMPLES)
 # A sum divided by the item count that the step was given; a mean with a weight for each class, which labels of a single
 # class do not show; a model's own loss of an unknown kind, which was given the count (transformers trusts that it
 # divides by it) or was not.
 COUNTED, WEIGHTED, TRUSTED, PLAIN = "counted", "weighted", "trusted", "plain"
-WHATS = (LABELS, SHIFTED, SAMPLES, SUM, COUNTED, WEIGHTED, TRUSTED, PLAIN)
 
 # How far equal losses may be apart, by the loss's dtype: sums are taken in another order, and 16 bits round.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 3e-4, torch.bfloat16: 2e-3}
@@ -35,107 +35,105 @@ _MOST_ELEMENTS = 1 << 24  # of the logits that are cast at once
 
 
 class LossKind(NamedTuple):
-    """What a loss is: one of `WHATS`, and whether it was multiplied by the number of ranks, to undo the mean there."""
+    """What a loss is, and whether it was multiplied by the number of ranks, to undo the mean over them."""
 
     what: str
     is_scaled: bool = False
 
 
-class Call(NamedTuple):
-    """A call of the model: its loss, before user code could change it in place, its logits, and the labels it got.
+# The likeliest first.
+EVERY_KIND = [
+    LossKind(what, is_scaled)
+    for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, PLAIN)
+    for is_scaled in (False, True)
+]
 
-    `what` says what the loss is if hftrain has made it.
-    """
+
+class Call(NamedTuple):
+    """A call of the model: its loss, before user code could change it in place, its logits, and the labels it got."""
 
     loss: float | None
-    logits: torch.Tensor | None = None
-    labels: Any = None
-    takes_count: bool = False
-    what: str | None = None
+    logits: torch.Tensor | None
+    labels: Any
+    takes_count: bool
 
 
-class CallWatch:
-    """Observe the calls of a plain model while one loss is computed."""
+class LossWatch:
+    """Observe the calls of a plain model while one loss is computed, and recognise the loss."""
 
-    def __init__(self, task: ModelTask, strategy: Strategy) -> None:
-        self._task, self._strategy, self.model = task, strategy, strategy.unwrap(task.model)
-        self._called, self._calls, self._labels = self.model, list[Call](), None
-        # Copies on several devices run in the model's place, and cannot be observed.
-        self._has_copies, self.is_open = getattr(strategy, "num_devices", 1) > 1, False
+    def __init__(self, task: ModelTask, strategy: Strategy, num_ranks: int) -> None:
+        self._task, self._strategy, self._num_ranks = task, strategy, num_ranks
+        self.model = self._called = strategy.unwrap(task.model)
+        self._calls: list[Call] = []
+        self._labels: torch.Tensor | None = None
 
     def open(self, batch: Any) -> None:
         """Start to observe. Labels are taken now, because a loss may take them away from the batch."""
-        self._labels, self._calls, self.is_open = self._task.label_tensor(batch), [], True
-        if not self._has_copies:
-            self._called = self._strategy.called(self.model)
-            ModelCall.of(self._called).set(observe=self._see)
+        self._labels, self._calls = self._task.label_tensor(batch), []
+        self._called = self._strategy.called(self.model)
+        ModelCall.of(self._called).set(observe=self._see)
 
     def close(self) -> list[Call]:
         """Stop observing, and return the calls; safe to call twice."""
         ModelCall.of(self._called).set(observe=None)
-        calls, self._calls, self._labels, self.is_open = self._calls, [], None, False
+        calls, self._calls, self._labels = self._calls, [], None
         return calls
 
-    def add(self, loss: torch.Tensor, outputs: Any, *, takes_count: bool) -> None:
-        """Note what the documented compute_loss has computed: a loss that is hftrain's own, or a call of copies."""
-        if self._task.label_smoothing and self._task.compute_loss_func is None:
-            self._calls.append(Call(float(loss.detach()), what=self._task.smoothed_items))
-        elif self._has_copies:
-            self._add_call(outputs, self._labels, takes_count=takes_count)
-
-    def _add_call(self, outputs: Any, labels: Any, *, takes_count: bool) -> None:
+    def _see(self, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        if not self._strategy.has_outputs(self.model):
+            return
+        named = {**dict(zip(forward_parameters(self.model), args, strict=False)), **kwargs}
         if not isinstance(outputs, Mapping):
             values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             outputs = {"logits" if tensor.dim() else "loss": tensor for tensor in reversed(tensors)}
-        loss, logits = outputs.get("loss"), outputs.get("logits")
+        loss, logits, labels = outputs.get("loss"), outputs.get("logits"), self._task.label_tensor(named)
         number = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-        self._calls.append(Call(number, logits.detach() if torch.is_tensor(logits) else None, labels, takes_count))
+        logits = logits.detach() if isinstance(logits, torch.Tensor) else None
+        takes_count = named.get("num_items_in_batch") is not None
+        self._calls.append(Call(number, logits, self._labels if labels is None else labels, takes_count))
 
-    def _see(self, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        if self._strategy.has_outputs(self.model):
-            named = {**dict(zip(forward_parameters(self.model), args, strict=False)), **kwargs}
-            labels = self._task.label_tensor(named)
-            takes_count = named.get("num_items_in_batch") is not None
-            self._add_call(outputs, self._labels if labels is None else labels, takes_count=takes_count)
+    def recognise(self, loss: torch.Tensor, counts: Mapping[str, Any], total: Any) -> set[LossKind] | None:
+        """Stop observing, and return all that a loss can be by its value; None if it cannot tell anything.
 
-
-def recognise(
-    loss: torch.Tensor, calls: Sequence[Call], counts: Mapping[str, Any], total: Any, num_ranks: int
-) -> set[LossKind] | None:
-    """Return everything that a loss can be by its value; None if the value cannot tell anything.
-
-    Args:
-        counts: The batch's numbers of items; a mean over other numbers of them cannot be weighted.
-        total: The item count that the loss may have been divided by, or None.
-        num_ranks: What the loss may have been multiplied by.
-    """
-    value, tolerance = float(loss.detach()), TOLERANCES.get(loss.dtype, 2e-3)
-    # A small loss is the difference of larger numbers, whose rounding it has.
-    logits = [call.logits for call in calls if call.logits is not None and call.logits.numel()]
-    least = tolerance / 20 * max([1.0, *(float(each.abs().max()) for each in logits)])
-    if not math.isfinite(value) or abs(value) < 50 * least:
-        return None
-    is_close = partial(math.isclose, rel_tol=tolerance, abs_tol=least)
-    found = set()
-    for call in calls:
-        means = list(means_of(call.logits, call.labels))
-        values = [(mean, kind) for kind, mean, num in means if kind == SUM or num == counts.get(kind)]
-        counted = [mean * num / float(total) for kind, mean, num in means if total and kind in (LABELS, SHIFTED)]
-        if call.loss is not None:
-            is_mean = call.what or any(is_close(call.loss, mean) for _, mean, _ in means)
-            is_counted = call.takes_count and not is_mean
-            if not (is_counted and any(is_close(call.loss, each) for each in counted)):
-                values.append((call.loss, call.what or (TRUSTED if is_counted else PLAIN)))
-        values += [(each, COUNTED) for each in counted]
-        if means and _has_one_class(call.labels):
-            values += [(mean, WEIGHTED) for kind, mean, _ in means if kind in (LABELS, SHIFTED)]
-        found |= {LossKind(what) for each, what in values if is_close(value, each)}
-        found |= {LossKind(what, True) for each, what in values if num_ranks > 1 and is_close(value, each * num_ranks)}
-    return found
+        Args:
+            counts: The batch's numbers of items; a mean over other numbers of them cannot be weighted.
+            total: The item count that the loss may have been divided by, or None.
+        """
+        calls, value, tolerance = self.close(), float(loss.detach()), TOLERANCES.get(loss.dtype, 2e-3)
+        # A small loss is the difference of larger numbers, whose rounding it has.
+        largest = [float(call.logits.abs().max()) for call in calls if call.logits is not None and call.logits.numel()]
+        least = tolerance / 20 * max([1.0, *largest])
+        # The last stage of a pipeline sees what the model returns.
+        if not math.isfinite(value) or abs(value) < 50 * least or self._strategy.has_outputs(self.model) is None:
+            return None
+        is_close = partial(math.isclose, rel_tol=tolerance, abs_tol=least)
+        smoothed = self._task.label_smoothing if self._task.compute_loss_func is None else 0.0
+        values = [
+            each
+            for call in calls
+            for smoothing in {0.0, smoothed}
+            for each in _values(call, counts, total, smoothing, is_close)
+        ]
+        scales = (1, self._num_ranks)[: 1 + (self._num_ranks > 1)]
+        return {LossKind(what, scale > 1) for each, what in values for scale in scales if is_close(value, each * scale)}
 
 
-def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, float, int]]:
+def _values(
+    call: Call, counts: Mapping[str, Any], total: Any, smoothing: float, is_close: Callable[..., bool]
+) -> Iterator[tuple[float, str]]:
+    """Yield the values that a loss could have after a call of the model, each with what it then is."""
+    means = list(means_of(call.logits, call.labels, smoothing))
+    yield from ((mean, kind) for kind, mean, num in means if kind not in MEANS or num == counts.get(kind))
+    counted = [mean * num / float(total) for kind, mean, num in means if total and kind in (LABELS, SHIFTED)]
+    yield from ((each, COUNTED) for each in counted)
+    if call.loss is not None:
+        is_unknown = call.takes_count and not any(is_close(call.loss, mean) for _, mean, _ in means)
+        if not (is_unknown and any(is_close(call.loss, each) for each in counted)):
+            yield call.loss, TRUSTED if is_unknown else PLAIN
+
+
+def means_of(logits: torch.Tensor | None, labels: Any, smoothing: float = 0.0) -> Iterator[tuple[str, float, int]]:
     """Yield each kind of mean of a model's outputs: the kind, the loss, and the number of items.
 
     The losses are the cross-entropy for class labels, the squared error and the binary cross-entropy for others.
@@ -150,11 +148,13 @@ def means_of(logits: torch.Tensor | None, labels: Any) -> Iterator[tuple[str, fl
                 yield LABELS, float(binary_cross_entropy_with_logits(logits, targets)), labels.numel()
             return
         for kind, scores, classes in _layouts(logits, labels.to(logits.device)):
-            sums, counts = _sums(scores, classes)
+            sums, counts = _sums(scores, classes, smoothing)
             if not (num := int(counts.sum())):
                 continue
             yield kind, float(sums.sum()) / num, num
             yield SUM, float(sums.sum()), num
+            if bool((classes[classes != IGNORED_LABEL].diff() == 0).all()):
+                yield WEIGHTED, float(sums.sum()) / num, num
             if labels.dim() > 1:  # otherwise a sample has one label, and its mean is that label's
                 yield SAMPLES, float((sums / counts.clamp(min=1)).mean()), len(labels)
 
@@ -169,7 +169,7 @@ def _layouts(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[str, 
         yield LABELS, logits.movedim(1, -1), labels
 
 
-def _sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sample's sum of cross-entropies and its number of labels; no labels if some are no classes."""
     num_classes, marks = logits.shape[-1], labels != IGNORED_LABEL
     counts = marks.reshape(len(labels), -1).sum(1).to("cpu", torch.float64)
@@ -177,24 +177,23 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
         return counts * 0, counts * 0
     rows, dtype = max(1, _MOST_ELEMENTS // num_classes), torch.promote_types(logits.dtype, torch.float32)
     flat = zip(torch.split(logits.reshape(-1, num_classes), rows), torch.split(labels.reshape(-1), rows), strict=True)
-    each = torch.cat([cross_entropy(part.to(dtype), goal.long(), reduction="none") for part, goal in flat])
+    entropy = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+    each = torch.cat([entropy(part.to(dtype), goal.long()) for part, goal in flat])
     return each.to("cpu", torch.float64).reshape(len(labels), -1).sum(1), counts
 
 
-def _has_one_class(labels: torch.Tensor) -> bool:
-    return not labels.is_floating_point() and len(labels[labels != IGNORED_LABEL].unique()) == 1
-
-
-def is_ragged(labels: Any) -> bool:
-    """Return whether the samples of a batch hold unequal numbers of labels; reads from the device."""
-    is_table = isinstance(labels, torch.Tensor) and labels.dim() > 0
-    return is_table and len((labels != IGNORED_LABEL).reshape(len(labels), -1).sum(1).unique()) > 1
+def row_sizes(labels: Any) -> set[tuple[int, ...]]:
+    """Return the numbers of labels, and of shifted labels, that the samples of a batch hold; reads from the device."""
+    if not isinstance(labels, torch.Tensor) or not labels.dim():
+        return set()
+    marks = (labels != IGNORED_LABEL).reshape(len(labels), -1)
+    return set(map(tuple, torch.stack([marks.sum(1), marks[:, 1:].sum(1)], 1).tolist()))
 
 
 class CountItemsCheck:
     """Compare a task's default `count_items` with what its loss is a mean over, in the first batch that can tell.
 
-    Such a batch is ragged, and its step returns outputs and labels. Eight batches are looked at, which waits for the
+    Such a batch's samples hold unequal numbers of labels, and its step returns outputs and labels. Eight batches are looked at, which waits for the
     device. A task's own `count_items` is a declaration.
     """
 
@@ -207,11 +206,11 @@ class CountItemsCheck:
             return
         self._num_left -= 1
         logits = output.outputs.get("logits") if isinstance(output.outputs, Mapping) else output.outputs
-        if not isinstance(logits, torch.Tensor) or output.loss.dtype.itemsize < 4 or not is_ragged(output.labels):
+        if not isinstance(logits, torch.Tensor) or output.loss.dtype.itemsize < 4 or len(row_sizes(output.labels)) < 2:
             return
         is_close = partial(math.isclose, float(output.loss.detach()), rel_tol=TOLERANCES[output.loss.dtype])
         means = means_of(logits.detach(), output.labels)
-        numbers = {kind: num for kind, mean, num in means if kind != SUM and is_close(mean)}
+        numbers = {kind: num for kind, mean, num in means if kind in MEANS and is_close(mean)}
         if len(numbers) != 1:
             return
         self._num_left = 0

@@ -26,17 +26,16 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import takes_item_count
-from hftrain.task.items import LABELS, SAMPLES, SHIFTED
+from hftrain.task.items import LABELS, SAMPLES
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, checked_count
-from hftrain.trainer.loss_kinds import COUNTED, PLAIN, TRUSTED, WEIGHTED, WHATS, CallWatch, LossKind, recognise
+from hftrain.trainer.loss_kinds import COUNTED, EVERY_KIND, MEANS, PLAIN, TRUSTED, WEIGHTED, LossKind, LossWatch
 
 Count = int | torch.Tensor
 Counts = Mapping[str, Any]
 
 logger = get_logger(__name__)
 
-MEANS = (LABELS, SHIFTED, SAMPLES)
 # A mean over what `count_items` counts, and transformers' treatments of a loss of an unknown kind: use it as it is,
 # trusting that it is divided by the item count and scaled, or average it over micro-batches.
 ITEMS, AS_IS, ALIKE = LossKind("items"), LossKind(TRUSTED, is_scaled=True), LossKind(PLAIN)
@@ -44,30 +43,17 @@ ITEMS, AS_IS, ALIKE = LossKind("items"), LossKind(TRUSTED, is_scaled=True), Loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossHooks:
-    """The parts of a Trainer that affect the loss of a step.
+    """The parts of a Trainer that affect the loss of a step."""
 
-    Args:
-        owner: The name of the Trainer's class.
-        compute_loss_func: The Trainer's argument: None, a function, or another library's marker.
-        overrides_loss: Whether the user's class overrides `compute_loss`.
-        accepts_count: The documented `model_accepts_loss_kwargs`.
-        is_declared: Whether the user's class has set that.
-        is_trusted: Whether the model's class says that it divides its loss by the count: by `accepts_loss_kwargs`, or
-            as one of transformers' decoders.
-        is_scaled: The documented `loss_is_scaled_for_ga`, None if it is not set.
-        loss_takes_count: Whether `compute_loss` takes the count; in its older form it does not.
-        shifts_labels: The attribute `_loss_shifts_labels` of transformers' Trainer.
-    """
-
-    owner: str
-    compute_loss_func: Any
-    overrides_loss: bool
-    accepts_count: bool
-    is_declared: bool
-    is_trusted: bool
-    is_scaled: bool | None
-    loss_takes_count: bool
-    shifts_labels: bool
+    owner: str  # the name of the Trainer's class
+    compute_loss_func: Any  # None, a function, or another library's marker for one
+    overrides_loss: bool  # the class overrides compute_loss
+    accepts_count: bool  # the documented model_accepts_loss_kwargs
+    is_declared: bool  # the class, or its user, has set that
+    is_trusted: bool  # the model declares that it divides by the count, or is one of transformers' decoders
+    is_scaled: bool | None  # the documented loss_is_scaled_for_ga, if it is set
+    loss_takes_count: bool  # compute_loss takes the count; in its older form it does not
+    shifts_labels: bool  # the attribute _loss_shifts_labels of transformers' Trainer
     get_batch_samples: Callable[..., Any]
 
     @property
@@ -101,92 +87,75 @@ class LossHooks:
 
 
 class LossRule:
-    """What a loss is, the same on all processes.
+    """What a loss is.
 
     Attributes:
         kind: None as long as nothing is known, and if no kind was recognised.
-        candidates: What the loss can still be.
+        candidates: What the loss can still be, the likeliest first.
         is_settled: Whether no further batch is looked at.
         watch: Observes a plain model.
         has_warned: Whether its one warning has been given, or is not needed.
     """
 
-    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, *, num_ranks: int) -> None:
-        self.hooks, self.strategy, self.num_ranks = hooks, strategy, num_ranks
+    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, num_ranks: int) -> None:
+        self.hooks, self.strategy = hooks, strategy
+        self.watch = None if task is None else LossWatch(task, strategy, num_ranks)
         self.kind, self.candidates = hooks.declared(task), list[LossKind]()
         self.is_declared = self.is_settled = self.has_warned = self.kind is not None
-        self.watch = None if task is None else CallWatch(task, strategy)
 
-    def look(self, loss: torch.Tensor, counts: Counts, total: Any) -> bool:
-        """Look at the loss of a micro-batch; return whether it told anything, on any process. Collective."""
-        assert self.watch is not None
-        # The last stage of a pipeline sees what the model returns.
-        is_elsewhere, calls = self.strategy.has_outputs(self.watch.model) is None, self.watch.close()
-        found = None if is_elsewhere else recognise(loss, calls, counts, total, self.num_ranks)
-        every = [LossKind(what, is_scaled) for what in WHATS for is_scaled in (False, True)]
-        flags = [int(found is not None and each not in found) for each in every] + [int(found is not None)]
-        if self.strategy.world_size > 1:
-            flags = self.strategy.reduce(torch.tensor(flags, device=self.strategy.device), op="max").tolist()
-        *missing, is_told = flags
+    def narrow(self, found: set[LossKind] | None) -> None:
+        """Exclude what a loss cannot be by one batch; None excludes nothing."""
+        if found is not None:
+            left = [each for each in self.candidates or EVERY_KIND if each in found]
+            self.candidates = [each for each in left if each.what not in (TRUSTED, PLAIN)] or left
+            self.kind, self.is_settled = next(iter(self.candidates), None), len(self.candidates) < 2
+
+    def agree(self, found: set[LossKind] | None) -> bool:
+        """Exclude what a batch excludes on any process; return whether it told anything. Collective."""
+        missing = [int(found is not None and each not in found) for each in EVERY_KIND]
+        flags = torch.tensor([*missing, int(found is not None)], device=self.strategy.device)
+        *missing, is_told = self.strategy.reduce(flags, op="max").tolist()
         if is_told:
-            left = [each for each, is_gone in zip(every, missing, strict=True) if not is_gone]
-            left = [each for each in left if not self.candidates or each in self.candidates]
-            self._keep([each for each in left if each.what not in (TRUSTED, PLAIN)] or left)
+            self.narrow({each for each, is_missing in zip(EVERY_KIND, missing, strict=True) if not is_missing})
         return bool(is_told)
-
-    def _keep(self, candidates: list[LossKind]) -> None:
-        self.candidates, self.is_settled = candidates, len(candidates) < 2
-        self.kind = candidates[0] if candidates else None
-
-    def warn(self, treatment: str) -> None:
-        """Say once how a loss of an unknown kind is treated."""
-        self._warn(
-            f"Cannot prove what the loss of {self._maker} is a mean over. As in transformers, {treatment}. Pass "
-            'count_items= to the Trainer ("labels", "samples", or a function of the batch) to weight it by these '
-            "items; or set loss_is_scaled_for_ga in the Trainer's class: True if it is divided for the whole step "
-            "already, False if it is the mean over a micro-batch."
-        )
-
-    def warn_of_ambiguity(self, what: str) -> None:
-        """Say once that the items by which batches are weighted may be the wrong ones."""
-        self._warn(
-            f"The loss of {self._maker} is the mean over {what.replace('_', ' ')}, and in the batches seen so far the "
-            "mean over samples is the same number. It is weighted by their number, which differs between batches. If "
-            'it is the mean over samples, pass count_items="samples" to the Trainer; '
-            f'count_items="{what}" keeps this without a warning.'
-        )
-
-    def _warn(self, message: str) -> None:
-        if not self.has_warned and self.strategy.is_main:
-            logger.warning(message)
-        self.has_warned = True
 
     @property
     def _maker(self) -> str:
         if self.hooks.overrides_loss:
             return f"{self.hooks.owner}.compute_loss"
-        is_function = self.hooks.compute_loss_func is not None or self.watch is None
-        return "compute_loss_func" if is_function else type(self.watch.model).__name__  # type: ignore[union-attr]
+        is_model = self.hooks.compute_loss_func is None and self.watch is not None
+        return type(self.watch.model).__name__ if is_model and self.watch else "compute_loss_func"
+
+    def warn(self, treatment: str, *, is_ambiguous: bool = False) -> None:
+        """Log the one warning about a loss, of an unknown kind or of several possible ones."""
+        if not self.has_warned and self.strategy.is_main:
+            unknown = "which of several equal means it is" if is_ambiguous else "what it is a mean over"
+            logger.warning(
+                f"Cannot prove of the loss of {self._maker} {unknown}. {treatment}. To choose the weights of batches, "
+                'pass count_items="labels", "samples" or a function of the batch to the Trainer; or set '
+                "loss_is_scaled_for_ga in its class: True if the loss is divided for the whole step already, False if "
+                "it is the mean over a micro-batch."
+            )
+        self.has_warned = True
 
     @property
     def fact(self) -> InManifest:
         """What a checkpoint's manifest records, so that a resumed run weights batches as the uninterrupted one."""
-        name = "loss_finding"
-        return InManifest(lambda: {name: self._state()}, lambda facts: self._load(facts.get(name)))
 
-    def _state(self) -> dict[str, Any] | None:
-        is_known = not self.is_declared and (self.is_settled or self.candidates)
-        return {"left": [list(each) for each in self.candidates], "of": self._maker} if is_known else None
+        def state() -> dict[str, Any]:
+            is_known = not self.is_declared and (self.is_settled or self.candidates)
+            return {"loss_finding": {"left": list(map(list, self.candidates)), "of": self._maker} if is_known else None}
 
-    def _load(self, state: Mapping[str, Any] | None) -> None:
-        if state is None or self.is_declared or state.get("left") is None:
-            return
-        if state.get("of", self._maker) == self._maker:
-            self._keep([LossKind(*each) for each in state["left"] if each[0] in WHATS])
-        else:
-            logger.warning(
-                "The loss is not that of the checkpoint but that of %s: it is recognised again.", self._maker
-            )
+        def load(facts: Mapping[str, Any]) -> None:
+            found = facts.get("loss_finding")
+            if found is None or found.get("left") is None or self.is_declared:
+                return
+            if found.get("of", self._maker) == self._maker:
+                self.narrow({LossKind(*each) for each in found["left"]})
+            else:
+                logger.warning("The loss is not that of the checkpoint but that of %s.", self._maker)
+
+        return InManifest(state, load)
 
 
 class LossShares:
@@ -200,15 +169,14 @@ class LossShares:
     def __init__(self, args: TrainingArguments, strategy: Strategy, task: TaskModule, hooks: LossHooks) -> None:
         self._data, self._task, self.hooks = strategy.data, task, hooks
         self._accumulates = args.gradient_accumulation_steps > 1
-        # The number of micro-batches of the current step.
-        self.num_micro_batches = args.gradient_accumulation_steps
+        self.num_micro_batches = args.gradient_accumulation_steps  # of the current step
         self.num_ranks = strategy.data.world_size if args.average_tokens_across_devices else 1
         is_mesh = self._data.world_size < strategy.world_size  # where a copied compute_loss may be too large
         self.is_on = self._accumulates or self.num_ranks > 1 or (is_mesh and hooks.overrides_loss)
         self.plain = task if isinstance(task, ModelTask) else None
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
-        self.rule = LossRule(hooks, self.plain, strategy, num_ranks=self.num_ranks)
+        self.rule = LossRule(hooks, self.plain, strategy, self.num_ranks)
         self.has_weighed = self._is_paused = self._is_looking = False
         self._num_whole, self._sizes = 0, set[Any]()
         self._counted: dict[int, tuple[Any, Counts]] = {}
@@ -238,9 +206,9 @@ class LossShares:
                 # The user's count, if any, is the total; a plain model's loss may be divided by it.
                 self._totals = {} if num_items is not None else self._totals
             elif not self.rule.is_settled:
-                is_same = bool(self.rule.candidates) and not any(
-                    self._differ(share, num_items) for _, share in self._counted.values()
-                )
+                # Which of the possible kinds it is matters where they weight a micro-batch differently.
+                shares = [share for _, share in self._counted.values()]
+                is_same = bool(self.rule.candidates) and not any(self._differ(each, num_items) for each in shares)
                 self._is_looking = not self.rule.strategy.all_true(is_same)
         return batches, num_items
 
@@ -251,17 +219,26 @@ class LossShares:
             return given  # type: ignore[no-any-return]
         kinds = self._kinds()
         counts = [self._count_kinds(batch, kinds) for batch in batches]
-        self._counted = dict(zip(map(id, batches), zip(batches, counts, strict=True), strict=True))
-        sums = [sum(each[kind] for each in counts) for kind in kinds]
-        totals, wait = self._over_ranks(sums if given is None else [*sums, given])
+        self._counted = {id(batch): (batch, each) for batch, each in zip(batches, counts, strict=True)}
+        totals = [sum(each[kind] for each in counts) for kind in kinds] + [given] * (given is not None)
+        if self.num_ranks > 1 and totals:
+            # It moves the counts to the device without waiting.
+            summed, self._wait = self._data.reduce_later(
+                torch.stack([torch.as_tensor(each).squeeze() for each in totals])
+            )
+            totals = list(summed)
         self._totals = dict(zip((*kinds, COUNTED), totals, strict=False))
         if given is None:
             # Not read before the loss is weighted, so the reduction and the forward pass overlap.
-            self._wait = wait
             return totals[0] if self.plain is None else None
-        wait()
+        self._end_wait()
         # The loss of a step without labels is shown as NaN, but no 0 / 0 reaches its gradient.
         return totals[-1].clamp(min=1)  # type: ignore[no-any-return]
+
+    def _end_wait(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
     def _given(self, batches: list[Any]) -> Any:
         """Return this rank's `num_items_in_batch` for user code and models; None where transformers has none."""
@@ -282,25 +259,13 @@ class LossShares:
     def _count_kinds(self, batch: Any, kinds: tuple[str, ...]) -> Counts:
         task, plain = self._task, self.plain
         if kinds != (ITEMS.what,):
-            # transformers trains on batches of unknown size, too.
+            # An override trains on batches of unknown size in transformers, too.
             unknown = None if self.hooks.is_plain and self._accumulates else 1
             return {kind: _known(plain.count_as(kind, batch, unknown=unknown)) for kind in kinds} if plain else {}
         is_countable = plain is not None or type(task).count_items is not TaskModule.count_items
         if is_countable or self._accumulates or batch_size_of(batch) is not None:
             return {ITEMS.what: _known(checked_count(task.count_items(batch), task.count_items))}
-        # One per batch, as DDP weights it.
-        return {ITEMS.what: 1}
-
-    def _over_ranks(self, counts: list[Any]) -> tuple[list[Any], Callable[[], Any]]:
-        """Return the sums of counts over all ranks, which are valid after calling the function."""
-        if self.num_ranks == 1 or not counts:
-            return counts, lambda: None
-        # reduce_later moves the counts to the device without waiting.
-        if len(counts) == 1:
-            total, wait = self._data.reduce_later(torch.as_tensor(counts[0]))
-            return [total], wait
-        totals, wait = self._data.reduce_later(torch.stack([torch.as_tensor(each).reshape(()) for each in counts]))
-        return list(totals), wait
+        return {ITEMS.what: 1}  # one per batch, as DDP weights it
 
     def count_for_evaluation(self, batch: Any) -> Count | None:
         """Return the count to pass to the loss of an evaluation batch, or None.
@@ -320,8 +285,8 @@ class LossShares:
         counts = self._count_kinds(batch, self._kinds())
         if self._num_whole:
             return {**counts, "part": self._num_samples(batch) / self._num_whole}
-        is_known = self.plain is None or self.rule.kind is ITEMS
-        return counts if is_known or any(counts.items() <= each.items() for _, each in self._counted.values()) else {}
+        is_sure = self.rule.kind is ITEMS
+        return counts if is_sure or any(counts.items() <= each.items() for _, each in self._counted.values()) else {}
 
     def split(self, batch: Any) -> None:
         """Say which batch the next micro-batches are parts of; None for none."""
@@ -345,12 +310,10 @@ class LossShares:
         DDP averages gradients over ranks: if the count is over all ranks, the averaging is undone.
         """
         self.has_weighed = True
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-        if self._is_looking and not self._is_paused:
+        self._end_wait()
+        if self._is_looking and not self._is_paused and self.rule.watch is not None:
             # A loss that is NaN, because the batch has no labels, tells nothing: the next one may.
-            self._is_looking = not self.rule.look(loss, share, num_items)
+            self._is_looking = not self.rule.agree(self.rule.watch.recognise(loss, share, num_items))
             if self._is_looking and not share.get(LABELS, 1) and not bool(torch.isfinite(loss)):
                 return _scaled(loss, 0, 1, self._total(LABELS, num_items))
         kind = self.rule.kind or self.hooks.followed(has_count=num_items is not None)
@@ -358,8 +321,8 @@ class LossShares:
             kind = LossKind(PLAIN, kind.is_scaled)
         if not self.rule.has_warned:
             self._warn(kind, share, num_items)
-        num_ranks = 1 if kind.is_scaled else self.num_ranks
         if kind.what in share:
+            num_ranks = 1 if kind.is_scaled else self.num_ranks
             return _scaled(loss, share[kind.what], num_ranks, self._total(kind.what, num_items))
         factor, total = self._weight(kind, share, num_items), _known((self._totals or {}).get(COUNTED, 1))
         weighed = loss if factor == 1 else loss * factor
@@ -376,32 +339,34 @@ class LossShares:
 
     def _weight(self, kind: LossKind, share: Counts, num_items: Count | None) -> Any:
         """Return the factor of a loss of a kind."""
+        num_ranks = 1 if kind.is_scaled else self.num_ranks
         if kind.what in share:
-            num_ranks = 1 if kind.is_scaled else self.num_ranks
             return share[kind.what] * num_ranks / max(float(self._total(kind.what, num_items)), 1.0)
         if kind.what in (COUNTED, TRUSTED):
-            return 1 if kind.is_scaled else self.num_ranks
-        return share.get("part", 1) / self.num_micro_batches / (self.num_ranks if kind.is_scaled else 1)
+            return num_ranks
+        return share.get("part", 1) / self.num_micro_batches * num_ranks / self.num_ranks
 
     def _differ(self, share: Counts, num_items: Count | None, without: str = "") -> bool:
-        """Return whether the kinds that are still possible give a micro-batch different weights."""
-        kinds = [each for each in self.rule.candidates if each.what != without]
-        weights = [float(self._weight(each, share, num_items)) for each in kinds]
+        """Return whether the possible kinds give a micro-batch different weights."""
+        weights = [float(self._weight(each, share, num_items)) for each in self.rule.candidates if each.what != without]
         return max(weights) - min(weights) > 1e-9 * max(weights)
 
     def _warn(self, kind: LossKind, share: Counts, num_items: Count | None) -> None:
         """Warn of a loss of an unknown kind, or of several possible ones, if that can matter."""
         self._sizes.add((share.get(LABELS), share.get(SAMPLES)))
+        count, hooks = self.num_micro_batches, self.hooks
         if not self.rule.is_settled:
             if self.rule.candidates and share and self._differ(share, num_items, without=WEIGHTED):
-                self.rule.warn_of_ambiguity(kind.what)
-        elif kind.what == TRUSTED and not (self.hooks.is_declared or (self.hooks.is_trusted and self.rule.kind)):
-            factor = self.num_micro_batches * (1 if self.hooks.overrides_loss else self.num_ranks)
-            how = "it is used as it is, for the item count of the step may have divided it: if not,"
-            where = f"with {self.num_micro_batches} micro-batches and {self.num_ranks} process(es)"
-            self.rule.warn(f"{how} {where} it is {factor} times a mean")
-        elif kind.what == PLAIN and (len(self._sizes) > 1 or not share) and self.num_micro_batches * self.num_ranks > 1:
-            self.rule.warn("it is divided by the number of micro-batches, and averaged over processes")
+                by = kind.what.replace("_", " ")
+                self.rule.warn(f"It is weighted by its {by}, which differ between batches", is_ambiguous=True)
+        elif kind.what == TRUSTED and not (hooks.is_declared or (hooks.is_trusted and self.rule.kind)):
+            factor = count * (1 if hooks.overrides_loss else self.num_ranks)
+            self.rule.warn(
+                "As in transformers, it is used as it is, for the item count of the step may have divided it: if not, "
+                f"with {count} micro-batches and {self.num_ranks} process(es) it is {factor} times a mean"
+            )
+        elif kind.what == PLAIN and (len(self._sizes) > 1 or not share) and count * self.num_ranks > 1:
+            self.rule.warn("As in transformers, it is averaged over micro-batches and processes, whatever they hold")
 
     def is_weighed(self, num_items: Count | None) -> bool:
         """Return whether a step's losses were weighted, here or by the model, which divides by the item count."""
@@ -423,7 +388,8 @@ def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch
         # At least float32: 16 bits are too few for the count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         share, total = (torch.as_tensor(each).to(loss.device, dtype, non_blocking=True) for each in (share, total))
-        return torch.where(share > 0, loss, 0.0) * (share * num_ranks / total).to(loss.dtype)
+        factor: torch.Tensor = (share * num_ranks / total).to(loss.dtype)
+        return torch.where(share > 0, loss, 0.0) * factor
     if not share:
         return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0 if total else float("nan"))
-    return loss * (share * num_ranks / total)
+    return loss * float(share * num_ranks / total)

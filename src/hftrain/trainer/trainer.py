@@ -730,9 +730,6 @@ class Trainer:
         """
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
-            watch = self._shares.rule.watch
-            if watch is not None and watch.is_open:
-                watch.add(loss, outputs, takes_count=num_items_in_batch is not None and self.task.gives_count)
             if self.args.past_index >= 0:
                 self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
             if num_items_in_batch is not None and self._shares.num_ranks > 1 and self.task.divides_by_count:

@@ -11,7 +11,7 @@ from support.kinds import Ordered, PerSample, full_rows, make_model, make_rows
 from support.tiny import Net, make_arguments
 from support.tiny import make_rows as make_single
 
-from hftrain.trainer import loss_normalization
+from hftrain.trainer.loss_kinds import LossWatch
 from hftrain.trainer.loss_normalization import _scaled
 
 
@@ -70,8 +70,8 @@ def test_one_batch_that_can_tell_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, rows: Any, num: int
 ) -> None:
     looks: list[Any] = []
-    recognise = loss_normalization.recognise
-    monkeypatch.setattr(loss_normalization, "recognise", lambda *args: looks.append(args[0]) or recognise(*args))
+    recognise = LossWatch.recognise
+    monkeypatch.setattr(LossWatch, "recognise", lambda *args: looks.append(0) or recognise(*args))
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=8
     )
