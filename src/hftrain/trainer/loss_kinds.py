@@ -193,8 +193,8 @@ def row_sizes(labels: Any) -> set[tuple[int, ...]]:
 class CountItemsCheck:
     """Compare a task's default `count_items` with what its loss is a mean over, in the first batch that can tell.
 
-    Such a batch's samples hold unequal numbers of labels, and its step returns outputs and labels. Eight batches are looked at, which waits for the
-    device. A task's own `count_items` is a declaration.
+    Such a batch's samples hold unequal numbers of labels, and its step returns outputs and labels. Eight batches are
+    looked at, which waits for the device. A task's own `count_items` is a declaration.
     """
 
     def __init__(self, task: TaskModule) -> None:

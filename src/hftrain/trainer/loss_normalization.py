@@ -181,6 +181,7 @@ class LossShares:
         self._num_whole, self._sizes = 0, set[Any]()
         self._counted: dict[int, tuple[Any, Counts]] = {}
         self._totals: dict[str, Any] | None = None
+        self._num_given: Any = 1  # labels in the step, as the model was told
         self._wait: Callable[[], Any] | None = None
 
     # -- counting --------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class LossShares:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches and count their items."""
-        self._totals, self._counted, self._is_looking = None, {}, False
+        self._totals, self._counted, self._is_looking, self._num_given = None, {}, False, 1
         taken = self.hooks.get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
@@ -202,6 +203,7 @@ class LossShares:
         if batches and self.is_on:
             if self._totals is None:  # the user's own counting
                 self.count(list(batches), device)
+                self._num_given = 1
             if self.plain is None:
                 # The user's count, if any, is the total; a plain model's loss may be divided by it.
                 self._totals = {} if num_items is not None else self._totals
@@ -227,12 +229,13 @@ class LossShares:
                 torch.stack([torch.as_tensor(each).squeeze() for each in totals])
             )
             totals = list(summed)
-        self._totals = dict(zip((*kinds, COUNTED), totals, strict=False))
+        self._totals = dict(zip(kinds, totals, strict=False))
         if given is None:
             # Not read before the loss is weighted, so the reduction and the forward pass overlap.
             return totals[0] if self.plain is None else None
         self._end_wait()
         # The loss of a step without labels is shown as NaN, but no 0 / 0 reaches its gradient.
+        self._num_given = _known(totals[-1])
         return totals[-1].clamp(min=1)  # type: ignore[no-any-return]
 
     def _end_wait(self) -> None:
@@ -324,11 +327,12 @@ class LossShares:
         if kind.what in share:
             num_ranks = 1 if kind.is_scaled else self.num_ranks
             return _scaled(loss, share[kind.what], num_ranks, self._total(kind.what, num_items))
-        factor, total = self._weight(kind, share, num_items), _known((self._totals or {}).get(COUNTED, 1))
+        factor, total = self._weight(kind, share, num_items), self._num_given
         weighed = loss if factor == 1 else loss * factor
-        if kind.what not in (COUNTED, TRUSTED) or (not isinstance(total, torch.Tensor) and total):
-            return weighed
-        return weighed + (0.0 / total if isinstance(total, torch.Tensor) else float("nan"))
+        is_divided = kind.what == COUNTED or (kind.what == TRUSTED and self.hooks.is_plain)
+        if is_divided and (isinstance(total, torch.Tensor) or not total):
+            weighed = weighed + 0.0 / torch.as_tensor(total, device=loss.device)
+        return weighed
 
     def weighing(self, batch: Any, num_items: Count | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that multiplies losses of a micro-batch by its share of the step."""
