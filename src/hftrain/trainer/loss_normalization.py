@@ -45,7 +45,7 @@ ITEMS, AS_IS, ALIKE = LossKind("items"), LossKind(TRUSTED, is_scaled=True), Loss
 class LossHooks:
     """The parts of a Trainer that affect the loss of a step."""
 
-    owner: str  # the name of the Trainer's class
+    maker: str  # what computes the loss, in messages
     compute_loss_func: Any  # None, a function, or another library's marker for one
     overrides_loss: bool  # the class overrides compute_loss
     accepts_count: bool  # the documented model_accepts_loss_kwargs
@@ -119,20 +119,13 @@ class LossRule:
             self.narrow({each for each, is_missing in zip(EVERY_KIND, missing, strict=True) if not is_missing})
         return bool(is_told)
 
-    @property
-    def _maker(self) -> str:
-        if self.hooks.overrides_loss:
-            return f"{self.hooks.owner}.compute_loss"
-        is_model = self.hooks.compute_loss_func is None and self.watch is not None
-        return type(self.watch.model).__name__ if is_model and self.watch else "compute_loss_func"
-
     def warn(self, treatment: str, *, is_ambiguous: bool = False) -> None:
         """Log the one warning about a loss, of an unknown kind or of several possible ones."""
         if not self.has_warned and self.strategy.is_main:
             unknown = "which of several equal means it is" if is_ambiguous else "what it is a mean over"
             logger.warning(
-                f"Cannot prove of the loss of {self._maker} {unknown}. {treatment}. To choose the weights of batches, "
-                'pass count_items="labels", "samples" or a function of the batch to the Trainer; or set '
+                f"Cannot prove of the loss of {self.hooks.maker} {unknown}. {treatment}. To choose the weights of "
+                'batches, pass count_items="labels", "samples" or a function of the batch to the Trainer; or set '
                 "loss_is_scaled_for_ga in its class: True if the loss is divided for the whole step already, False if "
                 "it is the mean over a micro-batch."
             )
@@ -144,16 +137,18 @@ class LossRule:
 
         def state() -> dict[str, Any]:
             is_known = not self.is_declared and (self.is_settled or self.candidates)
-            return {"loss_finding": {"left": list(map(list, self.candidates)), "of": self._maker} if is_known else None}
+            return {
+                "loss_finding": {"left": list(map(list, self.candidates)), "of": self.hooks.maker} if is_known else None
+            }
 
         def load(facts: Mapping[str, Any]) -> None:
             found = facts.get("loss_finding")
             if found is None or found.get("left") is None or self.is_declared:
                 return
-            if found.get("of", self._maker) == self._maker:
+            if found.get("of", self.hooks.maker) == self.hooks.maker:
                 self.narrow({LossKind(*each) for each in found["left"]})
             else:
-                logger.warning("The loss is not that of the checkpoint but that of %s.", self._maker)
+                logger.warning("The loss is not that of the checkpoint but that of %s.", self.hooks.maker)
 
         return InManifest(state, load)
 

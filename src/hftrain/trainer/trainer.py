@@ -848,10 +848,12 @@ class Trainer:
         model = base_model(self.model)
         if isinstance(self.task, ModelTask):
             self.task.is_causal |= self._loss_shifts_labels
+        overrides_loss, owner = self._is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
+        function = "" if self.compute_loss_func is None else "compute_loss_func"
         hooks = LossHooks(
-            owner=type(self).__name__,
+            maker=owner if overrides_loss else function or type(self.strategy.unwrap(self.model)).__name__,
             compute_loss_func=self.compute_loss_func,
-            overrides_loss=self._is_overridden("compute_loss"),
+            overrides_loss=overrides_loss,
             accepts_count=bool(self.model_accepts_loss_kwargs),
             is_declared=is_attribute or self._accepts_declared is not None,
             is_trusted=getattr(model, "accepts_loss_kwargs", None) is True or loss_shifts_labels(model),
