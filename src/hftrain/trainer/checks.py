@@ -17,6 +17,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.replaced import warn_of_unread
 from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
@@ -56,6 +57,7 @@ def check_before_training(
         resume: The documented `resume_from_checkpoint`.
     """
     args, strategy = trainer.args, trainer.strategy
+    warn_of_unread()
     data.check_training()
     if saves_at_all(args, trainer.save_policy):
         output.check_writable()
