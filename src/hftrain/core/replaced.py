@@ -12,6 +12,11 @@ from hftrain.core.log import warn_once
 # Names that hftrain reads; a program creates objects of the others itself.
 _READ = frozenset({"DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK", "INTEGRATION_TO_CALLBACK", "PrinterCallback"})
 _CREATED = frozenset({"Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"})
+# Names that matter in a resume only.
+_IN_RESUMES = {
+    "deepspeed_load_checkpoint": "A resume loads DeepSpeed's state by itself.",
+    "skip_first_batches": "A resume finds its place in the data by itself.",
+}
 
 # The functions and classes of each module as `hftrain.compat` left them; the first module is `transformers.trainer`.
 _found: list[tuple[ModuleType, dict[str, Any]]] = []
@@ -43,13 +48,14 @@ def tracker_of(name: str) -> Any:
     return None
 
 
-def warn_of_unread() -> None:
-    """Warn once of functions and classes that a library has replaced and that hftrain never calls."""
+def warn_of_unread(*, is_resume: bool) -> None:
+    """Warn once of functions and classes that a library has replaced and that a training does not call."""
     for module, names in _found:
         for name, value in names.items():
             new = getattr(module, name, None)
-            if new is not value and new is not None:
+            if new is not value and new is not None and (is_resume or name not in _IN_RESUMES):
                 owner = getattr(new, "__module__", None) or type(new).__module__
-                remedy = TRANSFORMERS_NAMES.get(name, "Override a method of the Trainer, or pass a callback.")
+                remedies = {**TRANSFORMERS_NAMES, **_IN_RESUMES}
+                remedy = remedies.get(name, "Override a method of the Trainer, or pass a callback.")
                 place = f"{module.__name__}.{name}"
                 warn_once(f"{place} was replaced (by {owner}), but hftrain's Trainer does not call it. {remedy}")

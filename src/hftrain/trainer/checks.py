@@ -57,7 +57,6 @@ def check_before_training(
         resume: The documented `resume_from_checkpoint`.
     """
     args, strategy = trainer.args, trainer.strategy
-    warn_of_unread()
     data.check_training()
     if saves_at_all(args, trainer.save_policy):
         output.check_writable()
@@ -68,6 +67,7 @@ def check_before_training(
     strategy.check_model(trainer.model)
     _check_ahead(trainer, evaluation.sets)
     folder = find_resume(trainer, output, resume)
+    warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, data, folder)
     check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=trainer._is_overridden)
     return folder
