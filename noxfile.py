@@ -250,7 +250,7 @@ def tests_interop_oldest(session: nox.Session) -> None:
 
 
 @nox.session(name="tests-clients")
-@nox.parametrize("environment", ["current", "previous", "pylate", "llamafactory", "axolotl"])
+@nox.parametrize("environment", ["current", "previous", "pylate", "llamafactory", "axolotl", "swift"])
 def tests_clients(session: nox.Session, environment: str) -> None:
     """Train with libraries that derive their trainers from transformers', once with its Trainer and once with ours.
 

@@ -29,11 +29,11 @@ FOREIGN = {
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
 # The protocol of a Trainer: a run calls them on it.
 HOOKS = {*vars(TrainerHooks), *TrainerHooks.__annotations__}
-# 46,804 were there before the features of 2026-11: the weekly craft has 4908, the flight log 2860, meshes 4763;
-# 166 lines were taken away elsewhere.
-MAX_LINES = 59_169
+# 46,804 were there before the features of 2026-11: the weekly craft has 4908, the flight log 2860, meshes 4763,
+# what libraries replace in transformers and Opacus 250; 166 lines were taken away elsewhere.
+MAX_LINES = 59_419
 MAX_TEST_LINES = 80_000
-MAX_FILES = 387
+MAX_FILES = 389
 
 
 def circles() -> list[set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ENVIRONMENTS = ("current", "previous", "pylate", "llamafactory", "axolotl")
+ENVIRONMENTS = ("current", "previous", "pylate", "llamafactory", "axolotl", "swift")
 
 # Weights whose gradient is only rounding: softmax does not change if all keys move together. Adam makes steps of it.
 NO_GRADIENT = ("*.attention.self.key.bias",)
@@ -65,6 +65,12 @@ def factory(stage: str, what: str = "", *, per_token: bool = False) -> Client:
     return Client("llamafactory", "llamafactory", script, what or f"stage `{stage}`", ignored, (), exception)
 
 
+def swift(script: str, what: str = "", *, per_token: bool = False) -> Client:
+    """Return a stage of ms-swift."""
+    ignored, exception = (("eval_loss",), TOKENS) if per_token else ((), "")
+    return Client("swift", "ms-swift", f"swift_stages.{script}", what or f"stage `{script}`", ignored, (), exception)
+
+
 def axolotl(script: str, what: str = "") -> Client:
     """Return a configuration of axolotl."""
     return Client(
@@ -120,8 +126,9 @@ CLIENTS = (
     Client("current", "mlflow", "mlflow_runs.train", "`mlflow.transformers.autolog()`", exception=SUMMED, apart=(2,)),
     Client("previous", "adapters", "adapters_text.train", exception=SUMMED, apart=(2,)),
     Client("previous", "span-marker", "span_marker_text.train", "evaluated in one batch", exception=SUMMED, apart=(2,)),
-    Client("previous", "gliner", "gliner_text.train"),
-    Client("previous", "granite-tsfm", "granite_series.train", "TinyTimeMixer"),
+    Client("axolotl", "gliner", "gliner_text.train"),
+    Client("current", "granite-tsfm", "granite_series.train", "TinyTimeMixer"),
+    Client("current", "opacus", "opacus_private.train", "`loss_is_scaled_for_ga = True`"),
     Client("pylate", "pylate", "pylate_pairs.train", "ColBERT", ("grad_norm",), ("epoch",), f"{HALVED}; {EPOCH}"),
     factory("sft", per_token=True),
     factory("sft_lora", "stage `sft`, LoRA", per_token=True),
@@ -133,6 +140,11 @@ CLIENTS = (
     axolotl("packing", "packed texts"),
     axolotl("lora", "LoRA"),
     axolotl("dpo", "`rl: dpo`"),
+    swift("sft", per_token=True),
+    swift("sft_lora", "stage `sft`, LoRA", per_token=True),
+    swift("epochs", "`max_epochs=1` of 4", per_token=True),
+    swift("dpo"),
+    swift("kto"),
     Client("axolotl", "trl", "trl_texts.prm", exception=SUMMED, apart=(2,)),
     trl("bco", environment="axolotl"),
 )

@@ -94,7 +94,8 @@ def watch_training(trainer: Any, options: argparse.Namespace) -> list[Any]:
         seen.append(self)
         if options.stop_after:
             self.add_callback(StopAfter(options.stop_after))
-        return train(self, *args, **{**kwargs, **({"resume_from_checkpoint": True} if options.resume else {})})
+        # ms-swift passes the checkpoint by position.
+        return train(self, resume_from_checkpoint=True) if options.resume else train(self, *args, **kwargs)
 
     trainer.train = watched
     return seen

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,8 @@ assert WandbCallback is hftrain.WandbCallback
 
 def run(code: str) -> str:
     """Run code in a fresh interpreter and return what it prints."""
-    code = f"import sys\nimport hftrain.compat\n{textwrap.dedent(code)}"
+    path = f"import sys\nsys.path.append({str(Path(__file__).parents[1])!r})"
+    code = f"{path}\nimport hftrain.compat\n{textwrap.dedent(code)}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -146,3 +148,96 @@ def test_settings_of_accelerate_can_be_read_before_there_is_an_accelerator() -> 
     print(AcceleratorState().process_index, trainer.accelerator.mixed_precision)
     """
     assert run(code) == "0 bf16"
+
+
+# As ms-swift does when it is imported, before its trainers are made.
+REPLACED = """
+hftrain.compat.install()
+import tempfile
+import transformers
+from support.tiny import Net, make_rows
+from transformers import trainer
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
+
+class Stops(DefaultFlowCallback):
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+        return control
+
+class Prints(PrinterCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs): ...
+
+class Shows(ProgressCallback): ...
+
+class Reports(transformers.TrainerCallback): ...
+
+def make(disable_tqdm=True, report_to="none"):
+    args = transformers.TrainingArguments(
+        tempfile.mkdtemp(), num_train_epochs=4, per_device_train_batch_size=4, use_cpu=True, save_strategy="no",
+        report_to=report_to, disable_tqdm=disable_tqdm, logging_steps=1,
+    )
+    return transformers.Trainer(Net(), args, train_dataset=make_rows(16))
+
+def names(made):
+    return [type(callback).__name__ for callback in made.callback_handler.callbacks]
+"""
+
+
+def test_default_callbacks_that_a_library_replaced_are_used_until_uninstall() -> None:
+    code = f"""{REPLACED}
+import hftrain
+from hftrain import DefaultFlowCallback as Ours
+assert trainer.DEFAULT_CALLBACKS == [Ours]
+before = trainer.DEFAULT_CALLBACKS, trainer.DEFAULT_PROGRESS_CALLBACK, trainer.PrinterCallback
+trainer.DEFAULT_CALLBACKS = [*trainer.DEFAULT_CALLBACKS, Stops]
+trainer.DEFAULT_PROGRESS_CALLBACK, trainer.PrinterCallback = Shows, Prints
+made = make()
+made.train()
+print(made.state.global_step, *names(made), names(make(disable_tqdm=False))[-1])
+trainer.DEFAULT_CALLBACKS, trainer.DEFAULT_PROGRESS_CALLBACK, trainer.PrinterCallback = before
+hftrain.compat.uninstall()
+assert [each.__module__ for each in trainer.DEFAULT_CALLBACKS] == ["transformers.trainer_callback"]
+args = hftrain.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", disable_tqdm=True)
+print(*names(hftrain.Trainer(Net(), args)))
+"""
+    assert run(code).splitlines() == [
+        "4 DefaultFlowCallback Stops Prints Shows",
+        "DefaultFlowCallback PrinterCallback",
+    ]
+
+
+def test_trackers_that_a_library_replaced_are_used() -> None:
+    """`INTEGRATION_TO_CALLBACK` holds hftrain's classes, and what libraries add to it: classes or instances."""
+    code = f"""{REPLACED}
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+import hftrain
+assert INTEGRATION_TO_CALLBACK["tensorboard"] is hftrain.TensorBoardCallback
+INTEGRATION_TO_CALLBACK.update(wandb=Reports, mine=Reports())
+print(*names(make(report_to=["wandb", "mine"])))
+try:
+    make(report_to=["other"])
+except hftrain.core.errors.ConfigError as error:
+    print("other" in str(error))
+"""
+    assert run(code).splitlines() == ["DefaultFlowCallback Reports Reports PrinterCallback", "True"]
+
+
+def test_replaced_functions_that_are_not_called_warn_when_a_training_starts() -> None:
+    code = f"""{REPLACED}
+import warnings
+made = make()
+trainer.Trainer = type("Mine", (transformers.Trainer,), {{}})
+trainer.get_scheduler = lambda *args, **kwargs: None
+trainer.skip_first_batches = lambda loader, num_batches=0: loader
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    made.train()
+    from hftrain.core.replaced import warn_of_unread
+    warn_of_unread(is_resume=True)
+print(*[each.message for each in found], sep="\\n")
+"""
+    says = "was replaced (by __main__), but hftrain's Trainer does not call it."
+    assert [line for line in run(code).splitlines() if "was replaced" in line] == [
+        f"transformers.trainer.get_scheduler {says} Override a method of the Trainer, or pass a callback.",
+        f"transformers.trainer.skip_first_batches {says} A resume finds its place in the data by itself.",
+    ]

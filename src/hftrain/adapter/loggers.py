@@ -8,6 +8,7 @@ from typing import Any
 from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.replaced import tracker_of
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers
 from hftrain.loggers.registry import loggers as known_loggers
@@ -41,10 +42,10 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     job: Any = known_loggers.resolve("kubeflow")[0]
     if job.why_off() is None:
         wanted.append("kubeflow")
-    return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or not _is_off(each)]
+    return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or _replaced(each) or not _is_off(each)]
 
 
-def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any]) -> list[TrackerCallback]:
+def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any]) -> list[Any]:
     """Return the callbacks that report to trackers; nothing is started.
 
     Args:
@@ -52,13 +53,21 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
     """
     kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
     fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
-    return [tracker_callback(each) for each in trackers if isinstance(each, Logger) or each not in fed]
+    wanted = [each for each in trackers if isinstance(each, Logger) or each not in fed]
+    return [_replaced(each) or tracker_callback(each) for each in wanted]
+
+
+def _replaced(tracker: str | Logger) -> Any:
+    """Return the callback, or its class, that a library gave transformers for a tracker's name; None without one."""
+    found = tracker_of(tracker) if isinstance(tracker, str) else None
+    owner = getattr(found, "__module__", "").split(".")[0]
+    return None if owner in ("hftrain", "transformers") else found
 
 
 def _check(tracker: Any) -> Any:
     """Return a tracker or its name unchanged; raise for anything else."""
     if isinstance(tracker, str):
-        known_loggers.summary(tracker)
+        _ = _replaced(tracker) or known_loggers.summary(tracker)
     elif not isinstance(tracker, Logger):
         kind = f"the class {tracker.__name__}" if isinstance(tracker, type) else f"a {type(tracker).__name__}"
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.callbacks.clipping import GradientClipping
 from hftrain.callbacks.default_flow import DefaultFlowCallback
@@ -14,6 +16,7 @@ from hftrain.callbacks.rich_progress import RichProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.callbacks.spikes import SpikeGuard
 from hftrain.callbacks.summary import SummaryCallback
+from hftrain.core.replaced import default_of
 
 __all__ = [
     "CallbackHandler",
@@ -30,17 +33,23 @@ __all__ = [
     "SpikeGuard",
     "SummaryCallback",
     "TrainerCallback",
+    "default_callbacks",
     "in_notebook",
     "progress_callback",
 ]
 
 
-def progress_callback(*, disable_tqdm: bool) -> TrainerCallback:
-    """Return the callback that shows a run's progress, the last of its callbacks.
+def default_callbacks() -> list[Any]:
+    """Return the callbacks, or their classes, that every run has first."""
+    return list(default_of("DEFAULT_CALLBACKS", [DefaultFlowCallback]))
+
+
+def progress_callback(*, disable_tqdm: bool) -> Any:
+    """Return the callback, or its class, that shows a run's progress, the last of its callbacks.
 
     Args:
         disable_tqdm: Print logs instead of showing bars or a notebook's table.
     """
     if disable_tqdm:
-        return PrinterCallback()
-    return NotebookProgressCallback() if in_notebook() else ProgressCallback()
+        return default_of("PrinterCallback", PrinterCallback)
+    return default_of("DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback if in_notebook() else ProgressCallback)

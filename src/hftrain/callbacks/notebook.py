@@ -12,7 +12,8 @@ from typing import Any
 
 from hftrain.callbacks.base import Metrics
 from hftrain.callbacks.lines import shorten
-from hftrain.callbacks.progress import Meter, MeterCallback
+from hftrain.callbacks.meters import Meter
+from hftrain.callbacks.progress import MeterCallback
 from hftrain.core.optional import require
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +13,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
-from hftrain.callbacks.lines import LogLines, columns_of, seconds_text
+from hftrain.callbacks.lines import LogLines, columns_of
+from hftrain.callbacks.meters import Meter, bar_of, meter_of
 from hftrain.callbacks.summary import Rows, summary_text
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
-
-REFRESH_S = 0.1
-# Without a terminal: the shortest time between two lines, and the largest number of lines.
-PLAIN_INTERVAL_S = 30.0
-PLAIN_LINES = 10
 
 
 class MeterCallback(TrainerCallback):
@@ -152,6 +147,24 @@ class ProgressCallback(MeterCallback):
             meter.note_line()
 
     @property
+    def training_bar(self) -> Any:
+        """The training bar, None outside of a training; a subclass may set a tqdm bar, which is advanced and closed."""
+        return bar_of(self._training)
+
+    @training_bar.setter
+    def training_bar(self, bar: Any) -> None:
+        self._training = meter_of(bar)
+
+    @property
+    def prediction_bar(self) -> Any:
+        """The bar of an evaluation or prediction, with the same rules."""
+        return bar_of(self._prediction)
+
+    @prediction_bar.setter
+    def prediction_bar(self, bar: Any) -> None:
+        self._prediction = meter_of(bar)
+
+    @property
     def shows_summary(self) -> bool:
         """Whether this callback prints a run's summary: only on a terminal."""
         return columns_of(self._file or sys.stdout) is not None
@@ -211,124 +224,6 @@ def clearing_before_messages(clear: Callable[[], None]) -> Callable[[], None]:
         handler.addFilter(before_record)
     warnings.showwarning = before_warning
     return end
-
-
-class Meter:
-    """Count towards a total: plain lines, or what `draw` shows.
-
-    Args:
-        total: The final count; None if unknown.
-        unit: "step" or "batch"; counting of batches begins when the first one is done.
-        file: The output.
-        draw: (meter) -> a bar with methods `refresh`, `clear` and `close`; None prints lines.
-        refresh_s: The shortest time between two refreshes of the bar.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        initial: int = 0,
-        unit: str,
-        file: TextIO,
-        draw: Callable[[Meter], Any] | None = None,
-        refresh_s: float | None = None,
-    ) -> None:
-        self.n = initial
-        self.fields: list[str] = []
-        self.file, self.total, self._name, self._unit = file, total, name, unit
-        # The time of the start and of the last step, and the start of the window that measures the time of a step.
-        self._started_s = self._step_s = self._window_s = time.monotonic()
-        self._initial = self._first = initial + (unit == "batch")
-        self._pace = ""
-        self._stride = -(-total // PLAIN_LINES) if total else 0
-        self._printed = initial - 1
-        self._wait_s = PLAIN_INTERVAL_S if draw is None else REFRESH_S if refresh_s is None else refresh_s
-        self._next_s = self._started_s + (self._wait_s if draw is None else 0)
-        # Created last, because it is drawn immediately.
-        self._bar = None if draw is None else draw(self)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether the total is reached."""
-        return self.total is not None and self.n >= self.total
-
-    def advance_to(self, n: int) -> None:
-        """Set the count to `n`, and show it if enough time has passed."""
-        now = time.monotonic()
-        self.n, self._step_s = n, now
-        if now >= self._next_s:
-            self._next_s = now + self._wait_s
-            if self._bar is not None:
-                self._bar.refresh()
-            elif n >= self._printed + self._stride:
-                self._print()
-
-    def skip_time(self) -> None:
-        """Exclude the time since the last step from the time of a step."""
-        now = time.monotonic()
-        self._window_s += now - self._step_s
-        self._step_s = now
-
-    def read_pace(self) -> str:
-        """Return the time of a step since the last call, as text, and start a new measurement."""
-        self._step_s = time.monotonic()
-        self._pace = self._pace_text()
-        self._window_s, self._first = self._step_s, self.n
-        return self._pace
-
-    def _pace_text(self) -> str:
-        count = self.n - self._first
-        if count <= 0:
-            return self._pace
-        return f"{seconds_text((self._step_s - self._window_s) / count)}/{self._unit}"
-
-    def note_line(self) -> None:
-        """Called after a line has reported the count."""
-        self._printed = self.n
-        self._next_s = time.monotonic() + self._wait_s
-        if self._bar is not None:
-            self._bar.refresh()
-
-    def clear(self) -> None:
-        """Hide the bar until it is shown again."""
-        if self._bar is not None:
-            self._bar.clear()
-
-    def close(self) -> None:
-        """Show the final count and release the output."""
-        if self._bar is not None:
-            self._bar.close()
-        elif self._printed != self.n:
-            self._print()
-
-    def _print(self) -> None:
-        self._printed = self.n
-        print(self.text(None), file=self.file, flush=True)
-
-    def text(self, width: int | None, *, is_ascii: bool = False) -> str:
-        """Return the count, the times and as many of the logged values as fit.
-
-        Args:
-            width: The available characters; None leaves out the bar.
-            is_ascii: Draw the bar with characters that every terminal has.
-        """
-        bar = "" if width is None else "{bar}  "
-        shape = "{desc} {percentage:3.0f}%  " + bar + "{n_fmt}/{total_fmt}  [{elapsed}<{remaining}]"
-        meter: Any = partial(
-            tqdm.format_meter,
-            *(self.n, self.total or 0, time.monotonic() - self._started_s),
-            prefix=self._name,
-            ascii=is_ascii,
-            initial=min(self._initial, self.n),
-            bar_format=shape if self.total else "{desc}  {n_fmt}  [{elapsed}]",
-        )
-        tail, room = "", sys.maxsize if width is None else width - len(meter())
-        for part in (self._pace_text(), *self.fields):
-            if part and len(tail) + 2 + len(part) <= room:
-                tail += f"  {part}"
-        return f"{meter(ncols=None if width is None else width - len(tail))}{tail}"
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from hftrain.callbacks.lines import columns_of
-from hftrain.callbacks.progress import Meter, ProgressCallback
+from hftrain.callbacks.meters import Meter
+from hftrain.callbacks.progress import ProgressCallback
 from hftrain.core.optional import require
 
 

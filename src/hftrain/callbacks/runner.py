@@ -299,7 +299,7 @@ class CallbackHandler:
 
     def _is_replaced(self, name: str) -> bool:
         """Return whether a subclass, or an assignment to the instance, has replaced a method."""
-        return getattr(getattr(self, name), "__func__", None) is not getattr(CallbackHandler, name)
+        return getattr(getattr(self, name), "__func__", None) is not _METHODS[name]
 
     def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:
         """Fire an event through the methods that replace the documented ones."""
@@ -354,11 +354,15 @@ def _firing(event: str) -> Any:
 for _event in EVENTS:
     setattr(CallbackHandler, _event, _firing(_event))
 
+# As they are here: a library may replace methods of the classes themselves.
+_METHODS = {name: getattr(CallbackHandler, name) for name in _REPLACEABLE}
+_INHERITED = {event: getattr(TrainerCallback, event) for event in EVENTS}
+
 
 def _overridden(callback: Any, event: str) -> Handler | None:
     """Return the callback's method for an event, or None if it does not override that of the base class."""
     method: Handler | None = getattr(callback, event, None)
-    is_inherited = getattr(method, "__func__", None) is getattr(TrainerCallback, event)
+    is_inherited = getattr(method, "__func__", None) is _INHERITED[event]
     return without(method, _EXTRA) if callable(method) and not is_inherited else None
 
 

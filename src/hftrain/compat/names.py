@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 # (module of transformers, module of hftrain, names). Only objects that the Trainer creates, calls or inspects:
@@ -49,6 +50,19 @@ TELLING = frozenset(
 
 A module that refers to transformers' version of one was imported before `install`, and would train with transformers.
 """
+
+
+# Modules in which libraries replace names that transformers' Trainer uses; the first holds its default callbacks.
+_WATCHED = (
+    *("transformers.trainer", "transformers.trainer_seq2seq", "transformers.trainer_utils"),
+    *("transformers.trainer_callback", "transformers.trainer_pt_utils", "transformers.training_args"),
+    *("transformers.integrations.integration_utils", "transformers.optimization"),
+)
+
+
+def watched_modules() -> list[ModuleType]:
+    """Import the modules in which libraries replace names that transformers' Trainer uses."""
+    return [importlib.import_module(name) for name in _WATCHED]
 
 
 def replacements() -> Iterator[tuple[str, Any, Any]]:

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from hftrain.compat.accelerate_patches import adapted_init, adapted_log, adapted_settings
-from hftrain.compat.names import TELLING, replacements
+from hftrain.compat.names import TELLING, replacements, watched_modules
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
+from hftrain.core.replaced import forget_modules, watch_modules
 
 # Packages that may refer to transformers' objects.
 _LIBRARY = ("transformers", "hftrain")
@@ -26,6 +27,9 @@ def install() -> None:
     Call it before you import the library that should train with hftrain: ``from transformers import Trainer`` and
     ``class MyTrainer(transformers.Trainer)`` then use hftrain's. Names without an object in hftrain are unchanged. A
     second call does nothing.
+
+    A library may assign other default callbacks and trackers in transformers' modules: hftrain's Trainer reads them
+    there, and warns of other functions and classes that a library has replaced in the training modules.
 
     Example:
         >>> import hftrain.compat
@@ -62,6 +66,8 @@ def install() -> None:
         original = getattr(owner, name)
         undo.callback(setattr, owner, name, original)
         setattr(owner, name, adapt(original))
+    undo.callback(forget_modules)
+    watch_modules(watched_modules())
     _undo = undo
 
 
@@ -77,10 +83,13 @@ def uninstall() -> None:
 
 
 def _exchange(facades: list[ModuleType], objects: dict[int, Any]) -> None:
-    """Replace objects, by identity, in all modules of transformers."""
+    """Replace objects, by identity, in all modules of transformers, and in their lists and dictionaries."""
     for module, name, value in _held(facades):
         if id(value) in objects:
             setattr(module, name, objects[id(value)])
+        elif type(value) in (list, dict):
+            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = objects.get(id(each), each)
 
 
 def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:

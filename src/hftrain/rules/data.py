@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
@@ -95,6 +95,17 @@ def check_loader(loader: Any) -> None:
             "batches come from one loader.",
             "Return one object with __len__ whose __iter__ yields the batches, such as zip(*loaders) or one loader "
             "after the other; or join the datasets.",
+        )
+    # Opacus' BatchMemoryManager: the optimizer steps once for all parts of a batch.
+    splitter = getattr(loader, "batch_sampler", None)
+    if hasattr(getattr(splitter, "optimizer", None), "signal_skip_step") and not isinstance(
+        getattr(splitter, "sampler", None), BatchSampler
+    ):
+        raise ConfigError(
+            f"Cannot count the updates of a {type(splitter).__name__} with Poisson sampling:",
+            "into how many parts its batches are split is known only when they are drawn, so the training would end "
+            "after another number of updates than was planned.",
+            "Leave BatchMemoryManager out, or set poisson_sampling=False in make_private.",
         )
 
 

@@ -92,21 +92,32 @@ _SETTABLE = frozenset(
 )
 
 
-def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+def check_hooks(
+    kind: type,
+    base: type,
+    *,
+    defined: Mapping[str, Any],
+    given: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+) -> None:
     """Raise if a subclass defines a hook that nothing calls, or a private name that the base class uses.
 
     Args:
         base: The class that calls the hooks; the package's own subclasses of it are not checked.
+        defined: What the base class itself defines; whatever else it has, a library has assigned.
         given: The attributes that a subclass set before it called the base class's ``__init__``.
         attributes: The current attributes of the Trainer.
     """
-    if all(each.__module__.startswith("hftrain.") for each in kind.__mro__[:-1] if each not in base.__mro__):
+    assigned = {name for name in (*DOCUMENTED, *NEWER) if getattr(base, name, None) is not defined.get(name)}
+    is_ours = all(each.__module__.startswith("hftrain.") for each in kind.__mro__[:-1] if each not in base.__mro__)
+    if is_ours and not assigned:
         return
-    for name, remedy in DOCUMENTED.items():
-        is_called = hasattr(base, name) and name not in HELPERS
-        if hasattr(kind, name) and not is_called and _defines(kind, base, name) and not is_meant(kind, name):
+    for name, remedy in {**DOCUMENTED, **{name: NEWER[name] for name in assigned & NEWER.keys()}}.items():
+        if not hasattr(kind, name) or (name in defined and name not in HELPERS) or is_meant(kind, name):
+            continue
+        if name in assigned or _defines(kind, base, name):
             raise ConfigError(word_uncalled(kind, name, remedy or "Override one of the documented methods instead."))
-    newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
+    newer = {name: remedy for name, remedy in NEWER.items() if name not in defined}
     warn_of_uncalled(kind, newer)
     own = {name for each in base.__mro__ for name in vars(each) if _is_private(name) and name not in DOCUMENTED}
     taken = {name for name in own - _SETTABLE if _defines(kind, base, name)}

@@ -18,7 +18,8 @@ from hftrain.run.parts import RunParts
 from hftrain.run.trained_parameters import TrainedParameters
 from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import assemble_stepper
-from hftrain.step.legality import check_in_backward, check_several
+from hftrain.step.legality import check_in_backward, check_per_sample, check_several
+from hftrain.task.model_task import ModelTask
 from hftrain.task.module import without_model
 from hftrain.task.recompute import recompute_activations
 
@@ -139,6 +140,11 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         # Checked here because a strategy may later put its own parameters into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
         check_several(trainer.optimizer, strategy)
+        if not trainer._is_overridden("training_step"):
+            plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
+            is_scaled = plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
+            accumulation = 1 if is_scaled else trainer.args.gradient_accumulation_steps
+            check_per_sample(trainer.optimizer, strategy, precision, accumulation=accumulation)
         parts.trained.find(trainer.optimizer)
         for parameter in parts.trained.outside:
             parameter.grad = None  # an interrupted run may have left it

@@ -58,6 +58,41 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
         )
 
 
+def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *, accumulation: int) -> None:
+    """Raise if the loss is multiplied before an optimizer of Opacus clips the gradients of its samples.
+
+    Args:
+        optimizer: The optimizer that trains.
+        strategy: After its launch.
+        precision: The precision.
+        accumulation: By how many micro-batches a loss is divided.
+
+    Raises:
+        ConfigError: Accumulation, several processes or the scale of fp16 change the loss.
+    """
+    members = optimizer.members.values() if isinstance(optimizer, Optimizers) else [optimizer]
+    private = next((each for each in members if hasattr(each, "signal_skip_step")), None)
+    if private is None:
+        return
+    reason = remedy = None
+    if accumulation > 1:
+        reason = f"the loss of a micro-batch is divided by gradient_accumulation_steps={accumulation}"
+        remedy = (
+            "Set loss_is_scaled_for_ga = True in the Trainer's class, with a plain model and without count_items: the "
+            "optimizer divides by itself."
+        )
+    elif strategy.world_size > 1:
+        reason, remedy = f"{strategy.world_size} processes weigh the loss", "Train on one process."
+    elif precision.policy.loss_scaling:
+        reason, remedy = f"precision={precision.policy.name!r} scales the loss", "Use precision='bf16' or '32'."
+    if reason:
+        raise ConfigError(
+            f"Cannot use {type(private).__name__}, which clips the gradient of each sample, as it is:",
+            f"{reason} before it clips.",
+            f"{remedy} Or override training_step with one that calls loss.backward() itself.",
+        )
+
+
 def check_several(optimizer: Any, strategy: Strategy) -> None:
     """Raise if the strategy's engine steps one optimizer, and there are several."""
     if isinstance(optimizer, Optimizers) and strategy.owns & (Owns.STEP | Owns.BACKWARD):

@@ -17,6 +17,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.replaced import warn_of_unread
 from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
@@ -66,6 +67,7 @@ def check_before_training(
     strategy.check_model(trainer.model)
     _check_ahead(trainer, evaluation.sets)
     folder = find_resume(trainer, output, resume)
+    warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, data, folder)
     check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=trainer._is_overridden)
     return folder

@@ -12,7 +12,7 @@ from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments, resolve
-from hftrain.callbacks import DefaultFlowCallback, TrainerCallback, progress_callback
+from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
@@ -84,7 +84,7 @@ def all_callbacks(
     shown = progress_callback(disable_tqdm=disables)
     intervals = _intervals(args, max_time)
     own = [IntervalCallback(intervals, strategy)] if intervals else []
-    return [DefaultFlowCallback(), *own, *_debug_callbacks(args, strategy), *callbacks, shown]
+    return [*default_callbacks(), *own, *_debug_callbacks(args, strategy), *callbacks, shown]
 
 
 def _intervals(args: TrainingArguments, max_time: str | None) -> dict[str, Length]:

@@ -325,7 +325,7 @@ class Trainer:
         self.data_collator = data_collator or default_collator(self.processing_class)
         check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._own_data.eval_sets])
         self._resolve_hooks()
-        check_hooks(type(self), Trainer, given=given, attributes=vars(self))
+        check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
         self._make_own_accelerator()
         self._make_callbacks(callbacks, max_time)
 
@@ -398,7 +398,7 @@ class Trainer:
         self._shares = self._make_shares()
 
     def _is_overridden(self, name: str) -> bool:
-        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
+        return name in vars(self) or getattr(type(self), name) is not _DEFINED[name]
 
     if not TYPE_CHECKING:
         # Hidden from type checkers, which would otherwise accept every attribute.
@@ -2034,3 +2034,7 @@ class Trainer:
     def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
         """Concatenate the tensors of all processes, as NumPy arrays. Collective."""
         return nested_numpify(self._nested_gather(tensors, name))
+
+
+# The class as it is here: libraries also replace its methods (`Trainer.compute_loss = ...`) instead of overriding them.
+_DEFINED = {name: getattr(Trainer, name) for name in dir(Trainer)}

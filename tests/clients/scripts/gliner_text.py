@@ -31,9 +31,12 @@ def train(folder: str, **settings: Any) -> dict[str, Any]:
     tokenizer(max_length=64).save_pretrained("bert")
     config = GLiNERConfig(model_name="bert", hidden_size=16, max_width=3, max_len=32, fine_tune=True, dropout=0.1)
     model = GLiNER.from_config(config)
+    args = TrainingArguments(folder, **{**ARGUMENTS, **settings}, others_lr=5e-3)
+    # gliner asks for it, and transformers 5 has no such argument.
+    args.save_safetensors = True
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(folder, **{**ARGUMENTS, **settings}, others_lr=5e-3),
+        args=args,
         train_dataset=rows(24, 1),
         eval_dataset=rows(8, 2),
         data_collator=SpanDataCollator(model.config, data_processor=model.data_processor, prepare_labels=True),

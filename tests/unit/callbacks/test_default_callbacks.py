@@ -7,4 +7,4 @@ from hftrain.callbacks import PrinterCallback, ProgressCallback, progress_callba
 
 @pytest.mark.parametrize(("disable_tqdm", "display"), [(True, PrinterCallback), (False, ProgressCallback)])
 def test_progress_is_printed_where_bars_are_off(disable_tqdm, display) -> None:
-    assert type(progress_callback(disable_tqdm=disable_tqdm)) is display
+    assert progress_callback(disable_tqdm=disable_tqdm) is display

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, in_notebook
+from hftrain.callbacks.meters import Meter
 from hftrain.callbacks.notebook import render_html, show_in_ipython
-from hftrain.callbacks.progress import Meter
 from hftrain.core.errors import MissingDependencyError
 from hftrain.core.optional import is_available
 from hftrain.core.progress import TrainerControl

@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 from support.tiny import Net, make_arguments, make_rows
+from tqdm import tqdm
 
 from hftrain import PrinterCallback, Trainer
 from hftrain.callbacks import CallbackHandler, ProgressCallback, RichProgressCallback
@@ -99,7 +100,7 @@ class Player:
 @pytest.fixture
 def every_line(monkeypatch):
     """Lift the limit of one plain line per half minute."""
-    monkeypatch.setattr("hftrain.callbacks.progress.PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hftrain.callbacks.meters.PLAIN_INTERVAL_S", 0.0)
 
 
 def test_terminal_bar_starts_at_the_resumed_step() -> None:
@@ -147,7 +148,7 @@ LOGS = {
 
 @pytest.mark.parametrize("width", [10, 24, 40, 80, 120, 200])
 def test_terminal_shows_nothing_wider_than_it_is(width, monkeypatch) -> None:
-    monkeypatch.setattr("hftrain.callbacks.progress.REFRESH_S", 0.0)
+    monkeypatch.setattr("hftrain.callbacks.meters.REFRESH_S", 0.0)
     with PseudoTerminal(width) as terminal:
         player = Player(terminal.file, epoch=0.5)
         player.train(20, is_ended=False)
@@ -338,7 +339,7 @@ def test_whole_run_fits_into_its_terminal(tmp_path) -> None:
 def test_rich_draws_the_same_bars_and_keeps_prints_above_them(width) -> None:
     pytest.importorskip("rich")
     with PseudoTerminal(width) as terminal, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hftrain.callbacks.progress.REFRESH_S", 0.0)
+        patch.setattr("hftrain.callbacks.meters.REFRESH_S", 0.0)
         patch.setenv("TERM", "xterm")
         player = Player(callback=RichProgressCallback(file=terminal.file))
         player.train(20, is_ended=False)
@@ -371,3 +372,46 @@ class MissingRequirement:
 
     def __bool__(self):
         return False
+
+
+class OwnBar(ProgressCallback):
+    """As libraries write it for transformers' callback: bars of its own, and lines above them."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.training_bar = self.made = tqdm(total=state.max_steps, file=io.StringIO())
+        self.current_step = 0
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self.prediction_bar is None:
+            self.prediction_bar = self.predicted = tqdm(total=len(eval_dataloader), file=io.StringIO())
+        self.prediction_bar.update()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None:
+            self.training_bar.write("own line")
+        super().on_log(args, state, control, logs, **kwargs)
+
+
+def test_bars_that_a_subclass_sets_are_advanced_and_closed(tmp_path) -> None:
+    own = OwnBar()
+    assert own.training_bar is None is own.prediction_bar
+    args = make_arguments(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=3)
+    trainer = Trainer(Net(), args, train_dataset=make_rows(), eval_dataset=make_rows(8), callbacks=[own])
+    trainer.train()
+    assert (own.made.n, own.made.disable, own.predicted.n, own.predicted.disable) == (3, True, 2, True)
+    assert own.training_bar is None is own.prediction_bar
+
+
+def test_bar_of_the_callback_takes_lines_and_values(tmp_path, capsys) -> None:
+    class Writes(ProgressCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if self.training_bar is not None:
+                self.training_bar.set_description("mine")
+                self.training_bar.set_postfix({"a": 1}, b=2)
+                self.training_bar.write("own line")
+                self.training_bar.refresh()
+
+    Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), callbacks=[Writes()]).train()
+    shown = capsys.readouterr()
+    assert shown.out.count("own line") == 3
+    assert re.search("mine 100%.*a 1  b 2", shown.err)

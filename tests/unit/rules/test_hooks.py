@@ -144,3 +144,23 @@ def test_methods_of_downstream_trainers_do_not_collide(tmp_path: Path) -> None:
 
 def test_what_a_trainer_calls_needs_no_remedy() -> None:
     assert {name for name, remedy in DOCUMENTED.items() if remedy and hasattr(Trainer, name)} == HELPERS
+
+
+@pytest.mark.parametrize("name", ["_inner_training_loop", "_run_epoch", "_save_scaler"])
+def test_hook_that_is_assigned_to_the_trainer_itself_is_refused_if_nothing_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Trainer, name, lambda self, *args, **kwargs: None, raising=False)
+    for kind in (Trainer, Seq2SeqTrainer, type("Mine", (Trainer,), {})):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} defines {name}"):
+            kind(Net(), make_arguments(tmp_path))
+
+
+def test_hook_that_is_assigned_to_the_trainer_itself_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries replace `Trainer.get_train_dataloader` and others without a subclass."""
+    given = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).get_train_dataloader()
+    monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: given)
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2))
+    assert trainer._is_overridden("get_train_dataloader")
+    trainer.train()
+    assert trainer.state.global_step == 2

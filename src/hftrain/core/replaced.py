@@ -1,0 +1,61 @@
+"""What libraries put in the place of names in transformers' training modules while `hftrain.compat` is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from hftrain.core.elsewhere import TRANSFORMERS_NAMES
+from hftrain.core.log import warn_once
+
+# Names that hftrain reads; a program creates objects of the others itself.
+_READ = frozenset({"DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK", "INTEGRATION_TO_CALLBACK", "PrinterCallback"})
+_CREATED = frozenset({"Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"})
+# Names that matter in a resume only.
+_IN_RESUMES = {
+    "deepspeed_load_checkpoint": "A resume loads DeepSpeed's state by itself.",
+    "skip_first_batches": "A resume finds its place in the data by itself.",
+}
+
+# The functions and classes of each module as `hftrain.compat` left them; the first module is `transformers.trainer`.
+_found: list[tuple[ModuleType, dict[str, Any]]] = []
+
+
+def watch_modules(modules: Sequence[ModuleType]) -> None:
+    """Remember the modules' functions and classes, and read defaults from the first module from now on."""
+    forget_modules()
+    for module in modules:
+        names = {name: value for name, value in vars(module).items() if callable(value)}
+        _found.append((module, {name: value for name, value in names.items() if name not in _READ | _CREATED}))
+
+
+def forget_modules() -> None:
+    """Forget the modules; hftrain's own defaults hold."""
+    _found.clear()
+
+
+def default_of(name: str, ours: Any) -> Any:
+    """Return what a name of `transformers.trainer` holds while the modules are watched, otherwise `ours`."""
+    return getattr(_found[0][0], name, ours) if _found else ours
+
+
+def tracker_of(name: str) -> Any:
+    """Return the callback, or its class, that transformers has for a tracker; None unless the modules are watched."""
+    for module, _ in _found:
+        if hasattr(module, "INTEGRATION_TO_CALLBACK"):
+            return module.INTEGRATION_TO_CALLBACK.get(name)
+    return None
+
+
+def warn_of_unread(*, is_resume: bool) -> None:
+    """Warn once of functions and classes that a library has replaced and that a training does not call."""
+    for module, names in _found:
+        for name, value in names.items():
+            new = getattr(module, name, None)
+            if new is not value and new is not None and (is_resume or name not in _IN_RESUMES):
+                owner = getattr(new, "__module__", None) or type(new).__module__
+                remedies = {**TRANSFORMERS_NAMES, **_IN_RESUMES}
+                remedy = remedies.get(name, "Override a method of the Trainer, or pass a callback.")
+                place = f"{module.__name__}.{name}"
+                warn_once(f"{place} was replaced (by {owner}), but hftrain's Trainer does not call it. {remedy}")
