@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import as_array, detach, map_tensors
+from hftrain.core.tree import as_array, detach, is_cache, map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
@@ -180,11 +180,11 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree
     if isinstance(tree, Mapping):
-        return {key: as_tensors(entry, takes_objects=takes_objects) for key, entry in tree.items() if entry is not None}
+        return {key: as_tensors(entry, takes_objects=takes_objects) for key, entry in tree.items() if _is_kept(entry)}
     if takes_objects and isinstance(tree, list):
         return Objects(map(to_plain, tree))
     if isinstance(tree, (list, tuple)):
-        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if entry is not None)
+        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if _is_kept(entry))
     if isinstance(tree, (bool, int, float)) or getattr(getattr(tree, "dtype", None), "kind", "O") in "biufc":
         return torch.as_tensor(tree)
     if takes_objects:
@@ -195,6 +195,10 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
         "Leave it out with ignore_keys or preprocess_logits_for_metrics, set eval_use_gather_object=True to keep "
         "text and the like, or use torchmetrics in a TaskModule.",
     )
+
+
+def _is_kept(value: Any) -> bool:
+    return value is not None and not is_cache(value)
 
 
 def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
