@@ -1,4 +1,4 @@
-"""Support for older signatures of the documented hooks, which are inspected once, at construction."""
+"""Signatures: older ones of the documented hooks, inspected once, at construction; and what models hold privately."""
 
 from __future__ import annotations
 
@@ -153,3 +153,21 @@ def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return function(**{name: value for name, value in values.items() if takes_any or name in names})
     return function(*list(values.values())[: len(positional)])
+
+
+# -- what models hold under private names, which have no public way; each stands here only ----------------------------
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model inside torch.compile's wrapper, or the model itself; does not import the compiler."""
+    return getattr(model, "_orig_mod", model)
+
+
+def layer_hint(model: Any) -> list[str]:
+    """Return the class names of a model's repeated layers, by the hint of transformers' models; empty without one."""
+    return list(getattr(model, "_no_split_modules", None) or ())
+
+
+def attention_of(model: Any, default: str = "") -> str:
+    """Return how a transformers model computes attention (``"sdpa"``), or the default for another model."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", default))

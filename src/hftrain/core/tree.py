@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree
+
+# torch's nested structures: the names of pytrees that torch offers to others stand under a private one.
+pytree = _pytree
 
 # The names of a model's keys and values of earlier tokens: `cache` since transformers 5.24, the others before.
 CACHES = ("cache", "past_key_values", "cache_params")

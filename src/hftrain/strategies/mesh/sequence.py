@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.signatures import layer_hint
 from hftrain.core.tree import CACHES
 
 # What runs inside the layers' forward pass, also when it is recomputed in the backward pass.
@@ -35,7 +36,7 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None) -> tuple[nn.Mod
     Raises:
         ConfigError: The model has no list of such layers or several, or other modules are among them.
     """
-    wanted = set((getattr(model, "_no_split_modules", None) or ()) if classes is None else classes)
+    wanted = set(layer_hint(model) if classes is None else classes)
     found = [each for each in _lists(model) if any(type(layer).__name__ in wanted for layer in each[1])]
     asked = "Cannot find the layers at which to split the sequence."
     if len(found) != 1:
