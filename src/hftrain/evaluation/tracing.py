@@ -31,7 +31,7 @@ def trace_model(
         batch = prepare(next(iter(dataloader)))
         with warnings.catch_warnings(), torch.no_grad(), context():
             # torch deprecates torch.jit, which the user requested by name, and warns that Python values become
-            # constants, which tracing implies. It deprecates with a FutureWarning since 2.14.
+            # constants, which tracing implies. In torch 2.15 that is a FutureWarning.
             for category in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]

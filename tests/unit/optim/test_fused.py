@@ -27,7 +27,7 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def changes_every_element(dtype: torch.dtype) -> bool:
-    """Tell whether torch's fused SGD steps parameters of a dtype; until 2.13 it left those of 16 bits unchanged."""
+    """Tell whether torch's fused SGD steps parameters of a dtype; in torch 2.13 it left those of 16 bits unchanged."""
     parameter = torch.zeros(64, dtype=dtype)
     parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD([parameter], lr=1.0, fused=True).step()
@@ -228,7 +228,7 @@ def test_split_parameters_are_fused_where_torch_can(tmp_path: Any, monkeypatch: 
 def test_a_kernel_that_leaves_parameters_unchanged_is_not_used(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)  # as torch's before 2.14
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)  # as torch 2.13 does
     model = nn.Linear(64, 64).to(dtype)
     assert not can_fuse(torch.optim.SGD, {"lr": 0.1}, model, model.parameters())
     assert can_fuse(torch.optim.AdamW, {"lr": 0.1}, model, model.parameters())
