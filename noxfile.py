@@ -42,6 +42,14 @@ OLDEST_INTEROP = tuple(
     for name in ("models", "stateful_interop", "peft", "text_columns_interop", "grouping_interop")
 )
 
+# What `tests-newest-quick` runs of `tests-newest`, in about five minutes on two cores.
+QUICK = (
+    "tests/arch/test_foreign.py", "tests/loops", "tests/resume/test_exact.py", "tests/resume/test_numbers.py",
+    "tests/unit/storage", "tests/unit/optim/test_fused.py", "tests/unit/task", "tests/unit/evaluation/test_settings.py",
+    "tests/interop/test_models.py", "tests/interop/test_peft.py", "tests/interop/test_hooks_interop.py",
+    "tests/distributed/test_trainer_ddp.py", "tests/distributed/test_mesh_context.py",
+)  # fmt: skip
+
 # Experiment trackers by what their installation costs.
 QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
 SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "swanlab", "trackio")
@@ -310,6 +318,32 @@ def tests_oldest(session: nox.Session) -> None:
     install_without_cuda(session, "--resolution", "lowest-direct", "-e", ".[test]")
     marks = " and ".join(f"not {mark}" for mark in MARKS if mark != "distributed")
     pytest(session, marks, *WORKERS, *NO_HANG, *OLDEST)
+
+
+def run_newest(session: nox.Session, *files: str) -> None:
+    """Run tests with the versions that pip installs today: constraints.txt is left out, and reused packages updated."""
+    packages = ("--upgrade", "-e", ".[test,report,transformers,peft,search]", "trl", "pillow", "scipy")
+    if sys.platform == "linux":
+        install_without_cuda(session, *packages)
+    else:
+        session.install(*packages)
+    names = ("torch", "accelerate", "transformers", "datasets", "peft", "trl")
+    versions = f"import importlib.metadata as m; print(*(f'{{n}} {{m.version(n)}}' for n in {names}), sep=', ')"
+    session.run("python", "-c", versions, log=False)
+    marks = " and ".join(f"not {mark}" for mark in MARKS if mark not in ("distributed", "interop"))
+    pytest(session, marks, *WORKERS, *NO_HANG, *files)
+
+
+@nox.session(name="tests-newest")
+def tests_newest(session: nox.Session) -> None:
+    """Run what `tests`, `tests-interop` and `tests-distributed` run, with the newest version of every package."""
+    run_newest(session)
+
+
+@nox.session(name="tests-newest-quick")
+def tests_newest_quick(session: nox.Session) -> None:
+    """Run the part of `tests-newest` in which new versions break most."""
+    run_newest(session, *QUICK)
 
 
 @nox.session(name="tests-python", python=["3.10", "3.12", "3.13"])

@@ -1,65 +1,319 @@
-"""Private names of other packages that have no public way exist in the installed versions: a new version fails here."""
+"""Private names of other packages: each stands in one source file, and a canary tells whether it still does its work.
+
+A canary runs with the installed versions, so `tests-newest` shows what a new release has changed.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-from collections.abc import Callable
+import json
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState, PartialState
-from arch.test_house import FOREIGN
-from support.source import PACKAGE, modules
+from support.source import PACKAGE, Module, functions, modules
 from torch import nn
-from torch._C import _distributed_c10d as c10d
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
-from torch.optim import lr_scheduler
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
 
+from hftrain.core.parameters import attention_of, layer_hint, uncompiled
+from hftrain.core.tree import pytree
 
-def sequential() -> lr_scheduler.SequentialLR:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ConstantLR(optimizer)]
-    return lr_scheduler.SequentialLR(optimizer, parts, [1])
-
-
-def source(*modules: str) -> Callable[[], str]:
-    return lambda: "".join(inspect.getsource(importlib.import_module(module)) for module in modules)
-
-
-FSDP = "torch.distributed.fsdp._fully_shard"
-MODULE, WORKERS = lambda: dir(nn.Linear(1, 1)), source("torch.utils.data.dataloader")
-# Where each name is: an object's attributes, or the source of what cannot be made here.
-WHERE: dict[str, Callable[[], Any]] = {
-    **dict.fromkeys(("_parameters", "_call_impl", "_compiled_call_impl"), MODULE),
-    "_orig_mod": source("torch._dynamo.eval_frame"),
-    **dict.fromkeys(("_rcvd_idx", "_send_idx", "_timeout"), WORKERS),
-    "_iterator": lambda: dir(DataLoader([1])),
-    **dict.fromkeys(("_milestones", "_schedulers"), lambda: dir(sequential())),
-    "_get_lr_called_within_step": lambda: dir(lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(1, 1).parameters()))),
-    "_lazy_clone": lambda: dir(torch),
-    "_dump_fr_trace_json": lambda: dir(c10d),
-    # Builds for CPUs have no NCCL.
-    "_dump_nccl_trace_json": lambda: dir(c10d) if dist.is_nccl_available() else ["_dump_nccl_trace_json"],
-    "_comm_hooks": source("torch.nn.parallel.distributed"),
-    "_register_comm_hook": lambda: dir(torch.distributed),
-    "_HYBRID_SHARD_ZERO2": lambda: dir(ShardingStrategy),
-    "_get_fsdp_state": lambda: dir(FSDPModule),
-    **dict.fromkeys(
-        ("_fsdp_param_group", "_training_state"), source(f"{FSDP}._fsdp_state", f"{FSDP}._fsdp_param_group")
-    ),
-    "_shared_state": lambda: dir(PartialState),
-    "_set_sync_gradients": lambda: dir(GradientState),
+# What has no public way, by the file that it stands in.
+FOREIGN = {
+    "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
+    "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
+    "cli/parser.py": {"_argument_group_name"},
+    "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
+    "core/parameters.py": {"_attn_implementation", "_no_split_modules", "_orig_mod"},
+    "core/tree.py": {"_pytree"},
+    "data/datasets.py": {"_ex_iterable"},
+    "data/samplers.py": {"_distributed"},
+    "data/sharding.py": {"_iterator"},
+    "data/states.py": {"_utils"},
+    "data/workers.py": {"_index_sampler", "_rcvd_idx", "_send_idx", "_task_info", "_timeout", "_worker_init_fn"},
+    "flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
+    "flight/surroundings.py": {"_fingerprint"},
+    "optim/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
+    "optim/groups.py": {"_parameters"},
+    "strategies/checks.py": {"_is_fsdp_managed_module"},
+    "strategies/deepspeed/states.py": {
+        *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+        "_swappable_optimizer_subgroup",
+    },
+    "strategies/fsdp/changes.py": {"_fsdp_param_group", "_get_fsdp_state", "_training_state"},
+    "strategies/fsdp/wrapper.py": {"_HYBRID_SHARD_ZERO2"},
+    "strategies/mesh/cutting.py": {"_pp_plan"},
+    "strategies/trainable_parameters.py": {"_comm_hooks", "_register_comm_hook"},
+    "trainer/hub.py": {"_name_or_path"},
+    "task/compilation.py": {"_dynamo", "_inductor"},
+    "task/introspect.py": {"_tp_size"},
+    "task/model_call.py": {"_call_impl", "_compiled_call_impl"},
+    "task/quantized.py": {"_hf_peft_config_loaded"},
 }
+NAMES = set().union(*FOREIGN.values())
+# Public, though they look private: of named tuples, of `os` and of `sys`.
+PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
+ACCESS = ("getattr", "hasattr", "setattr", "delattr")
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN["torch"] | FOREIGN["accelerate"]))
-def test_private_name_is_there(name: str) -> None:
-    assert name in WHERE[name](), f"torch {torch.__version__} with accelerate {accelerate.__version__} has no {name}"
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a file defines, or takes from other files of the package."""
+    yield from (function.name for function in functions(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            yield node.attr
+
+
+def private_names(module: Module) -> Iterator[str]:
+    """Yield the private names that a file imports, reads or writes, as attributes or by `getattr` and the like."""
+    for node in ast.walk(module.tree):
+        found: list[Any] = []
+        if isinstance(node, ast.Attribute):
+            found = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESS and len(node.args) > 1:
+            found = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+        elif isinstance(node, ast.Import):
+            found = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("hftrain"):
+            found = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        yield from (name for name in found if name.startswith("_") and not name.startswith("__"))
+
+
+def test_private_name_of_another_package_stands_in_one_file() -> None:
+    ours = {name for module in modules() for name in own_names(module.tree)} - NAMES
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        file, own = str(module.path.relative_to(PACKAGE)), set(own_names(module.tree))
+        for name in set(private_names(module)) - ours - own - PUBLIC - {"_"}:
+            found[file].add(name)
+    assert dict(found) == FOREIGN
+
+
+# -- canaries --------------------------------------------------------------------------------------------------------
+
+CANARIES: dict[str, Callable[[], None]] = {}
+
+
+def canary(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a check of what some private names do."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CANARIES.update(dict.fromkeys(names, check))
+        return check
+
+    return register
+
+
+@canary("_orig_mod")
+def compiled_wrapper() -> None:
+    model = nn.Linear(1, 1)
+    assert uncompiled(torch.compile(model, backend="eager")) is model
+    assert uncompiled(model) is model
+
+
+@canary("_call_impl", "_compiled_call_impl")
+def call_of_a_module() -> None:
+    model: Any = nn.Linear(1, 1)
+    assert model._compiled_call_impl is None
+    model._compiled_call_impl = lambda x: model._call_impl(x) + 1
+    x, seen = torch.ones(1), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    assert model(x) == model.forward(x) + 1
+    assert seen == [1]
+
+
+@canary("_parameters")
+def slots_of_parameters() -> None:
+    assert nn.BatchNorm1d(1, affine=False)._parameters == {"weight": None, "bias": None}
+
+
+@canary("_pytree")
+def nested_structures() -> None:
+    leaves, spec = pytree.tree_flatten({"a": [1, (2, 3)]})
+    assert leaves == pytree.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
+    spec = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert pytree.tree_unflatten([4, 5, 6], spec) == {"a": [4, (5, 6)]}
+    assert pytree.tree_map(len, {"a": [1, 2]}, is_leaf=lambda each: isinstance(each, list)) == {"a": 2}
+
+
+@canary("_iterator", "_index_sampler", "_rcvd_idx", "_send_idx", "_task_info", "_timeout", "_worker_init_fn")
+def loader_with_workers() -> None:
+    loader: Any = DataLoader([1, 2, 3], num_workers=1, persistent_workers=True, timeout=60)
+    passing = iter(loader)
+    assert loader._iterator is passing
+    assert (passing._rcvd_idx, passing._send_idx, passing._timeout) == (0, 2, 60)
+    assert {number: entry[0] for number, entry in passing._task_info.items()} == {0: 0, 1: 0}
+    assert (passing._index_sampler, passing._worker_init_fn) == (loader.batch_sampler, None)
+    next(passing)
+    assert passing._rcvd_idx == 1
+    workers = passing._workers
+    loader._iterator = passing = None
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@canary("_utils")
+def pinning() -> None:
+    pin = importlib.import_module("torch.utils.data._utils.pin_memory").pin_memory
+    assert next(iter(inspect.signature(pin).parameters)) == "data"
+
+
+@canary("_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json")
+def flight_recorder() -> None:
+    from torch._C import _distributed_c10d as c10d
+
+    assert isinstance(json.loads(c10d._dump_fr_trace_json()), dict)  # type: ignore[attr-defined]
+    assert not dist.is_nccl_available() or hasattr(c10d, "_dump_nccl_trace_json")
+
+
+@canary("_get_lr_called_within_step", "_milestones", "_schedulers")
+def schedules() -> None:
+    optimizer = SGD(nn.Linear(1, 1).parameters())
+    parts: Any = [lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) for _ in range(2)]
+    whole: Any = lr_scheduler.SequentialLR(optimizer, parts, [3])
+    assert (whole._schedulers, whole._milestones) == (parts, [3])
+    with pytest.warns(UserWarning, match="get_last_lr"):
+        parts[0].get_lr()
+    parts[0]._get_lr_called_within_step = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts[0].get_lr()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    before = sys.excepthook  # which torch replaces
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = before
+
+
+@canary("_comm_hooks", "_register_comm_hook")
+def hooks_of_ddp() -> None:
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(state)
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with alone():
+        model: Any = DistributedDataParallel(nn.Linear(1, 1))
+        model.register_comm_hook("state", hook)
+        assert model._comm_hooks == [(hook, "state")]
+        model.__setstate__(model.__getstate__())
+        torch.distributed._register_comm_hook(model.reducer, "state", hook)  # type: ignore[attr-defined]
+        model(torch.ones(1, 1)).sum().backward()
+        assert seen == ["state"]
+
+
+@canary("_fsdp_param_group", "_get_fsdp_state", "_training_state")
+def state_of_fsdp() -> None:
+    with alone():
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (1,)))
+        group = model._get_fsdp_state()._fsdp_param_group
+        model(torch.ones(1, 2))
+        group._training_state = type(group._training_state).IDLE
+        model.reshard()
+        assert isinstance(model.weight, torch.distributed.tensor.DTensor)
+
+
+@canary("_HYBRID_SHARD_ZERO2", "_is_fsdp_managed_module")
+def older_fsdp() -> None:
+    assert "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__
+    dynamo, flag = importlib.import_module("torch.distributed.fsdp._dynamo_utils"), "_is_fsdp_managed_module = True"
+    assert flag in inspect.getsource(dynamo)
+
+
+@canary("_dynamo", "_inductor")
+def compilers() -> None:
+    from torch._dynamo import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+    from torch._inductor import list_mode_options
+
+    assert callable(lookup_backend("inductor"))
+    with pytest.raises(InvalidBackend):
+        lookup_backend("no such back-end")
+    assert {"default", "reduce-overhead"} <= set(list_mode_options())
+
+
+@canary("_set_sync_gradients", "_shared_state")
+def states_of_accelerate() -> None:
+    assert isinstance(PartialState._shared_state, dict)
+    state: Any = GradientState()
+    state._set_sync_gradients(False)
+    assert not GradientState().sync_gradients
+    GradientState._shared_state.clear()
+
+
+@canary(
+    *("_attn_implementation", "_hf_peft_config_loaded", "_keys_to_ignore_on_load_unexpected"),
+    *("_keys_to_ignore_on_save", "_name_or_path", "_no_split_modules", "_pp_plan", "_tp_size"),
+)
+def models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+    assert (layer_hint(model), attention_of(model)) == (["LlamaDecoderLayer"], "sdpa")
+    assert (model._hf_peft_config_loaded, model._tp_size) == (False, None)
+    assert not model._keys_to_ignore_on_save
+    assert not model._keys_to_ignore_on_load_unexpected
+    assert "lm_head" in model._pp_plan
+    assert type(model.config)(name_or_path="there")._name_or_path == "there"
+
+
+@canary("_argument_group_name")
+def parser_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    module = importlib.import_module("transformers.hf_argparser")
+    assert "_argument_group_name" in inspect.getsource(module)
+
+
+@canary("_distributed", "_ex_iterable", "_fingerprint")
+def tables_of_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"a": 1}, {"a": 2}])
+    assert isinstance(table._fingerprint, str)
+    stream = table.to_iterable_dataset(num_shards=2)
+    assert hasattr(stream, "_ex_iterable")
+    share = importlib.import_module("datasets.distributed").split_dataset_by_node(stream, rank=1, world_size=2)
+    assert (share._distributed.rank, share._distributed.world_size) == (1, 2)
+
+
+@canary(*FOREIGN["strategies/deepspeed/states.py"])
+def swapping_of_deepspeed() -> None:
+    source = inspect.getsource(pytest.importorskip("deepspeed.runtime.zero.stage3"))
+    assert all(f"def {name}(" in source for name in FOREIGN["strategies/deepspeed/states.py"])
+
+
+def test_every_private_name_has_a_canary() -> None:
+    assert set(CANARIES) == NAMES
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CANARIES.values()), ids=lambda check: check.__name__)
+def test_private_names_do_what_we_rely_on(check: Callable[[], None]) -> None:
+    check()
 
 
 # What looks behind the language or another package's back, each in one file; the tests of that file are its canary.

@@ -21,7 +21,7 @@ from support.hub_models import (  # noqa: E402
 )
 from support.resuming import StopAt, without_times  # noqa: E402
 
-from hftrain import Trainer, TrainingArguments  # noqa: E402
+from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -62,6 +62,49 @@ def test_resuming_in_the_middle_equals_a_run_that_never_stopped(tmp_path, name, 
     assert output.global_step == 8
     assert same_weights(resumed.model, whole.model)
     assert without_times(resumed.state.log_history) == without_times(whole.state.log_history)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+class WholeOutput(TaskModule):
+    """Returns all that the model returned as the predictions."""
+
+    def training_step(self, batch):
+        return self.model(**batch).loss
+
+    def evaluation_step(self, batch):
+        output = self.model(**batch)
+        return StepOutput(loss=output.loss, outputs=dict(output), labels=batch["labels"])
+
+
+@pytest.mark.parametrize("ignore", [None, [], ["past_key_values"], ["cache"]], ids=str)
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_cache_of_a_model_is_no_prediction(tmp_path, name, declared, ignore):
+    seen = []
+    options = {"use_cache": True, "compute_metrics": lambda given: seen.append(given.predictions) or {"m": 1.0}}
+    trainer = make_trainer(tmp_path, name, "list", **options)
+    if declared:
+        trainer.model.config.keys_to_ignore_at_inference = ["past_key_values"]  # as until transformers 5.23
+        trainer = Trainer(
+            trainer.model, trainer.args, eval_dataset=trainer.eval_dataset, compute_metrics=options["compute_metrics"]
+        )
+    assert trainer.evaluate(ignore_keys=ignore)["eval_m"] == 1.0
+    seen.append(trainer.predict(trainer.eval_dataset, ignore_keys=ignore).predictions)
+    for predictions in seen:
+        logits, *others = predictions if isinstance(predictions, tuple) else (predictions,)
+        assert logits.shape[::2] == (7, 28)
+        assert [value.shape[0] for value in others] == (
+            [7] if name == "t5" else []
+        )  # T5 also returns its encoder's states
+
+
+def test_cache_in_the_outputs_of_a_task_is_left_out(tmp_path):
+    task = WholeOutput(make_model("llama"))
+    arguments = TrainingArguments(str(tmp_path), **run_options(use_cache=True, remove_unused_columns=False))
+    predictions = Trainer(task, arguments).predict(make_rows("llama", 7)).predictions
+    assert sorted(predictions) == ["logits", "loss"]
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------

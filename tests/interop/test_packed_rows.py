@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from support.resuming import StopAt, assert_same, outcome
 from torch.utils.data import ConcatDataset, IterableDataset, get_worker_info
 
@@ -26,10 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 JOINING: dict[str, dict[str, Any]] = {
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "Falcon": {},
     "Bloom": {"n_layer": 2, "n_head": 4},
     "Mamba": {},
 }
+# Since transformers 5.24 it restarts where the positions do.
+(KINDS if Version(transformers.__version__) >= Version("5.24") else JOINING)["Falcon"] = {}
 DOCUMENTS = [
     {"input_ids": torch.randint(3, 64, (num,), generator=torch.Generator().manual_seed(num)).tolist()}
     for num in (9, 5, 12, 7, 3, 11, 8, 6, 15, 2, 4, 10)

@@ -60,7 +60,12 @@ def make_other(kind: str) -> Any:
     """Return a model with a prompt, with an adapter loaded into it, or one of whose own layers trains beside it."""
     model, lora = make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])
     if kind == "loaded":
-        model.add_adapter(lora, adapter_name="mine")
+        try:
+            model.add_adapter(lora, adapter_name="mine")
+        except ValueError as error:
+            if "please use a version >=" not in str(error):
+                raise
+            pytest.skip(str(error))  # transformers 5.24 wants a peft that had not been released
         return model
     if kind == "beside":
         wrapped = peft.get_peft_model(model, lora)
@@ -75,6 +80,9 @@ def make_other(kind: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The files of the adapters do not hold:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # peft's prefixes in transformers 5.24
 @pytest.mark.parametrize("kind", ["prompt", "prefix", "encoder", "loaded", "beside"])
 def test_what_the_adapter_files_do_not_hold_is_resumed_and_comes_back_as_the_best(tmp_path: Path, kind: str) -> None:
     def run(**options: Any) -> Trainer:

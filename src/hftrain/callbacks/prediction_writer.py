@@ -17,6 +17,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import is_cache
 from hftrain.data.grouping import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.storage.files import read_json, write_text
@@ -173,10 +174,10 @@ def _place(args: Any, *, data_ranks: Any = None, **_: Any) -> tuple[int, int, bo
 
 def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a nested structure by path."""
-    if tree is None:
-        return {}
     if isinstance(tree, torch.Tensor):
         return {name: tree}
+    if tree is None or is_cache(tree):
+        return {}
     if isinstance(tree, Mapping):
         entries: Any = tree.items()
     elif isinstance(tree, (list, tuple)):

@@ -27,6 +27,7 @@ from hftrain.flight.reading import (
     read_ledger,
     total_loss,
 )
+from hftrain.storage.tensors import load_containers
 
 _MOST_TOKENS = 60
 _NEAR = 32
@@ -236,7 +237,7 @@ def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> Non
         for rank, line in enumerate(ledger[step]):
             path = run / FOLDER / "spikes" / f"step{step:08d}-rank{rank}.pt"
             with suppress(Exception):  # which torch raises, in many kinds, if it is missing or damaged
-                batches = torch.load(path, weights_only=True)
+                batches = load_containers(path)
                 for samples, batch in zip(line.get("samples") or [], batches, strict=False):
                     for place, sample in enumerate(samples or []):
                         rows[json.dumps(sample)] = _row(batch, place, len(samples))

@@ -1,4 +1,4 @@
-"""Parameters that ZeRO-3 has split: they are empty and keep their full shape in an attribute."""
+"""What others keep in models: the shapes of parameters that ZeRO-3 has split and emptied, and private attributes."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             is_cast = isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)
             if is_cast and loaded.dtype == parameter.dtype != saved.dtype:
                 own[name] = torch.empty_like(loaded, dtype=saved.dtype).copy_(saved)
+
+
+# -- what models hold under private names, which have no public way; each stands here only ----------------------------
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model inside torch.compile's wrapper, or the model itself; does not import the compiler."""
+    return getattr(model, "_orig_mod", model)
+
+
+def layer_hint(model: Any) -> list[str]:
+    """Return the class names of a model's repeated layers, by the hint of transformers' models; empty without one."""
+    return list(getattr(model, "_no_split_modules", None) or ())
+
+
+def attention_of(model: Any, default: str = "") -> str:
+    """Return how a transformers model computes attention (``"sdpa"``), or the default for another model."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", default))

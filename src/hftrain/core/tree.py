@@ -9,6 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree
+
+# torch's nested structures: the names of pytrees that torch offers to others stand under a private one.
+pytree = _pytree
+
+# The names of a model's keys and values of earlier tokens: `cache` since transformers 5.24, the others before.
+CACHES = ("cache", "past_key_values", "cache_params")
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache of earlier tokens, an object that transformers' models return and take."""
+    return hasattr(value, "get_seq_length")
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:

@@ -302,8 +302,8 @@ class DataCollatorWithFlattening:
     The model's attention must separate the samples: by `position_ids`, or by the boundaries in `cu_seq_lens_*`. Many of
     transformers' models do the former, such as Llama, Qwen, Gemma and GPT-2, while their cache is off, as it is when a
     Trainer trains or evaluates; in an own loop, set ``model.config.use_cache = False``. Other models do not separate
-    the samples, among them OPT, Falcon, XGLM and BioGPT, and those without an argument `position_ids` (BLOOM, MPT,
-    Mamba), of which the Trainer warns: compare the outputs of packed and single samples.
+    the samples, among them OPT, XGLM, BioGPT and (before transformers 5.24) Falcon, and those without an argument
+    `position_ids` (BLOOM, MPT, Mamba), of which the Trainer warns: compare the outputs of packed and single samples.
 
     Args:
         return_position_ids: Return `position_ids`.

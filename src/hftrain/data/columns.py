@@ -11,6 +11,7 @@ import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
+from hftrain.core.parameters import uncompiled
 from hftrain.data.datasets import tell_epoch
 
 _logger = get_logger(__name__)
@@ -27,7 +28,7 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
         >>> signature_columns(torch.nn.Linear(1, 1), label_names=["labels"])
         ['input', 'labels', 'label', 'label_ids']
     """
-    model = getattr(model, "_orig_mod", model)  # the signature of torch.compile's wrapper takes anything
+    model = uncompiled(model)  # the signature of torch.compile's wrapper takes anything
     if callable(getattr(model, "get_base_model", None)):
         model = model.get_base_model()
     try:

@@ -325,13 +325,18 @@ def give_generator(sampler: Any, *, seed: int) -> None:
             part.generator = new_generator(seed)
 
 
+def share_of_datasets(data: Any) -> Any:
+    """Return the share, with `rank` and `world_size`, that `datasets` gave a stream; None without one."""
+    return getattr(data, "_distributed", None)
+
+
 def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler or dataset already gives each rank its own share.
 
     Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, and of
     what `datasets.distributed.split_dataset_by_node` returns.
     """
-    if getattr(getattr(sampler, "_distributed", None), "world_size", 1) > 1:
+    if getattr(share_of_datasets(sampler), "world_size", 1) > 1:
         return True
     for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
         if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.data.datasets import has_length
-from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of
+from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of, share_of_datasets
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 
 
@@ -60,7 +60,7 @@ def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[
         ConfigError: Their loaders differ in length, or in the share that a sampler or dataset takes.
     """
     parts = (getattr(loader, "dataset", None), *samplers_of(loader)) if is_plain_loader(loader) else ()
-    places = [getattr(each, "rank", None) for part in parts for each in (part, getattr(part, "_distributed", None))]
+    places = [getattr(each, "rank", None) for part in parts for each in (part, share_of_datasets(part))]
     places += [getattr(part, "process_index", None) for part in parts]
     own = [len(loader) if has_length(loader) else None, [place for place in places if isinstance(place, int)]]
     for rank_, told in (every := gather_object([rank, own])):

@@ -31,8 +31,9 @@ def trace_model(
         batch = prepare(next(iter(dataloader)))
         with warnings.catch_warnings(), torch.no_grad(), context():
             # torch deprecates torch.jit, which the user requested by name, and warns that Python values become
-            # constants, which tracing implies.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # constants, which tracing implies. In torch 2.15 that is a FutureWarning.
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
             if isinstance(batch, Mapping):
                 traced = torch.jit.trace(model, example_kwarg_inputs=dict(batch), strict=False)  # type: ignore[no-untyped-call]

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils._pytree import tree_map
 
 from hftrain.core.errors import TaskError
 from hftrain.core.notes import add_note, describe
-from hftrain.core.tree import detach, tensors_of
+from hftrain.core.tree import detach, pytree, tensors_of
 from hftrain.core.types import EvalPrediction
 from hftrain.loops.contract import Group
 from hftrain.loops.gather import Kept, as_tensors
@@ -75,7 +74,7 @@ class BatchMetrics:
             return array
 
         joined = kept.joined(self._group, is_interleaved=False)
-        return tree_map(as_sent, joined, is_leaf=lambda each: isinstance(each, list))
+        return pytree.tree_map(as_sent, joined, is_leaf=lambda each: isinstance(each, list))
 
 
 def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import as_array, detach, map_tensors
+from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
@@ -47,7 +46,7 @@ class _Keeper:
             return
         tree = map_tensors(detach(as_tensors(tree, takes_objects=self._takes_objects)), torch.atleast_1d)
         self._waiting.append(tree)
-        leaves, _ = tree_flatten(tree)
+        leaves, _ = pytree.tree_flatten(tree)
         is_on_host = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
         if is_on_host or len(self._waiting) == self._moves_every:
             self.to_host()
@@ -103,10 +102,10 @@ class Kept(_Keeper):
         self._folder = folder
         # The rows of each leaf; the structure of the batches, and which of their leaves are objects.
         self._rows: list[Any] = []
-        self._form: tuple[TreeSpec, list[bool]] | None = None
+        self._form: tuple[pytree.TreeSpec, list[bool]] | None = None
 
     def _store(self, tree: Any) -> None:
-        leaves, spec = tree_flatten(tree)
+        leaves, spec = pytree.tree_flatten(tree)
         form = spec, [isinstance(leaf, Objects) for leaf in leaves]
         if self._form is None:
             self._form = form
@@ -133,10 +132,10 @@ class Kept(_Keeper):
         """
         self.to_host()
         if group.world_size == 1:
-            whole = self._form and tree_unflatten([rows.array() for rows in self._rows], self._form[0])
+            whole = self._form and pytree.tree_unflatten([rows.array() for rows in self._rows], self._form[0])
             return whole if order is None else put_back(whole, order, folder=self._folder)
-        found = group.gather_object(self._form and [treespec_dumps(self._form[0]), self._form[1]])
-        forms = [(treespec_loads(text), kinds) for text, kinds in filter(None, found)]
+        found = group.gather_object(self._form and [pytree.treespec_dumps(self._form[0]), self._form[1]])
+        forms = [(pytree.treespec_loads(text), kinds) for text, kinds in filter(None, found)]
         if any(form != forms[0] for form in forms):
             raise _mismatch("processes", forms)
         if not forms:
@@ -153,7 +152,7 @@ class Kept(_Keeper):
                 if is_objects
                 else _gather_rows(rows, group, places, folder=self._folder)
             )
-        return tree_unflatten(joined, spec)
+        return pytree.tree_unflatten(joined, spec)
 
 
 class _ObjectRows:
@@ -180,11 +179,11 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree
     if isinstance(tree, Mapping):
-        return {key: as_tensors(entry, takes_objects=takes_objects) for key, entry in tree.items() if entry is not None}
+        return {key: as_tensors(entry, takes_objects=takes_objects) for key, entry in tree.items() if _is_kept(entry)}
     if takes_objects and isinstance(tree, list):
         return Objects(map(to_plain, tree))
     if isinstance(tree, (list, tuple)):
-        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if entry is not None)
+        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if _is_kept(entry))
     if isinstance(tree, (bool, int, float)) or getattr(getattr(tree, "dtype", None), "kind", "O") in "biufc":
         return torch.as_tensor(tree)
     if takes_objects:
@@ -197,6 +196,10 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     )
 
 
+def _is_kept(value: Any) -> bool:
+    return value is not None and not is_cache(value)
+
+
 def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
     """Return nested arrays with rows in dataset order; arrays of other lengths do not change.
 
@@ -206,7 +209,9 @@ def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
         order: The dataset indices of the samples in reading order.
         folder: Folder of memory-mapped files for the arrays; None keeps them in memory.
     """
-    return tree_map(partial(_put_back, order=order, folder=folder), tree, is_leaf=lambda each: isinstance(each, list))
+    return pytree.tree_map(
+        partial(_put_back, order=order, folder=folder), tree, is_leaf=lambda each: isinstance(each, list)
+    )
 
 
 def _put_back(found: Any, *, order: Any, folder: Path | None) -> Any:
@@ -225,13 +230,15 @@ def _put_back(found: Any, *, order: Any, folder: Path | None) -> Any:
     return ordered
 
 
-def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:
+def _mismatch(of: str, forms: list[tuple[pytree.TreeSpec, list[bool]]]) -> TaskError:
     return TaskError(
         f"Predictions of several {of} were to be joined.",
         "They differ in their keys, or in how many tensors they hold.",
         "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
         "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
-        structures=[tree_unflatten(["objects" if each else "tensor" for each in kinds], spec) for spec, kinds in forms],
+        structures=[
+            pytree.tree_unflatten(["objects" if each else "tensor" for each in kinds], spec) for spec, kinds in forms
+        ],
     )
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.parameters import attention_of
 from hftrain.core.seed import preserved_rng
 from hftrain.data.packing import PackedDataset, PackedStream
 from hftrain.task.introspect import forward_parameters
@@ -65,7 +66,7 @@ def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any, 
         )
     if not {"input_ids", "position_ids"} <= forward_parameters(model).keys():
         raise _joins(what, "its forward takes no input_ids and position_ids, by which documents are told apart.")
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    attention = attention_of(model)
     if "flash" in attention:
         # It reads positions only in a batch of one row, and runs on GPUs only: it cannot be tried here.
         if max(args.train_batch_size, args.eval_batch_size) > 1:

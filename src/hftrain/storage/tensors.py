@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -118,7 +119,9 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
     try:
         _check_regular(path)
         check_archive(path, with_numpy=with_numpy)
-        with _numpy_accepted() if with_numpy else contextlib.nullcontext():
+        with _numpy_accepted() if with_numpy else contextlib.nullcontext(), warnings.catch_warnings():
+            # torch warns of sparse tensors; a filter that makes errors of warnings would make the file unreadable.
+            warnings.simplefilter("ignore", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise unreadable_tensors(path, error) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.parameters import load_optimizer_state, whole_shape
+from hftrain.core.parameters import load_optimizer_state, uncompiled, whole_shape
 from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
@@ -260,12 +260,12 @@ class Strategy(Ranks, Shown):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside the wrappers that distribute or compile it."""
         while True:
+            inner: nn.Module = uncompiled(model)
             if isinstance(model, (DistributedDataParallel, DataParallel)):
-                model = model.module
-            elif hasattr(model, "_orig_mod"):  # torch.compile's wrapper, detected without importing the compiler
-                model = cast(nn.Module, model._orig_mod)
-            else:
+                inner = model.module
+            if inner is model:
                 return model
+            model = inner
 
     def called(self, model: nn.Module) -> nn.Module:
         """Return the module whose calls return the model's outputs: the model, or the pipeline that evaluates it."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.preserve import temporarily
+from hftrain.core.tree import pytree
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.distributed import DistributedStrategy
 
@@ -86,8 +86,8 @@ def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
     leaves: list[Any] = []
     form: Any = None
     if strategy.rank == src:
-        leaves, spec = tree_flatten(_plain(tree))
-        form = treespec_dumps(spec), [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves, spec = pytree.tree_flatten(_plain(tree))
+        form = pytree.treespec_dumps(spec), [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     spec_text, kinds = strategy.broadcast_object(form, src)
     if strategy.rank != src:
         leaves = [_empty(kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
@@ -95,7 +95,7 @@ def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
         if isinstance(leaf, torch.Tensor):
             # As bytes: backends do not support every dtype.
             dist.broadcast(leaf.detach().contiguous().reshape(-1).view(torch.uint8), src)
-    return tree if strategy.rank == src else tree_unflatten(leaves, treespec_loads(spec_text))
+    return tree if strategy.rank == src else pytree.tree_unflatten(leaves, pytree.treespec_loads(spec_text))
 
 
 def _kind(tensor: torch.Tensor) -> list[Any]:

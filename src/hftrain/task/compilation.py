@@ -120,14 +120,14 @@ class _Call:
 
 
 def _check_backend(config: CompileConfig) -> None:
-    from torch._dynamo import list_backends, lookup_backend
+    from torch._dynamo import lookup_backend
     from torch._dynamo.exc import InvalidBackend
 
     try:
         lookup_backend(config.backend)
     except InvalidBackend as error:
         successor = _SUCCESSORS.get(config.backend)
-        known = ", ".join(list_backends())
+        known = ", ".join(torch.compiler.list_backends())
         reason = (
             f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from hftrain.core.signatures import accepts
+from hftrain.core.tree import CACHES
 from hftrain.task.items import loss_shifts_labels
 
 _NO_ACCELERATOR = ("cpu", "disk", "meta")
@@ -88,9 +89,17 @@ def is_recomputing(model: Any) -> bool:
 
 
 def keys_to_ignore(model: nn.Module) -> list[str]:
-    """Return the outputs that are not predictions: the config's `keys_to_ignore_at_inference`."""
+    """Return the outputs that are not predictions: the config's `keys_to_ignore_at_inference`, else its cache."""
     config: Any = getattr(base_model(model), "config", None)
-    return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
+    if config is None:
+        return []
+    names = getattr(config, "keys_to_ignore_at_inference", None)
+    return list(CACHES if names is None else with_all_cache_names(names))
+
+
+def with_all_cache_names(names: Sequence[str]) -> Sequence[str]:
+    """Add a cache's other names to one of them: scripts and configs name it as another transformers does."""
+    return names if set(CACHES).isdisjoint(names) else [*names, *(name for name in CACHES if name not in names)]
 
 
 def is_on_several_devices(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.parameters import uncompiled
 from hftrain.core.tree import map_tensors
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ class ModelCall:
     @property
     def is_compiled(self) -> bool:
         """Whether compiled code runs, ours or the user's."""
-        return self.compiled is not None or self._before is not None or hasattr(self._model, "_orig_mod")
+        return self.compiled is not None or self._before is not None or uncompiled(self._model) is not self._model
 
     @property
     def as_written(self) -> Callable[..., Any]:

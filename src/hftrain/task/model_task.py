@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, TaskError, suggest
-from hftrain.core.tree import batch_size_of, detach
+from hftrain.core.tree import batch_size_of, detach, is_cache
 from hftrain.core.types import StepOutput
 from hftrain.task.introspect import (
     accepts_item_count,
@@ -18,6 +18,7 @@ from hftrain.task.introspect import (
     is_causal,
     keys_to_ignore,
     takes_item_count,
+    with_all_cache_names,
 )
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, count_labels, counts_shifted_labels
 from hftrain.task.loss import own_loss, read_loss, smoothed_loss
@@ -168,13 +169,14 @@ class ModelTask(TaskModule):
         if loss_only:
             return StepOutput(loss=loss)
         if isinstance(outputs, Mapping):
-            logits = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignore)
+            ignored = {"loss", *with_all_cache_names(ignore)}
+            logits = tuple(value for key, value in outputs.items() if key not in ignored)
         elif isinstance(outputs, (tuple, list)):
             # The loss comes first only if the model computed it itself.
             logits = tuple(outputs[1 if skipped and self.returns_loss else 0 :])
         else:
             logits = (outputs,)
-        logits = detach(logits)
+        logits = detach(tuple(value for value in logits if not is_cache(value)))
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 
     def _returns_loss_without_labels(self, inputs: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.parameters import layer_hint
 from hftrain.task.introspect import base_model
 from hftrain.task.selective import read_selective
 
@@ -36,7 +37,7 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
     Source: the documented `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
     """
     options = dict(options or {})
-    classes, every = read_selective(options, getattr(base_model(model), "_no_split_modules", None))
+    classes, every = read_selective(options, layer_hint(base_model(model)))
     if classes is not None:
         return _recompute_layers(model, classes, options, every)
     # transformers 5 renamed the method, and warns about the older name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.remote import URL, empty_store, listing
 from support.tiny import Net, Stream, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, PredictionWriter, TaskError, Trainer
+from hftrain import ConfigError, PredictionWriter, TaskError, Trainer, TrainerControl, TrainerState
 
 
 def read_all(folder: Path, name: str = "outputs") -> torch.Tensor:
@@ -49,6 +50,15 @@ def test_predictions_are_returned_on_request_and_where_metrics_need_them(tmp_pat
         assert (output.predictions is not None) == returns
         assert output.metrics["test_f1"] == 1.0
     assert seen == [5, 5]
+
+
+def test_cache_is_left_out(tmp_path: Path) -> None:
+    writer, args = PredictionWriter(tmp_path), SimpleNamespace(process_index=0, world_size=1)
+    outputs = {"logits": torch.ones(2, 3), "memory": SimpleNamespace(get_seq_length=lambda: 4)}
+    writer.on_prediction_step(args, TrainerState(), TrainerControl(), outputs=outputs)
+    writer.on_predict(args, TrainerState(), TrainerControl())
+    (batch,) = PredictionWriter.read(tmp_path)
+    assert list(batch) == ["outputs/logits"]
 
 
 def test_next_prediction_replaces_the_files_and_evaluations_write_none(tmp_path: Path) -> None:

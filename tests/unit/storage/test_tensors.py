@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,18 @@ def test_containers_keep_every_type_that_torch_reads_safely(tmp_path, name):
     (loaded,) = load_containers(tmp_path / "x.pt")["a"]
     assert type(loaded) is type(EXACT[name])
     assert torch.equal(loaded.to_dense(), torch.eye(2)) if name == "sparse" else loaded == EXACT[name]
+
+
+def test_warnings_of_the_reader_are_not_taken_for_damage(tmp_path, monkeypatch):
+    read = torch.load
+
+    def load(*args, **kwargs):
+        warnings.warn("sparse tensors are checked, which may be slow", stacklevel=2)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load)
+    save_containers({"a": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
+    assert torch.equal(load_containers(tmp_path / "x.pt")["a"].to_dense(), torch.eye(2))
 
 
 @pytest.mark.parametrize("number", [numpy.float64(0.1), numpy.int64(3), numpy.bool_(True)], ids=repr)

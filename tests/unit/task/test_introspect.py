@@ -133,9 +133,15 @@ def test_other_models_do_not_recompute(model: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "keys"),
     [
-        (SimpleNamespace(keys_to_ignore_at_inference=["past_key_values"]), ["past_key_values"]),
-        (SimpleNamespace(keys_to_ignore_at_inference=None), []),
-        (SimpleNamespace(), []),
+        (
+            SimpleNamespace(keys_to_ignore_at_inference=["past_key_values"]),
+            ["past_key_values", "cache", "cache_params"],
+        ),
+        (SimpleNamespace(keys_to_ignore_at_inference=["cache"]), ["cache", "past_key_values", "cache_params"]),
+        (SimpleNamespace(keys_to_ignore_at_inference=["mems"]), ["mems"]),
+        (SimpleNamespace(keys_to_ignore_at_inference=[]), []),
+        (SimpleNamespace(keys_to_ignore_at_inference=None), ["cache", "past_key_values", "cache_params"]),
+        (SimpleNamespace(), ["cache", "past_key_values", "cache_params"]),
         (None, []),
     ],
 )

@@ -84,6 +84,7 @@ def test_results_are_those_without_to_the_bit(tmp_path: Path, kind: Any, as_text
     assert all("forward" not in vars(block) for block in again.model.blocks)
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # those of this test, in torch 2.15
 def test_operations_that_are_kept_are_not_repeated() -> None:
     flops, kept = {}, {}
     x, labels = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.parameters import layer_hint
 
 
 def check_choice(strategy: str, *, layer_classes: Sequence[str] | None, min_num_params: int) -> None:
@@ -59,7 +60,7 @@ def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     for name in names or ():
         reason = f"{type(model).__name__} has no part of that class (upper and lower case count)."
         check_known(name, present, f"Cannot use transformer_layer_cls_to_wrap={name!r}.", reason)
-    wanted = set(getattr(model, "_no_split_modules", None) or ()) if names is None else set(names)
+    wanted = set(layer_hint(model)) if names is None else set(names)
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
-from hftrain.core.tree import map_tensors, tensors_of
+from hftrain.core.tree import is_cache, map_tensors, tensors_of
 from hftrain.strategies.mesh.cutting import hollow
 from hftrain.strategies.mesh.plans import Placing
 from hftrain.strategies.mesh.proof import Proof
@@ -116,4 +116,4 @@ def _warn(name: str, error: Exception) -> None:
 def _without_cache(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_without_cache, value))
-    return None if hasattr(value, "get_seq_length") else value
+    return None if is_cache(value) else value

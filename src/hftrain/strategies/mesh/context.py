@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hftrain.core.errors import ConfigError, StrategyError, suggest
+from hftrain.core.parameters import attention_of
 from hftrain.strategies.mesh.attention import KINDS, SplitAttention
 from hftrain.strategies.mesh.moves import join
 from hftrain.strategies.mesh.randomness import Apart
@@ -122,7 +123,7 @@ def _check_layer(layer: nn.Module) -> None:
 
 
 def _check_implementation(model: nn.Module) -> None:
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    implementation = attention_of(model, "sdpa")
     if implementation != "sdpa":
         reason = f"Its attention is computed by {implementation!r}, whose calls cannot be split over ranks."
         raise ConfigError(_ASKED, reason, "Load the model with attn_implementation='sdpa'.")

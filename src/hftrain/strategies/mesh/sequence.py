@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.parameters import layer_hint
+from hftrain.core.tree import CACHES
 
 # What runs inside the layers' forward pass, also when it is recomputed in the backward pass.
 Region = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -19,7 +21,7 @@ Region = Callable[[nn.Module], AbstractContextManager[Any]]
 # A layer's argument with the regions it computes in; whatever recomputes the layer repeats its arguments.
 _REGIONS = "split_regions"
 # Layers whose sequence is split fill no cache: it would hold a part of the keys.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = (*CACHES, "past_key_value", "layer_past")
 # Attention takes what it needs of these itself.
 _WHOLE = ("attention_mask",)
 
@@ -34,7 +36,7 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None) -> tuple[nn.Mod
     Raises:
         ConfigError: The model has no list of such layers or several, or other modules are among them.
     """
-    wanted = set((getattr(model, "_no_split_modules", None) or ()) if classes is None else classes)
+    wanted = set(layer_hint(model) if classes is None else classes)
     found = [each for each in _lists(model) if any(type(layer).__name__ in wanted for layer in each[1])]
     asked = "Cannot find the layers at which to split the sequence."
     if len(found) != 1:
@@ -113,8 +115,9 @@ class SequenceSplit:
         if is_open:
             reason = f"{type(owner).__name__} did not call its last layer, after which the parts are joined."
             raise StrategyError("Cannot split the sequence over ranks.", reason, "Disable LayerDrop and early exits.")
-        if self._padded and getattr(output, "past_key_values", None) is not None:
-            output.past_key_values = None  # the layers did not fill it
+        if self._padded and isinstance(output, MutableMapping):
+            for name in [key for key in output if key in CACHES]:
+                output[name] = None  # the layers did not fill it
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._splits is None:

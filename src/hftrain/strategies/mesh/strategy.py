@@ -17,12 +17,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from hftrain.core.errors import ConfigError, HFTrainError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.meta import is_weightless
 from hftrain.core.notes import add_note
+from hftrain.core.tree import pytree
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
@@ -340,8 +340,7 @@ class MeshStrategy(FSDPStrategy):
 
         def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            named = {**kwargs, "num_items_in_batch": None}  # which records whether the model reads it
-            given = [value for value in tree_leaves((args, named)) if isinstance(value, torch.Tensor)]
+            given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given if not each.is_meta]
             readers: dict[int, list[Any]] = {}
             for data_rank, each in self.gather_object([self.data.rank, told]):
