@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
 
-from hftrain.core.parameters import attention_of, layer_hint, uncompiled
-from hftrain.core.tree import pytree
+from hftrain.core.parameters import attention_of, layer_hint
+from hftrain.core.tree import pytree, uncompiled
 
 # What has no public way, by the file that it stands in.
 FOREIGN = {
@@ -36,8 +36,8 @@ FOREIGN = {
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
     "cli/parser.py": {"_argument_group_name"},
     "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
-    "core/parameters.py": {"_attn_implementation", "_no_split_modules", "_orig_mod"},
-    "core/tree.py": {"_pytree"},
+    "core/parameters.py": {"_attn_implementation", "_no_split_modules"},
+    "core/tree.py": {"_orig_mod", "_pytree"},
     "data/datasets.py": {"_ex_iterable"},
     "data/samplers.py": {"_distributed"},
     "data/sharding.py": {"_iterator"},

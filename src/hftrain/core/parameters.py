@@ -47,11 +47,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 # -- what models hold under private names, which have no public way; each stands here only ----------------------------
 
 
-def uncompiled(model: Any) -> Any:
-    """Return the model inside torch.compile's wrapper, or the model itself; does not import the compiler."""
-    return getattr(model, "_orig_mod", model)
-
-
 def layer_hint(model: Any) -> list[str]:
     """Return the class names of a model's repeated layers, by the hint of transformers' models; empty without one."""
     return list(getattr(model, "_no_split_modules", None) or ())

@@ -19,7 +19,7 @@ _IN_RESUMES = {
 }
 
 # The functions and classes of each module as `hftrain.compat` left them; the first module is `transformers.trainer`.
-_found: list[tuple[ModuleType, dict[str, Any]]] = []
+watched: list[tuple[ModuleType, dict[str, Any]]] = []
 
 
 def watch_modules(modules: Sequence[ModuleType]) -> None:
@@ -27,22 +27,22 @@ def watch_modules(modules: Sequence[ModuleType]) -> None:
     forget_modules()
     for module in modules:
         names = {name: value for name, value in vars(module).items() if callable(value)}
-        _found.append((module, {name: value for name, value in names.items() if name not in _READ | _CREATED}))
+        watched.append((module, {name: value for name, value in names.items() if name not in _READ | _CREATED}))
 
 
 def forget_modules() -> None:
     """Forget the modules; hftrain's own defaults hold."""
-    _found.clear()
+    watched.clear()
 
 
 def default_of(name: str, ours: Any) -> Any:
     """Return what a name of `transformers.trainer` holds while the modules are watched, otherwise `ours`."""
-    return getattr(_found[0][0], name, ours) if _found else ours
+    return getattr(watched[0][0], name, ours) if watched else ours
 
 
 def tracker_of(name: str) -> Any:
     """Return the callback, or its class, that transformers has for a tracker; None unless the modules are watched."""
-    for module, _ in _found:
+    for module, _ in watched:
         if hasattr(module, "INTEGRATION_TO_CALLBACK"):
             return module.INTEGRATION_TO_CALLBACK.get(name)
     return None
@@ -50,7 +50,7 @@ def tracker_of(name: str) -> Any:
 
 def warn_of_unread(*, is_resume: bool) -> None:
     """Warn once of functions and classes that a library has replaced and that a training does not call."""
-    for module, names in _found:
+    for module, names in watched:
         for name, value in names.items():
             new = getattr(module, name, None)
             if new is not value and new is not None and (is_resume or name not in _IN_RESUMES):

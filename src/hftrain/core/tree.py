@@ -23,6 +23,11 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
+def uncompiled(model: Any) -> Any:
+    """Return the model inside torch.compile's wrapper, or the model itself; does not import the compiler."""
+    return getattr(model, "_orig_mod", model)
+
+
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Apply `function` to every tensor of a nested structure; keeps other leaves and the container types."""
     if isinstance(tree, torch.Tensor):

@@ -11,7 +11,7 @@ import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.core.parameters import uncompiled
+from hftrain.core.tree import uncompiled
 from hftrain.data.datasets import tell_epoch
 
 _logger = get_logger(__name__)

@@ -121,6 +121,14 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
     return unchanged
 
 
+def _division(parts: RunParts) -> int:
+    """Return by how many micro-batches a loss is divided."""
+    trainer = parts.trainer
+    is_plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
+    is_scaled = is_plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
+    return 1 if is_scaled else int(trainer.args.gradient_accumulation_steps)
+
+
 def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
     """Wrap the model and create the optimizer in `_wrap_model`, or after it if an override did not.
 
@@ -141,10 +149,7 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
         check_several(trainer.optimizer, strategy)
         if not trainer._is_overridden("training_step"):
-            plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
-            is_scaled = plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
-            accumulation = 1 if is_scaled else trainer.args.gradient_accumulation_steps
-            check_per_sample(trainer.optimizer, strategy, precision, accumulation=accumulation)
+            check_per_sample(trainer.optimizer, strategy, precision, accumulation=_division(parts))
         parts.trained.find(trainer.optimizer)
         for parameter in parts.trained.outside:
             parameter.grad = None  # an interrupted run may have left it

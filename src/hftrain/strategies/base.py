@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.parameters import load_optimizer_state, uncompiled, whole_shape
+from hftrain.core.parameters import load_optimizer_state, whole_shape
 from hftrain.core.signatures import Shown
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import map_tensors, uncompiled
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.preemption.board import Board
 from hftrain.strategies.checks import check_whole

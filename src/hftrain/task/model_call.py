@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.parameters import uncompiled
 from hftrain.core.tree import map_tensors
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -51,11 +50,6 @@ class ModelCall:
             setattr(self, name, value)
         is_on = any(each is not None for each in (self.compiled, self.autocast, self.observe))
         self._model._compiled_call_impl = self if is_on else self._before
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code runs, ours or the user's."""
-        return self.compiled is not None or self._before is not None or uncompiled(self._model) is not self._model
 
     @property
     def as_written(self) -> Callable[..., Any]:

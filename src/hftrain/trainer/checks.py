@@ -15,9 +15,9 @@ from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
+from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
-from hftrain.core.replaced import warn_of_unread
 from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
@@ -67,7 +67,8 @@ def check_before_training(
     strategy.check_model(trainer.model)
     _check_ahead(trainer, evaluation.sets)
     folder = find_resume(trainer, output, resume)
-    warn_of_unread(is_resume=folder is not None)
+    if replaced.watched:
+        replaced.warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, data, folder)
     check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=trainer._is_overridden)
     return folder

@@ -845,9 +845,9 @@ class Trainer:
     def _make_shares(self) -> LossShares:
         """Return a `LossShares` for the current hooks."""
         is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
-        model = base_model(self.model)
+        is_causal = False
         if isinstance(self.task, ModelTask):
-            self.task.is_causal |= self._loss_shifts_labels
+            is_causal = self.task.is_causal = self.task.is_causal or self._loss_shifts_labels
         overrides_loss, owner = self._is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
         function = "" if self.compute_loss_func is None else "compute_loss_func"
         hooks = LossHooks(
@@ -856,7 +856,7 @@ class Trainer:
             overrides_loss=overrides_loss,
             accepts_count=bool(self.model_accepts_loss_kwargs),
             is_declared=is_attribute or self._accepts_declared is not None,
-            is_trusted=getattr(model, "accepts_loss_kwargs", None) is True or loss_shifts_labels(model),
+            is_trusted=getattr(base_model(self.model), "accepts_loss_kwargs", None) is True or is_causal,
             is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
             loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
             shifts_labels=self._loss_shifts_labels,
