@@ -110,9 +110,9 @@ CLIENTS = (
     sentences("cross_encoder.train"),
     sentences("sparse_encoder.train"),
     Client("current", "setfit", "setfit_text.train", accumulation=(1,)),
-    Client("current", "FlagEmbedding", "flag_embedding.embedder"),
-    Client("current", "FlagEmbedding", "flag_embedding.m3"),
-    Client("current", "FlagEmbedding", "flag_embedding.reranker"),
+    Client("pylate", "FlagEmbedding", "flag_embedding.embedder"),
+    Client("pylate", "FlagEmbedding", "flag_embedding.m3"),
+    Client("pylate", "FlagEmbedding", "flag_embedding.reranker"),
     Client("current", "chronos-forecasting", "chronos_series.train", "`fit`", ("eval_loss",), (), UNEVEN),
     Client(
         "current",

@@ -380,40 +380,20 @@ def test_evaluation_in_a_run_finds_what_its_training_batches_do_not_tell(tmp_pat
 class Logs(Trainer):
     """Reads the count to log it, and returns the model's own mean."""
 
-    read: Any = staticmethod(int)
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if num_items_in_batch is not None:
-            type(self).read(num_items_in_batch)
+        assert num_items_in_batch is None or num_items_in_batch.item() > 1
         outputs = model(**inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-READS: dict[str, Any] = {
-    "int": int,
-    "item": lambda count: count.item(),
-    "print": print,
-    "format": lambda count: f"{count}",
-    "compare": lambda count: count > 3,
-    "divide": lambda count: 1 / count,
-    "nothing": lambda count: None,
-}
-
-
-@pytest.mark.parametrize("how", READS)
 @pytest.mark.parametrize("kind", [Words, Divides])
-def test_an_override_that_logs_the_count_has_the_gradient_of_the_mean(
-    tmp_path: Path, kind: type[Words], how: str
-) -> None:
-    class Reads(Logs):
-        read = staticmethod(READS[how])
-
-    found = gradient(tmp_path, kind, size=2, trainer=Reads)
+def test_an_override_that_logs_the_count_has_the_gradient_of_the_mean(tmp_path: Path, kind: type[Words]) -> None:
+    found = gradient(tmp_path, kind, size=2, trainer=Logs)
     torch.testing.assert_close(found, whole(kind)[1], rtol=1e-6, atol=1e-9)
     arguments = make_arguments(tmp_path, per_device_eval_batch_size=3)
-    loss = Reads(make_model(kind), arguments, eval_dataset=make_rows()).evaluate()["eval_loss"]
+    loss = Logs(make_model(kind), arguments, eval_dataset=make_rows()).evaluate()["eval_loss"]
     assert loss == pytest.approx(whole(kind)[0], rel=1e-6)
 
 
@@ -568,24 +548,6 @@ class OtherCount(Trainer):
 def test_a_count_of_the_users_own_that_nothing_divides_by_changes_nothing(tmp_path: Path) -> None:
     found = gradient(tmp_path, Silent, size=2, trainer=OtherCount)
     torch.testing.assert_close(found, whole(Silent)[1], rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its compiler
-def test_a_compiled_loss_that_takes_the_count_is_called(tmp_path: Path) -> None:
-    @torch.compile(backend="eager")
-    def compiled(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-
-    class Compiled(Divides):
-        def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            return compiled(logits, labels, kwargs["num_items_in_batch"])
-
-    def function(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        return compiled(outputs["logits"], labels, num_items_in_batch)
-
-    for kind, options in ((Compiled, {}), (Words, {"compute_loss_func": function})):
-        found = gradient(tmp_path, kind, size=2, **options)
-        torch.testing.assert_close(found, whole(Words)[1], rtol=1e-6, atol=1e-9)
 
 
 def test_no_output_of_a_model_is_kept(tmp_path: Path) -> None:
@@ -757,3 +719,70 @@ def test_a_batch_that_is_one_object_needs_count_items(
     if method == "evaluate":
         assert metrics["eval_loss"] == pytest.approx(whole(Words)[0], rel=1e-6)
     assert not caplog.records
+
+
+class Excludes(Words):
+    """Excludes a class by its logit, as models with padded vocabularies do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        logits = self.layer(x).masked_fill(torch.arange(NUM_CLASSES) == NUM_CLASSES - 1, -1e9)
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+class Regresses(Words):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        logits = labels[0].abs() * self.layer(x).mean((1, 2))
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+def with_targets(targets: torch.Tensor) -> Rows:
+    return [{"x": row["x"], "labels": target} for row, target in zip(make_rows(), targets.double(), strict=True)]
+
+
+FEW = [{**row, "labels": row["labels"].clamp(max=NUM_CLASSES - 2)} for row in make_rows()]
+SMALL, BELOW = 1e-4 * torch.arange(1, 9), torch.tensor([3.0, -5, 7, -100, -100, 2, 1, 4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(Excludes, FEW), (Regresses, with_targets(SMALL)), (Regresses, with_targets(BELOW))]
+)
+def test_size_of_numbers_does_not_hide_what_a_loss_is(
+    tmp_path: Path, kind: type[Words], rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    found, model = gradient(tmp_path, kind, size=2, rows=rows, trainer=Ordered), make_model(kind)
+    for start in range(0, NUM_ROWS, 2):
+        batch = batch_of(rows[start : start + 2])
+        share = (batch["labels"] != -100).sum() / sum((row["labels"] != -100).sum() for row in rows)
+        (model(**batch)["loss"] * (share if kind is Excludes else 1 / 4)).backward()
+    torch.testing.assert_close(found, gradient_of(model), rtol=1e-6, atol=1e-12)
+    assert not caplog.records
+
+
+def test_evaluation_uses_what_the_training_has_recognised(tmp_path: Path) -> None:
+    trainer = train(
+        tmp_path, make_model(PerSample), train_dataset=make_rows(), eval_dataset=make_rows(),
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=0.0,
+        per_device_eval_batch_size=1,
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(whole(PerSample)[0], rel=1e-6)
+
+
+def test_loss_within_a_transform_of_torch_func_is_computed(tmp_path: Path) -> None:
+    class Maps(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = dict(model.named_parameters())
+            each = torch.func.vmap(lambda x: torch.func.functional_call(model, parameters, (x,))["logits"].sum())
+            return each(inputs["x"]).mean()
+
+    train(tmp_path, make_model(NoCounter), kind=Maps, train_dataset=make_rows(), gradient_accumulation_steps=2)
+
+
+class NoCounter(Silent):
+    """Counts nothing in a buffer, which a transform could not change."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return {"logits": self.layer(x)}

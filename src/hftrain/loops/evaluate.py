@@ -63,7 +63,7 @@ class EvaluateHooks:
         count_items: batch -> the number of items its mean loss averages over; or, for each of `kinds`, the weight of
             its loss and its number of items.
         kinds: The kinds of item that the loss may average over, the same in every process.
-        choose_kind: Given the mean loss by kind, returns after the last batch which kind it is; collective.
+        choose_mean: Given the mean loss by kind after the last batch, returns which it is; collective.
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Applied to (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
@@ -78,7 +78,7 @@ class EvaluateHooks:
     evaluate_batch: Callable[[Any], StepOutput]
     count_items: Callable[[Any], int | torch.Tensor | Mapping[str, tuple[Any, Any]]]
     kinds: tuple[str, ...] = ("",)
-    choose_kind: Callable[[Mapping[str, float]], str] | None = None
+    choose_mean: Callable[[Mapping[str, float]], float | None] | None = None
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
@@ -319,8 +319,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         numbers = [torch.as_tensor(each, dtype=self._sum_dtype, device=device) for each in flat]
         totals = iter(self._sum_over_ranks(torch.stack(numbers)).tolist())
         means = {kind: total / count for kind, total, count in zip(hooks.kinds, totals, totals, strict=True) if count}
-        chosen = hooks.kinds[0] if hooks.choose_kind is None else hooks.choose_kind(means)
-        return {"loss": means[chosen]} if chosen in means else {}
+        loss = means.get(hooks.kinds[0]) if hooks.choose_mean is None else hooks.choose_mean(means)
+        return {} if loss is None else {"loss": loss}
 
     def _all_true(self, flag: bool) -> bool:
         return not self._sum_over_ranks(torch.tensor(int(not flag), device=self.parts.group.device))

@@ -66,6 +66,7 @@ class FitHooks:
             the last one before the update. None costs nothing.
         check_pass: (batches read, batches in a pass), called if they differ: a pass ended early, or goes on.
             None costs nothing.
+        read_rate: Returns the learning rate that a step used, before the schedule's step; None reads the optimizer's.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -83,6 +84,7 @@ class FitHooks:
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
     check_pass: Callable[[int, int], None] | None = None
+    read_rate: Callable[[], float] | None = None
 
 
 class Feed(Protocol):
@@ -281,7 +283,8 @@ class FitLoop(Loop[FitParts]):
         if "on_optimizer_step" in heard:
             parts.events.fire("on_optimizer_step")
         # The rate that this step used, before the schedule changes it.
-        parts.losses.learning_rate = parts.optimizer.param_groups[0]["lr"]
+        read_rate = parts.hooks.read_rate
+        parts.losses.learning_rate = parts.optimizer.param_groups[0]["lr"] if read_rate is None else read_rate()
         if is_updated and parts.schedule is not None:
             parts.schedule.step()
         parts.stepper.zero_grad()

@@ -54,7 +54,6 @@ class RunParts:
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
         wrap: Wraps the model, while the run calls `_wrap_model`.
-        rate: The rate that the last step used, while the run calls `_get_learning_rate`.
 
     Attributes:
         manager: Commits the checkpoints; its folder is the run's.
@@ -88,7 +87,6 @@ class RunParts:
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
-    rate: float | None = None
     manager: CheckpointManager = field(init=False)
     loop: FitLoop = field(init=False)
     data: RunData = field(init=False)

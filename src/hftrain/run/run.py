@@ -175,6 +175,7 @@ class Run:
                 mark_sync=trainer._note_sync if accumulation > 1 else None,
                 # An override may join or split batches.
                 check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
+                read_rate=trainer._get_learning_rate if trainer._is_overridden("_get_learning_rate") else None,
             ),
             feed=parts.data.feed,
             dataset=trainer.train_dataset,
@@ -254,9 +255,6 @@ class Run:
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
-        if trainer._is_overridden("_get_learning_rate"):
-            with temporarily(parts, rate=logs["learning_rate"]):
-                logs["learning_rate"] = trainer._get_learning_rate()
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 
     def _evaluate(self) -> None:

@@ -276,6 +276,8 @@ class ModelTask(TaskModule):
                     "Pass count_items= to the Trainer: a function that returns the number of items in a batch.",
                 )
             return count
+        if labels.is_floating_point():
+            return labels.numel()
         return count_labels(labels[..., 1:] if kind == SHIFTED and batch.get("shift_labels") is None else labels)
 
     def num_samples(self, batch: Any) -> int | None:
@@ -292,7 +294,7 @@ class ModelTask(TaskModule):
         key = self.label_key(batch)
         shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         labels = shifted if shifted is not None else None if key is None else batch[key]
-        return labels if isinstance(labels, torch.Tensor) else None
+        return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the model is an encoder-decoder that derives missing decoder inputs from the labels."""

@@ -248,7 +248,7 @@ class Evaluation:
             evaluate_batch=evaluate_batch,
             count_items=task.count_items if mean is None else mean.weights,
             kinds=("",) if mean is None else mean.kinds,
-            choose_kind=None if mean is None else mean.choose,
+            choose_mean=None if mean is None else mean.choose,
             compute_metrics=compute_metrics,
             preprocess_logits=trainer.preprocess_logits_for_metrics,
             needs_labels=not is_prediction,

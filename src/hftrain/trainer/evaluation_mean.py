@@ -38,29 +38,25 @@ class EvaluationMean:
 
     def open(self, batch: Any) -> None:
         """Start to observe the loss of a batch, if it can tell more than is known."""
-        is_looking, num_sizes = not self._rule.is_settled, len(self._sizes)
+        is_looking = not self._rule.is_settled
         if is_looking:
-            self._sizes |= row_sizes(self._task.label_tensor(batch))
+            sizes = row_sizes(self._task.label_tensor(batch))
             is_new = not self._is_known or any(each.what == WEIGHTED for each in self._rule.candidates)
-            is_looking = is_new or len(self._sizes) > num_sizes
+            is_looking, self._sizes = is_new or len(sizes) > 1 or not sizes <= self._sizes, self._sizes | sizes
         self._counts = {kind: self._task.count_as(kind, batch, unknown=1) for kind in KINDS} if is_looking else {}
         if is_looking and self._rule.watch is not None:
             self._rule.watch.open(batch)
 
     def see(self, loss: torch.Tensor | None, count: Any) -> torch.Tensor | None:
-        """Return the batch's loss without a factor of ranks that its code applied; recognise what it is a mean over."""
-        num_ranks, rule = self._shares.num_ranks, self._rule
-        self._given = None if count is None else count / num_ranks
+        """Recognise what a batch's loss is a mean over, and return the loss."""
+        rule = self._rule
+        self._given = None if count is None else count / self._shares.num_ranks
         if self._counts and rule.watch is not None:
             found = None if loss is None else rule.watch.recognise(loss, self._counts, count)
             rule.watch.close()
             self._is_known |= found is not None
             rule.narrow(found)
-        # The count was that of all ranks.
-        is_counted = rule.kind is not None and self._items_of(rule.kind) not in (None, rule.kind.what)
-        if loss is None or num_ranks == 1 or rule.kind is None or rule.kind.is_scaled == is_counted:
-            return loss
-        return loss * num_ranks if is_counted else loss / num_ranks
+        return loss
 
     def _items_of(self, kind: LossKind) -> str | None:
         """Return the items that a loss of a kind is a mean over, None if they are unknown."""
@@ -78,21 +74,28 @@ class EvaluationMean:
         num_samples = self._task.count_as(SAMPLES, batch, unknown=1)
         return {kind: (count, num_samples if kind == SUM else count) for kind, count in counts.items()}
 
-    def choose(self, means: Mapping[str, float]) -> str:
-        """Return the kind of mean, the same in every process; collective.
+    def choose(self, means: Mapping[str, float]) -> float | None:
+        """Return the mean loss, the same in every process, None without items; collective.
 
         Args:
             means: The mean loss by kind: if the possible ones are equal, it does not matter which it is.
         """
         if len(self.kinds) == 1 or not means:
-            return self.kinds[0]
+            return means.get(self.kinds[0])
         rule, trained = self._rule, self._shares.rule
         rule.agree(set(rule.candidates) if self._is_known else None)
         kinds = [items for items in map(self._items_of, rule.candidates) if items is not None]
         kinds = [kind for kind in kinds if LossKind(kind) in trained.candidates] or kinds
         chosen = kinds[0] if kinds else SAMPLES
-        if not all(math.isclose(means[kind], means[chosen], rel_tol=1e-6) for kind in kinds or (LABELS,)):
+        is_trusted = any(each.what == COUNTED for each in rule.candidates) and self._shares.hooks.is_trusted
+        if is_trusted:
+            chosen = self._counted_items
+        elif not all(math.isclose(means[kind], means[chosen], rel_tol=1e-6) for kind in kinds or (LABELS,)):
             by = chosen.replace("_", " ")
             treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
             trained.warn(treatment, is_ambiguous=bool(kinds))
-        return chosen
+        # The count that was given is that of all ranks, and the documented compute_loss undoes that.
+        kind = next((each for each in rule.candidates if self._items_of(each) == chosen), None)
+        is_counted = kind is not None and kind.what in (COUNTED, TRUSTED)
+        factor = 1.0 if kind is None or kind.is_scaled == is_counted else float(self._shares.num_ranks)
+        return means[chosen] * factor if is_counted else means[chosen] / factor

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hftrain.core.errors import TaskError
+from hftrain.core.tree import tensors_of
 from hftrain.core.types import StepOutput
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
@@ -25,12 +26,12 @@ from hftrain.task.module import TaskModule
 
 MEANS = (LABELS, SHIFTED, SAMPLES)
 # A sum divided by the item count that the step was given; a mean with a weight for each class, which labels of a single
-# class do not show; a model's own loss of an unknown kind, which was given the count (transformers trusts that it
-# divides by it) or was not.
+# class or items with equal losses do not show; a model's own loss of an unknown kind, which was given the count, as
+# transformers trusts, or was not.
 COUNTED, WEIGHTED, TRUSTED, PLAIN = "counted", "weighted", "trusted", "plain"
 
-# How far equal losses may be apart, by the loss's dtype: sums are taken in another order, and 16 bits round.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 3e-4, torch.bfloat16: 2e-3}
+# How far equal losses may be apart, by dtype: sums are taken in another order, and 16 bits are rough.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _MOST_ELEMENTS = 1 << 24  # of the logits that are cast at once
 
 
@@ -44,8 +45,8 @@ class LossKind(NamedTuple):
 # The likeliest first.
 EVERY_KIND = [
     LossKind(what, is_scaled)
-    for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, PLAIN)
     for is_scaled in (False, True)
+    for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, PLAIN)
 ]
 
 
@@ -80,8 +81,9 @@ class LossWatch:
         return calls
 
     def _see(self, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        if not self._strategy.has_outputs(self.model):
-            return
+        tensors = [each for each in tensors_of(outputs) if not hasattr(each, "to_local")]
+        if not self._strategy.has_outputs(self.model) or not all(map(_has_memory, tensors)):
+            return  # what a transform of torch.func passes has no values of its own
         named = {**dict(zip(forward_parameters(self.model), args, strict=False)), **kwargs}
         if not isinstance(outputs, Mapping):
             values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
@@ -100,12 +102,14 @@ class LossWatch:
             counts: The batch's numbers of items; a mean over other numbers of them cannot be weighted.
             total: The item count that the loss may have been divided by, or None.
         """
-        calls, value, tolerance = self.close(), float(loss.detach()), TOLERANCES.get(loss.dtype, 2e-3)
-        # A small loss is the difference of larger numbers, whose rounding it has.
-        largest = [float(call.logits.abs().max()) for call in calls if call.logits is not None and call.logits.numel()]
-        least = tolerance / 20 * max([1.0, *largest])
+        calls, value, tolerance = self.close(), float(loss.detach()), TOLERANCES.get(loss.dtype, 3e-2)
+        # A small loss is the difference of larger numbers, whose rounding it has: of the largest logits of items.
+        logits = [call.logits for call in calls if call.logits is not None and call.logits.numel()]
+        largest = [float(each.amax(-1).nan_to_num(0.0, 0.0, 0.0).abs().max()) for each in logits]
+        tolerance = max([tolerance, *(TOLERANCES[torch.float32] for each in logits if each.dtype != torch.float64)])
+        least = tolerance / 20 * max([0.0, *largest])
         # The last stage of a pipeline sees what the model returns.
-        if not math.isfinite(value) or abs(value) < 50 * least or self._strategy.has_outputs(self.model) is None:
+        if not math.isfinite(value) or abs(value) <= 2 * least or self._strategy.has_outputs(self.model) is None:
             return None
         is_close = partial(math.isclose, rel_tol=tolerance, abs_tol=least)
         smoothed = self._task.label_smoothing if self._task.compute_loss_func is None else 0.0
@@ -148,12 +152,12 @@ def means_of(logits: torch.Tensor | None, labels: Any, smoothing: float = 0.0) -
                 yield LABELS, float(binary_cross_entropy_with_logits(logits, targets)), labels.numel()
             return
         for kind, scores, classes in _layouts(logits, labels.to(logits.device)):
-            sums, counts = _sums(scores, classes, smoothing)
+            sums, counts, is_flat = _sums(scores, classes, smoothing)
             if not (num := int(counts.sum())):
                 continue
             yield kind, float(sums.sum()) / num, num
             yield SUM, float(sums.sum()), num
-            if bool((classes[classes != IGNORED_LABEL].diff() == 0).all()):
+            if is_flat or bool((classes[classes != IGNORED_LABEL].diff() == 0).all()):
                 yield WEIGHTED, float(sums.sum()) / num, num
             if labels.dim() > 1:  # otherwise a sample has one label, and its mean is that label's
                 yield SAMPLES, float((sums / counts.clamp(min=1)).mean()), len(labels)
@@ -169,17 +173,30 @@ def _layouts(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[str, 
         yield LABELS, logits.movedim(1, -1), labels
 
 
-def _sums(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's sum of cross-entropies and its number of labels; no labels if some are no classes."""
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _sums(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return each sample's sum of cross-entropies, its number of labels, and whether the losses of all items are equal.
+
+    There are no labels if some are no classes.
+    """
     num_classes, marks = logits.shape[-1], labels != IGNORED_LABEL
     counts = marks.reshape(len(labels), -1).sum(1).to("cpu", torch.float64)
     if bool((marks & ((labels < 0) | (labels >= num_classes))).any()):
-        return counts * 0, counts * 0
+        return counts * 0, counts * 0, False
     rows, dtype = max(1, _MOST_ELEMENTS // num_classes), torch.promote_types(logits.dtype, torch.float32)
     flat = zip(torch.split(logits.reshape(-1, num_classes), rows), torch.split(labels.reshape(-1), rows), strict=True)
     entropy = partial(cross_entropy, reduction="none", label_smoothing=smoothing)
     each = torch.cat([entropy(part.to(dtype), goal.long()) for part, goal in flat])
-    return each.to("cpu", torch.float64).reshape(len(labels), -1).sum(1), counts
+    least, largest = torch.aminmax(each[marks.reshape(-1)]) if bool(marks.any()) else (each.new_zeros(()),) * 2
+    is_flat = bool(largest - least <= TOLERANCES[torch.float32] * largest)
+    return each.to("cpu", torch.float64).reshape(len(labels), -1).sum(1), counts, is_flat
 
 
 def row_sizes(labels: Any) -> set[tuple[int, ...]]:
@@ -191,14 +208,14 @@ def row_sizes(labels: Any) -> set[tuple[int, ...]]:
 
 
 class CountItemsCheck:
-    """Compare a task's default `count_items` with what its loss is a mean over, in the first batch that can tell.
+    """Compare a task's default `count_items` with what its loss is a mean over, if its step returns outputs and labels.
 
-    Such a batch's samples hold unequal numbers of labels, and its step returns outputs and labels. Eight batches are
-    looked at, which waits for the device. A task's own `count_items` is a declaration.
+    Eight batches are looked at, which waits for the device. A task's own `count_items` is a declaration.
     """
 
     def __init__(self, task: TaskModule) -> None:
         self._task, self._num_left = task, 8 if type(task).count_items is TaskModule.count_items else 0
+        self._ratios: set[float] = set()
 
     def see(self, output: StepOutput, batch: Any) -> None:
         """Check one batch; raise a TaskError if the loss is the mean over other items than `count_items` counts."""
@@ -206,16 +223,17 @@ class CountItemsCheck:
             return
         self._num_left -= 1
         logits = output.outputs.get("logits") if isinstance(output.outputs, Mapping) else output.outputs
-        if not isinstance(logits, torch.Tensor) or output.loss.dtype.itemsize < 4 or len(row_sizes(output.labels)) < 2:
+        if not isinstance(logits, torch.Tensor) or output.loss.dtype.itemsize < 4:
             return
         is_close = partial(math.isclose, float(output.loss.detach()), rel_tol=TOLERANCES[output.loss.dtype])
         means = means_of(logits.detach(), output.labels)
         numbers = {kind: num for kind, mean, num in means if kind in MEANS and is_close(mean)}
-        if len(numbers) != 1:
+        if len(numbers) != 1 or output.labels.is_floating_point():
             return
-        self._num_left = 0
         (kind, number), count = *numbers.items(), int(self._task.count_items(batch))
-        if count != number:
+        # Counts that are in proportion in all batches give the same weights.
+        self._ratios.add(number / max(count, 1))
+        if count != number and (len(row_sizes(output.labels)) > 1 or len(self._ratios) > 1):
             raise TaskError(
                 f"Cannot weight the batches of {type(self._task).__name__} by their {count} items.",
                 f"Its loss is the mean over {number} {kind.replace('_', ' ')} of this batch, and the default "

@@ -26,7 +26,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import takes_item_count
-from hftrain.task.items import LABELS, SAMPLES
+from hftrain.task.items import LABELS, SAMPLES, SHIFTED
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, checked_count
 from hftrain.trainer.loss_kinds import COUNTED, EVERY_KIND, MEANS, PLAIN, TRUSTED, WEIGHTED, LossKind, LossWatch
@@ -103,6 +103,12 @@ class LossRule:
         self.kind, self.candidates = hooks.declared(task), list[LossKind]()
         self.is_declared = self.is_settled = self.has_warned = self.kind is not None
 
+    def inherit(self, other: LossRule) -> None:
+        """Take over what another rule of the same Trainer knows."""
+        self.has_warned |= other.has_warned
+        if self.hooks.maker == other.hooks.maker and not (self.is_declared or other.is_declared):
+            self.candidates, self.kind, self.is_settled = other.candidates, other.kind, other.is_settled
+
     def narrow(self, found: set[LossKind] | None) -> None:
         """Exclude what a loss cannot be by one batch; None excludes nothing."""
         if found is not None:
@@ -146,6 +152,7 @@ class LossRule:
             if found is None or found.get("left") is None or self.is_declared:
                 return
             if found.get("of", self.hooks.maker) == self.hooks.maker:
+                self.candidates = []
                 self.narrow({LossKind(*each) for each in found["left"]})
             else:
                 logger.warning("The loss is not that of the checkpoint but that of %s.", self.hooks.maker)
@@ -173,7 +180,8 @@ class LossShares:
             self.plain.accepts_item_count = hooks.accepts_count
         self.rule = LossRule(hooks, self.plain, strategy, self.num_ranks)
         self.has_weighed = self._is_paused = self._is_looking = False
-        self._num_whole, self._sizes = 0, set[Any]()
+        self._num_whole = self._num_untold = 0
+        self._sizes: set[Any] = set()
         self._counted: dict[int, tuple[Any, Counts]] = {}
         self._totals: dict[str, Any] | None = None
         self._num_given: Any = 1  # labels in the step, as the model was told
@@ -312,8 +320,10 @@ class LossShares:
         if self._is_looking and not self._is_paused and self.rule.watch is not None:
             # A loss that is NaN, because the batch has no labels, tells nothing: the next one may.
             self._is_looking = not self.rule.agree(self.rule.watch.recognise(loss, share, num_items))
-            if self._is_looking and not share.get(LABELS, 1) and not bool(torch.isfinite(loss)):
-                return _scaled(loss, 0, 1, self._total(LABELS, num_items))
+            self._num_untold += self._is_looking
+            empty = [kind for kind in (LABELS, SHIFTED) if not share.get(kind, 1)]
+            if self._is_looking and empty and not bool(torch.isfinite(loss)):
+                return _scaled(loss, 0, 1, self._total(empty[0], num_items))
         kind = self.rule.kind or self.hooks.followed(has_count=num_items is not None)
         if kind.what in MEANS and kind.what not in share:
             kind = LossKind(PLAIN, kind.is_scaled)
@@ -352,9 +362,13 @@ class LossShares:
 
     def _warn(self, kind: LossKind, share: Counts, num_items: Count | None) -> None:
         """Warn of a loss of an unknown kind, or of several possible ones, if that can matter."""
-        self._sizes.add((share.get(LABELS), share.get(SAMPLES)))
-        count, hooks = self.num_micro_batches, self.hooks
-        if not self.rule.is_settled:
+        # What is on a device is not read for this.
+        numbers = (share.get(LABELS), share.get(SAMPLES), share.get("part"), _known(self._total(LABELS, None)))
+        own, *others, total = (None if isinstance(each, torch.Tensor) else each for each in numbers)
+        self._sizes.add((own, *others))
+        hooks, count = self.hooks, self.num_micro_batches * round(1 / share.get("part", 1))
+        is_even = len(self._sizes) < 2 and share and (not own or not total or own * count * self.num_ranks == total)
+        if not self.rule.is_settled and (self.rule.candidates or self._num_untold < 4):
             if self.rule.candidates and share and self._differ(share, num_items, without=WEIGHTED):
                 by = kind.what.replace("_", " ")
                 self.rule.warn(f"It is weighted by its {by}, which differ between batches", is_ambiguous=True)
@@ -364,8 +378,8 @@ class LossShares:
                 "As in transformers, it is used as it is, for the item count of the step may have divided it: if not, "
                 f"with {count} micro-batches and {self.num_ranks} process(es) it is {factor} times a mean"
             )
-        elif kind.what == PLAIN and (len(self._sizes) > 1 or not share) and count * self.num_ranks > 1:
-            self.rule.warn("As in transformers, it is averaged over micro-batches and processes, whatever they hold")
+        elif kind.what == PLAIN and not is_even and count * self.num_ranks > 1:
+            self.rule.warn("It is averaged over micro-batches and processes, whatever they hold")
 
     def is_weighed(self, num_items: Count | None) -> bool:
         """Return whether a step's losses were weighted, here or by the model, which divides by the item count."""

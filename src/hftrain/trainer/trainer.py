@@ -395,7 +395,10 @@ class Trainer:
         self._makes_contexts = any(
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
+        before: LossShares | None = vars(self).get("_shares")
         self._shares = self._make_shares()
+        if before is not None:
+            self._shares.rule.inherit(before.rule)
 
     def _is_overridden(self, name: str) -> bool:
         return name in vars(self) or getattr(type(self), name) is not _DEFINED[name]
@@ -850,8 +853,10 @@ class Trainer:
             is_causal = self.task.is_causal = self.task.is_causal or self._loss_shifts_labels
         overrides_loss, owner = self._is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
         function = "" if self.compute_loss_func is None else "compute_loss_func"
+        # FSDP puts its name before that of the model's class.
+        model_name = type(self.strategy.unwrap(self.model)).__name__.removeprefix("FSDP")
         hooks = LossHooks(
-            maker=owner if overrides_loss else function or type(self.strategy.unwrap(self.model)).__name__,
+            maker=owner if overrides_loss else function or model_name,
             compute_loss_func=self.compute_loss_func,
             overrides_loss=overrides_loss,
             accepts_count=bool(self.model_accepts_loss_kwargs),
@@ -1488,9 +1493,8 @@ class Trainer:
         return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group; for logs, the rate that the step used."""
-        used = None if self._run_parts is None else self._run_parts.rate
-        return self.get_learning_rates()[0] if used is None else used
+        """Return the learning rate of the first parameter group; an override is called before the schedule's step."""
+        return self.get_learning_rates()[0]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""

@@ -22,6 +22,10 @@ class Net(nn.Module):
         return (nn.functional.cross_entropy(logits, labels), logits)
 
 
+# The wrapper's forward takes any argument.
+WRAPPED: dict[str, Any] = {"remove_unused_columns": False, "label_names": ["labels"]}
+
+
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     """Return made-up samples."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +55,7 @@ def train(folder: str, **settings: Any) -> dict[str, Any]:
     )
     trainer = PrivateTrainer(
         model=model,
-        args=TrainingArguments(folder, **{**ARGUMENTS, **settings}, max_grad_norm=0.0, save_only_model=True),
+        args=TrainingArguments(folder, **{**ARGUMENTS, **settings}, max_grad_norm=0.0, save_only_model=True, **WRAPPED),
         train_dataset=rows(26, 1),
         eval_dataset=rows(8, 2),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
