@@ -16,6 +16,7 @@ from support.kinds import (
     Divides,
     Marks,
     NeedsCount,
+    Ordered,
     PerSample,
     Shifts,
     Sums,
@@ -98,7 +99,6 @@ def test_contrastive_loss_is_weighed_by_samples_and_named(tmp_path: Path, caplog
         found = eval_losses(tmp_path, Contrasts)
     of_3 = [model(**batch_of(rows[start : start + 3]))["loss"].item() for start in (0, 3, 6)]
     assert found[1] == pytest.approx((3 * of_3[0] + 3 * of_3[1] + 2 * of_3[2]) / 8)
-    # Not of the single batch of 8.
     assert caplog.text.count("Cannot prove of the loss of Contrasts what it is a mean over") == 2
 
 
@@ -319,10 +319,6 @@ def test_a_mean_that_no_batch_tells_is_named(tmp_path: Path, caplog: pytest.LogC
     for index, row in enumerate(rows):  # two by two, samples hold equally many labels
         row["labels"][3 + index // 2 % 3 :] = -100
 
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
     for kind, options in ((Words, {}), (PerSample, {"count_items": "samples"})):
         expected = make_model(kind)
         loss = expected(**batch_of(rows))["loss"]
@@ -421,13 +417,13 @@ class DeclinesInItsClass(Trainer):
     model_accepts_loss_kwargs = False
 
 
-@pytest.mark.parametrize("kind", [Words, Divides])
-@pytest.mark.parametrize("trainer", [Declines, DeclinesInItsClass, Means])
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [(Words, Declines), (Words, Means), (Divides, Declines), (Divides, DeclinesInItsClass)],
+)
 def test_a_declared_mean_is_averaged_over_micro_batches_alike(
     tmp_path: Path, kind: type[Words], trainer: type[Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if trainer is Means and kind is Divides:
-        pytest.skip("The model divides by the count, so the declaration is wrong.")
     found = gradient(tmp_path, kind, size=2, trainer=trainer)
     torch.testing.assert_close(found, averaged(kind, 2), rtol=1e-6, atol=1e-9)
     arguments = make_arguments(tmp_path, per_device_eval_batch_size=2)
@@ -435,22 +431,6 @@ def test_a_declared_mean_is_averaged_over_micro_batches_alike(
     parts = [make_model(kind)(**batch_of(make_rows()[start : start + 2]))["loss"].item() for start in range(0, 8, 2)]
     assert loss == pytest.approx(sum(parts) / 4, rel=1e-6)
     assert not caplog.records
-
-
-class DividesItself(Trainer):
-    """Divides its mean by the number of micro-batches, as older scripts do for models that take the count."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs)
-        loss = outputs["loss"] / (self.args.gradient_accumulation_steps if model.training else 1)
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_mean_that_is_divided_by_the_micro_batches_already_is_used_as_it_is(tmp_path: Path) -> None:
-    found = gradient(tmp_path, Divides, size=2, trainer=DividesItself)
-    torch.testing.assert_close(found, averaged(Divides, 2), rtol=1e-6, atol=1e-9)
 
 
 class Counts(Trainer):
@@ -498,10 +478,6 @@ def test_labels_of_one_class_do_not_tell_whether_classes_have_weights(
 ) -> None:
     rows = [{**row, "labels": row["labels"].clamp(max=0)} for row in make_rows() * 2]
     rows[9]["labels"][:2] = NUM_CLASSES - 1
-
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2, learning_rate=0.0,
@@ -646,11 +622,7 @@ def test_a_function_of_an_unknown_mean_is_used_as_it_is_and_the_factor_named(
         batch = batch_of(rows[start : start + 2])
         weighs_classes(model(batch["x"]), batch["labels"]).backward()
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
-    found = gradient(tmp_path, Words, size=2, trainer=InOrder, compute_loss_func=weighs_classes)
+    found = gradient(tmp_path, Words, size=2, trainer=Ordered, compute_loss_func=weighs_classes)
     torch.testing.assert_close(found, gradient_of(model), rtol=1e-6, atol=1e-9)
     assert "with 4 micro-batches and 1 process(es) it is 4 times a mean" in caplog.text
 
@@ -661,10 +633,6 @@ def test_a_step_without_labels_shows_nan_however_it_is_split(tmp_path: Path, kin
     for row in [*rows[:2], *rows[6:]]:
         row["labels"] = torch.full_like(row["labels"], -100)
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
     losses = []
     for size in (1, 2):
         arguments = make_arguments(
@@ -673,7 +641,7 @@ def test_a_step_without_labels_shows_nan_however_it_is_split(tmp_path: Path, kin
         )  # fmt: skip
         model = make_model(kind)
         before = [p.detach().clone() for p in model.parameters()]
-        trainer = InOrder(model, arguments, train_dataset=rows)
+        trainer = Ordered(model, arguments, train_dataset=rows)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         assert all(map(torch.equal, before, model.parameters()))
@@ -749,10 +717,6 @@ SMALL, BELOW = 1e-4 * torch.arange(1, 9), torch.tensor([3.0, -5, 7, -100, -100, 
 def test_size_of_numbers_does_not_hide_what_a_loss_is(
     tmp_path: Path, kind: type[Words], rows: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
     found, model = gradient(tmp_path, kind, size=2, rows=rows, trainer=Ordered), make_model(kind)
     for start in range(0, NUM_ROWS, 2):
         batch = batch_of(rows[start : start + 2])

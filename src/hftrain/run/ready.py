@@ -121,9 +121,11 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
     return unchanged
 
 
-def _division(parts: RunParts) -> int:
-    """Return by how many micro-batches a loss is divided."""
+def _division(parts: RunParts) -> int | None:
+    """Return by how many micro-batches a loss is divided; None if a user's step does so."""
     trainer = parts.trainer
+    if trainer._is_overridden("training_step"):
+        return None
     is_plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
     is_scaled = is_plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
     return 1 if is_scaled else int(trainer.args.gradient_accumulation_steps)
@@ -148,8 +150,7 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         # Checked here because a strategy may later put its own parameters into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
         check_several(trainer.optimizer, strategy)
-        if not trainer._is_overridden("training_step"):
-            check_per_sample(trainer.optimizer, strategy, precision, accumulation=_division(parts))
+        check_per_sample(trainer.optimizer, strategy, precision, accumulation=_division(parts))
         parts.trained.find(trainer.optimizer)
         for parameter in parts.trained.outside:
             parameter.grad = None  # an interrupted run may have left it

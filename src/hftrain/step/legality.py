@@ -58,21 +58,21 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
         )
 
 
-def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *, accumulation: int) -> None:
+def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *, accumulation: int | None) -> None:
     """Raise if the loss is multiplied before an optimizer of Opacus clips the gradients of its samples.
 
     Args:
         optimizer: The optimizer that trains.
         strategy: After its launch.
         precision: The precision.
-        accumulation: By how many micro-batches a loss is divided.
+        accumulation: By how many micro-batches a loss is divided; None checks nothing.
 
     Raises:
         ConfigError: Accumulation, several processes or the scale of fp16 change the loss.
     """
     members = optimizer.members.values() if isinstance(optimizer, Optimizers) else [optimizer]
     private = next((each for each in members if hasattr(each, "signal_skip_step")), None)
-    if private is None:
+    if private is None or accumulation is None:
         return
     reason = remedy = None
     if accumulation > 1:

@@ -18,6 +18,11 @@ def count_labels(labels: torch.Tensor) -> torch.Tensor:
     return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
 
 
+def known_count(count: Any) -> Any:
+    """Return a count as a number, unless reading it would wait for a device."""
+    return count.item() if type(count) is torch.Tensor and count.is_cpu else count
+
+
 def loss_shifts_labels(model: Any) -> bool:
     """Return whether a transformers model's loss predicts the next label: a decoder with its `ForCausalLMLoss`."""
     losses: Any = sys.modules.get("transformers.loss.loss_utils")

@@ -26,7 +26,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import takes_item_count
-from hftrain.task.items import LABELS, SAMPLES, SHIFTED
+from hftrain.task.items import LABELS, SAMPLES, SHIFTED, known_count
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, checked_count
 from hftrain.trainer.loss_kinds import COUNTED, EVERY_KIND, MEANS, PLAIN, TRUSTED, WEIGHTED, LossKind, LossWatch
@@ -187,8 +187,6 @@ class LossShares:
         self._num_given: Any = 1  # labels in the step, as the model was told
         self._wait: Callable[[], Any] | None = None
 
-    # -- counting --------------------------------------------------------------------------------------------------
-
     def take(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
@@ -238,7 +236,7 @@ class LossShares:
             return totals[0] if self.plain is None else None
         self._end_wait()
         # The loss of a step without labels is shown as NaN, but no 0 / 0 reaches its gradient.
-        self._num_given = _known(totals[-1])
+        self._num_given = known_count(totals[-1])
         return totals[-1].clamp(min=1)  # type: ignore[no-any-return]
 
     def _end_wait(self) -> None:
@@ -267,10 +265,10 @@ class LossShares:
         if kinds != (ITEMS.what,):
             # An override trains on batches of unknown size in transformers, too.
             unknown = None if self.hooks.is_plain and self._accumulates else 1
-            return {kind: _known(plain.count_as(kind, batch, unknown=unknown)) for kind in kinds} if plain else {}
+            return {kind: known_count(plain.count_as(kind, batch, unknown=unknown)) for kind in kinds} if plain else {}
         is_countable = plain is not None or type(task).count_items is not TaskModule.count_items
         if is_countable or self._accumulates or batch_size_of(batch) is not None:
-            return {ITEMS.what: _known(checked_count(task.count_items(batch), task.count_items))}
+            return {ITEMS.what: known_count(checked_count(task.count_items(batch), task.count_items))}
         return {ITEMS.what: 1}  # one per batch, as DDP weights it
 
     def count_for_evaluation(self, batch: Any) -> Count | None:
@@ -280,8 +278,6 @@ class LossShares:
         """
         count = self._given([batch])
         return None if count is None else count * self.num_ranks
-
-    # -- weighing --------------------------------------------------------------------------------------------------
 
     def share_of(self, batch: Any) -> Counts:
         """Return the counts of a micro-batch; empty if a hook has put other items in it than those counted before."""
@@ -363,7 +359,7 @@ class LossShares:
     def _warn(self, kind: LossKind, share: Counts, num_items: Count | None) -> None:
         """Warn of a loss of an unknown kind, or of several possible ones, if that can matter."""
         # What is on a device is not read for this.
-        numbers = (share.get(LABELS), share.get(SAMPLES), share.get("part"), _known(self._total(LABELS, None)))
+        numbers = (share.get(LABELS), share.get(SAMPLES), share.get("part"), known_count(self._total(LABELS, None)))
         own, *others, total = (None if isinstance(each, torch.Tensor) else each for each in numbers)
         self._sizes.add((own, *others))
         hooks, count = self.hooks, self.num_micro_batches * round(1 / share.get("part", 1))
@@ -386,17 +382,12 @@ class LossShares:
         return self.has_weighed or (num_items is not None and self.plain is not None and self.plain.gives_count)
 
 
-def _known(count: Any) -> Any:
-    """Return a count as a number, unless reading it would wait for a device."""
-    return count.item() if type(count) is torch.Tensor and count.is_cpu else count
-
-
 def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch.Tensor:
     """Return a mean loss scaled to its share of the mean over a step's items.
 
     The mean over no items (NaN) has share 0, and a step without items the loss NaN; both have the gradient 0.
     """
-    total = _known(total)
+    total = known_count(total)
     if isinstance(total, torch.Tensor) or isinstance(share, torch.Tensor):
         # At least float32: 16 bits are too few for the count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
