@@ -84,6 +84,7 @@ REWARDS = "logged `rewards/` and `logps/` of a step with a short batch"
 UNEVEN = "`eval_loss` is a mean over series"
 SUMMED = "transformers sums the losses of a step"
 HALVED = "`grad_norm` with accumulation"
+UNCLIPPED = "no `grad_norm` with `max_grad_norm=0`"
 ANSWERS = "answers generated in evaluations differ"
 EPOCH = "`evaluate()` also returns the epoch"
 
@@ -110,9 +111,9 @@ CLIENTS = (
     sentences("cross_encoder.train"),
     sentences("sparse_encoder.train"),
     Client("current", "setfit", "setfit_text.train", accumulation=(1,)),
-    Client("pylate", "FlagEmbedding", "flag_embedding.embedder"),
-    Client("pylate", "FlagEmbedding", "flag_embedding.m3"),
-    Client("pylate", "FlagEmbedding", "flag_embedding.reranker"),
+    Client("axolotl", "FlagEmbedding", "flag_embedding.embedder"),
+    Client("axolotl", "FlagEmbedding", "flag_embedding.m3"),
+    Client("axolotl", "FlagEmbedding", "flag_embedding.reranker"),
     Client("current", "chronos-forecasting", "chronos_series.train", "`fit`", ("eval_loss",), (), UNEVEN),
     Client(
         "current",
@@ -128,7 +129,9 @@ CLIENTS = (
     Client("previous", "span-marker", "span_marker_text.train", "evaluated in one batch", exception=SUMMED, apart=(2,)),
     Client("axolotl", "gliner", "gliner_text.train"),
     Client("current", "granite-tsfm", "granite_series.train", "TinyTimeMixer"),
-    Client("current", "opacus", "opacus_private.train", "`loss_is_scaled_for_ga = True`"),
+    Client(
+        "current", "opacus", "opacus_private.train", "`loss_is_scaled_for_ga = True`", ("grad_norm",), (), UNCLIPPED
+    ),
     Client("pylate", "pylate", "pylate_pairs.train", "ColBERT", ("grad_norm",), ("epoch",), f"{HALVED}; {EPOCH}"),
     factory("sft", per_token=True),
     factory("sft_lora", "stage `sft`, LoRA", per_token=True),
