@@ -309,7 +309,6 @@ def test_a_loss_that_cannot_be_proved_is_averaged_over_micro_batches_alike(tmp_p
     for start in range(0, NUM_ROWS, 2):
         (expected(**batch_of(make_rows()[start : start + 2]))["logits"].square().mean() / 4).backward()
     found = gradient(tmp_path, Silent, size=2, trainer=PerPosition)
-    # The order of the samples is drawn, and every one has as many logits.
     torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
 
 
@@ -746,7 +745,5 @@ def test_loss_within_a_transform_of_torch_func_is_computed(tmp_path: Path) -> No
 
 
 class NoCounter(Silent):
-    """Counts nothing in a buffer, which a transform could not change."""
-
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return {"logits": self.layer(x)}

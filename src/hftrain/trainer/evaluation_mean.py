@@ -90,9 +90,18 @@ class EvaluationMean:
         is_trusted = any(each.what == COUNTED for each in rule.candidates) and self._shares.hooks.is_trusted
         if is_trusted:
             chosen = self._counted_items
-        elif not all(math.isclose(means[kind], means[chosen], rel_tol=1e-6) for kind in kinds or (LABELS,)):
-            by = chosen.replace("_", " ")
+        is_doubtful = not kinds and self._given is not None and self._shares.num_ranks > 1
+        if chosen not in means:
+            return None
+        others = [means[kind] for kind in kinds or (LABELS,) if kind in means]
+        is_same = all(math.isclose(each, means[chosen], rel_tol=1e-6) for each in others)
+        if not is_trusted and (is_doubtful or not is_same):
+            by, num_ranks = chosen.replace("_", " "), self._shares.num_ranks
             treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
+            if is_doubtful:
+                treatment += (
+                    f"; if it ignores the item count, with {num_ranks} processes it is {num_ranks} times a mean"
+                )
             trained.warn(treatment, is_ambiguous=bool(kinds))
         # The count that was given is that of all ranks, and the documented compute_loss undoes that.
         kind = next((each for each in rule.candidates if self._items_of(each) == chosen), None)
