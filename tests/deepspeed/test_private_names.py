@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from arch.test_house import FOREIGN
+from arch.test_foreign import FOREIGN
 
 from hftrain.strategies.deepspeed import states
 
@@ -23,7 +23,7 @@ MASTERS = {
 }
 PLACES = {
     **MASTERS,
-    **dict.fromkeys(sorted(FOREIGN["deepspeed"]), "zero/stage3.py"),
+    **dict.fromkeys(sorted(FOREIGN["strategies/deepspeed/states.py"]), "zero/stage3.py"),
     **dict.fromkeys(states._COUNTERS, "engine.py"),
     **dict.fromkeys(states._SCALE, "fp16/loss_scaler.py"),
     "round_robin_gradients": "zero/stage_1_and_2.py",

@@ -50,7 +50,7 @@ class EvaluationMean:
     def see(self, loss: torch.Tensor | None, count: Any) -> torch.Tensor | None:
         """Recognise what a batch's loss is a mean over, and return the loss."""
         rule = self._rule
-        self._given = None if count is None else count / self._shares.num_ranks
+        self._given = count
         if self._counts and rule.watch is not None:
             found = None if loss is None else rule.watch.recognise(loss, self._counts, count)
             rule.watch.close()
@@ -90,21 +90,14 @@ class EvaluationMean:
         is_trusted = any(each.what == COUNTED for each in rule.candidates) and self._shares.hooks.is_trusted
         if is_trusted:
             chosen = self._counted_items
-        is_doubtful = not kinds and self._given is not None and self._shares.num_ranks > 1
         if chosen not in means:
             return None
         others = [means[kind] for kind in kinds or (LABELS,) if kind in means]
         is_same = all(math.isclose(each, means[chosen], rel_tol=1e-6) for each in others)
-        if not is_trusted and (is_doubtful or not is_same):
-            by, num_ranks = chosen.replace("_", " "), self._shares.num_ranks
+        if not is_trusted and not is_same:
+            by = chosen.replace("_", " ")
             treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
-            if is_doubtful:
-                treatment += (
-                    f"; if it ignores the item count, with {num_ranks} processes it is {num_ranks} times a mean"
-                )
             trained.warn(treatment, is_ambiguous=bool(kinds))
-        # The count that was given is that of all ranks, and the documented compute_loss undoes that.
-        kind = next((each for each in rule.candidates if self._items_of(each) == chosen), None)
-        is_counted = kind is not None and kind.what in (COUNTED, TRUSTED)
-        factor = 1.0 if kind is None or kind.is_scaled == is_counted else float(self._shares.num_ranks)
-        return means[chosen] * factor if is_counted else means[chosen] / factor
+        # Code that undoes the mean over ranks has multiplied the loss by their number.
+        kind = next((each for each in rule.candidates if self._items_of(each) == chosen), rule.kind)
+        return means[chosen] / (self._shares.num_ranks if kind is not None and kind.is_scaled else 1)

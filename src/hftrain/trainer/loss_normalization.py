@@ -272,12 +272,8 @@ class LossShares:
         return {ITEMS.what: 1}  # one per batch, as DDP weights it
 
     def count_for_evaluation(self, batch: Any) -> Count | None:
-        """Return the count to pass to the loss of an evaluation batch, or None.
-
-        A loss that undoes the mean over ranks expects the item count of all ranks.
-        """
-        count = self._given([batch])
-        return None if count is None else count * self.num_ranks
+        """Return the count to pass to the loss of an evaluation batch, or None."""
+        return self._given([batch])  # type: ignore[no-any-return]
 
     def share_of(self, batch: Any) -> Counts:
         """Return the counts of a micro-batch; empty if a hook has put other items in it than those counted before."""
