@@ -239,5 +239,5 @@ print(*[each.message for each in found], sep="\\n")
     says = "was replaced (by __main__), but hftrain's Trainer does not call it."
     assert [line for line in run(code).splitlines() if "was replaced" in line] == [
         f"transformers.trainer.get_scheduler {says} Override a method of the Trainer, or pass a callback.",
-        f"transformers.trainer.skip_first_batches {says} A resume finds its place in the data by itself.",
+        f"transformers.trainer.skip_first_batches {says} hftrain continues at its place in the data.",
     ]

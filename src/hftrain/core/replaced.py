@@ -14,8 +14,8 @@ _READ = frozenset({"DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK", "INTEGRATIO
 _CREATED = frozenset({"Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"})
 # Names that matter in a resume only.
 _IN_RESUMES = {
-    "deepspeed_load_checkpoint": "A resume loads DeepSpeed's state by itself.",
-    "skip_first_batches": "A resume finds its place in the data by itself.",
+    "deepspeed_load_checkpoint": "hftrain loads DeepSpeed's state at a resume.",
+    "skip_first_batches": "hftrain continues at its place in the data.",
 }
 
 # The functions and classes of each module as `hftrain.compat` left them; the first module is `transformers.trainer`.

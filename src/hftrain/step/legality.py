@@ -79,7 +79,7 @@ def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *
         reason = f"the loss of a micro-batch is divided by gradient_accumulation_steps={accumulation}"
         remedy = (
             "Set loss_is_scaled_for_ga = True in the Trainer's class, with a plain model and without count_items: the "
-            "optimizer divides by itself."
+            "optimizer divides the gradients."
         )
     elif strategy.world_size > 1:
         reason, remedy = f"{strategy.world_size} processes weigh the loss", "Train on one process."

@@ -310,7 +310,7 @@ class Evaluation:
                 output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
                 check.see(output, inputs)
         if mean is not None:
-            output.loss = mean.see(output.loss, count)
+            mean.see(output.loss, count)
         self._logs = output.logs
         if loss_only:
             return output.loss, None, None

@@ -24,7 +24,7 @@ class EvaluationMean:
 
     def __init__(self, task: ModelTask, shares: LossShares) -> None:
         self._task, self._shares, hooks = task, shares, shares.hooks
-        self._rule = LossRule(hooks, task, shares.rule.strategy, shares.num_ranks)
+        self._rule = LossRule(hooks, task, shares.rule.strategy, shares.rule.watch)
         self._is_known, self._sizes = False, set[Any]()
         # The numbers of items in the current batch, if it is looked at.
         self._counts: Mapping[str, Any] = {}
@@ -47,8 +47,8 @@ class EvaluationMean:
         if is_looking and self._rule.watch is not None:
             self._rule.watch.open(batch)
 
-    def see(self, loss: torch.Tensor | None, count: Any) -> torch.Tensor | None:
-        """Recognise what a batch's loss is a mean over, and return the loss."""
+    def see(self, loss: torch.Tensor | None, count: Any) -> None:
+        """Recognise what a batch's loss is a mean over, by the item count that it was given."""
         rule = self._rule
         self._given = count
         if self._counts and rule.watch is not None:
@@ -56,7 +56,6 @@ class EvaluationMean:
             rule.watch.close()
             self._is_known |= found is not None
             rule.narrow(found)
-        return loss
 
     def _items_of(self, kind: LossKind) -> str | None:
         """Return the items that a loss of a kind is a mean over, None if they are unknown."""

@@ -97,9 +97,8 @@ class LossRule:
         has_warned: Whether its one warning has been given, or is not needed.
     """
 
-    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, num_ranks: int) -> None:
-        self.hooks, self.strategy = hooks, strategy
-        self.watch = None if task is None else LossWatch(task, strategy, num_ranks)
+    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: LossWatch | None) -> None:
+        self.hooks, self.strategy, self.watch = hooks, strategy, watch
         self.kind, self.candidates = hooks.declared(task), list[LossKind]()
         self.is_declared = self.is_settled = self.has_warned = self.kind is not None
 
@@ -178,7 +177,8 @@ class LossShares:
         self.plain = task if isinstance(task, ModelTask) else None
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
-        self.rule = LossRule(hooks, self.plain, strategy, self.num_ranks)
+        watch = None if self.plain is None else LossWatch(self.plain, strategy, self.num_ranks)
+        self.rule = LossRule(hooks, self.plain, strategy, watch)
         self.has_weighed = self._is_paused = self._is_looking = False
         self._num_whole = self._num_untold = 0
         self._sizes: set[Any] = set()
@@ -319,7 +319,7 @@ class LossShares:
         kind = self.rule.kind or self.hooks.followed(has_count=num_items is not None)
         if kind.what in MEANS and kind.what not in share:
             kind = LossKind(PLAIN, kind.is_scaled)
-        if not self.rule.has_warned:
+        if not self.rule.has_warned and (not self.rule.is_settled or kind.what in (TRUSTED, PLAIN)):
             self._warn(kind, share, num_items)
         if kind.what in share:
             num_ranks = 1 if kind.is_scaled else self.num_ranks
@@ -364,7 +364,9 @@ class LossShares:
             if self.rule.candidates and share and self._differ(share, num_items, without=WEIGHTED):
                 by = kind.what.replace("_", " ")
                 self.rule.warn(f"It is weighted by its {by}, which differ between batches", is_ambiguous=True)
-        elif kind.what == TRUSTED and not (hooks.is_declared or (hooks.is_trusted and self.rule.kind)):
+        elif kind.what == TRUSTED and (hooks.is_declared or (hooks.is_trusted and self.rule.kind)):
+            self.rule.has_warned = True  # there is nothing to warn of
+        elif kind.what == TRUSTED:
             factor = count * (1 if hooks.overrides_loss else self.num_ranks)
             self.rule.warn(
                 "As in transformers, it is used as it is, for the item count of the step may have divided it: if not, "

@@ -169,7 +169,8 @@ class Seq2SeqTrainer(Trainer):
             if mean is not None:
                 mean.open(inputs)
             loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
-            loss = loss if mean is None else mean.see(loss, None)
+            if mean is not None:
+                mean.see(loss, None)
         length = longest_output(options, getattr(bare, "generation_config", None))
         if length is not None:
             tokens = self._pad_tensors_to_max_len(tokens, length)

@@ -735,9 +735,9 @@ class Trainer:
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
                 self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
-            is_trained = torch.is_grad_enabled()  # an evaluation has no mean over ranks to undo
-            if num_items_in_batch is not None and is_trained and self.task.divides_by_count:
-                loss = loss if self._shares.num_ranks == 1 else loss * self._shares.num_ranks
+            is_counted = num_items_in_batch is not None and self.task.divides_by_count
+            if self._shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
+                loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
