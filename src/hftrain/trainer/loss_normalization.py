@@ -172,8 +172,9 @@ class LossShares:
         self._accumulates = args.gradient_accumulation_steps > 1
         self.num_micro_batches = args.gradient_accumulation_steps  # of the current step
         self.num_ranks = strategy.data.world_size if args.average_tokens_across_devices else 1
-        is_mesh = self._data.world_size < strategy.world_size  # where a copied compute_loss may be too large
-        self.is_on = self._accumulates or self.num_ranks > 1 or (is_mesh and hooks.overrides_loss)
+        # Where a compute_loss that is copied from elsewhere may be too large.
+        self._is_mesh = hooks.overrides_loss and self._data.world_size < strategy.world_size
+        self.is_on = self._accumulates or self.num_ranks > 1 or self._is_mesh
         self.plain = task if isinstance(task, ModelTask) else None
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
@@ -366,8 +367,10 @@ class LossShares:
                 self.rule.warn(f"It is weighted by its {by}, which differ between batches", is_ambiguous=True)
         elif kind.what == TRUSTED and (hooks.is_declared or (hooks.is_trusted and self.rule.kind)):
             self.rule.has_warned = True  # there is nothing to warn of
+        elif self._is_mesh and self.rule.kind is None:
+            self.rule.warn("Multiply it by strategy.data.world_size at most: some processes of the mesh share samples")
         elif kind.what == TRUSTED:
-            factor = count * (1 if hooks.overrides_loss else self.num_ranks)
+            factor = count if hooks.overrides_loss else count * self.num_ranks
             self.rule.warn(
                 "As in transformers, it is used as it is, for the item count of the step may have divided it: if not, "
                 f"with {count} micro-batches and {self.num_ranks} process(es) it is {factor} times a mean"
