@@ -55,6 +55,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
+        Size(name="0.5ms", width=32, depth=2, batch_size=8, steps_per_turn=20, num_turns=80, budget=1.12),
         Size(name="1ms", width=448, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
         Size(name="5ms", width=640, depth=3, batch_size=32, steps_per_turn=3, num_turns=70),
         Size(name="20ms", width=1152, depth=4, batch_size=32, steps_per_turn=1, num_turns=100, budget=1.02),

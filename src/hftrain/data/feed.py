@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.data.datasets import has_length, has_state, tell_epoch
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
 from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
-from hftrain.data.sharding import DispatchLoader, RankLoader
+from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
 from hftrain.data.worker_numbers import DrawingOn
@@ -37,7 +38,8 @@ class TrainFeed:
     Args:
         loader: This rank's batches.
         seed: The data seed.
-        collates_ahead: Collate map-style data of hftrain's loaders in this process one batch ahead.
+        expects_save: Returns whether a checkpoint is planned for the end of the next step. If it is given, map-style
+            data of hftrain's loaders in this process is collated one batch ahead.
 
     Attributes:
         own_seeds: For each generator in a torch loader, the user's seed, or None if the data seed
@@ -49,7 +51,7 @@ class TrainFeed:
         (3, [11, 12])
     """
 
-    def __init__(self, loader: Iterable[Any], *, seed: int, collates_ahead: bool = False) -> None:
+    def __init__(self, loader: Iterable[Any], *, seed: int, expects_save: Callable[[], bool] | None = None) -> None:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
@@ -59,8 +61,9 @@ class TrainFeed:
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
-        self._collates_ahead = collates_ahead and _is_random_access(self.loader)
-        # The state of the random numbers before the batch was collated that comes next.
+        self._expects_save = expects_save if _is_random_access(self.loader) else None
+        # The batch that was collated ahead, and the state of the random numbers before, if that was copied.
+        self._ahead: Any = _END
         self._numbers: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
@@ -99,6 +102,8 @@ class TrainFeed:
             state["dataset"] = copy.deepcopy(reader.dataset.state_dict())
         if self._numbers is not None:
             state["numbers"] = plain_rng(self._numbers)
+        elif self._ahead is not _END:
+            state["ahead"] = tensors_of(self._ahead)
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -106,7 +111,8 @@ class TrainFeed:
         found = {} if state is None else state
         is_fit = isinstance(found, dict) and not any(isinstance(found.get(name), torch.Tensor) for name in _SHAPE)
         own_seeds = found.get("own_seeds", []) if is_fit else None
-        if not isinstance(own_seeds, list) or not all(isinstance(seed, int | None) for seed in own_seeds):
+        is_fit = is_fit and all(isinstance(each, torch.Tensor) for each in found.get("ahead", ()))
+        if not is_fit or not isinstance(own_seeds, list) or not all(isinstance(seed, int | None) for seed in own_seeds):
             raise ValueError("The state of the training data is none that was saved.")
         if "numbers" in found:
             with preserved_rng():  # check now that it is valid
@@ -152,7 +158,7 @@ class TrainFeed:
         set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
-        self._numbers = None
+        self._ahead, self._numbers = _END, None
         if is_placed or self._is_at_end:
             return self._placed(loader, may_start_over=not is_within)
         if _draws_here(self.loader, self._reader):
@@ -160,6 +166,8 @@ class TrainFeed:
             is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
             seed = derive_seed(self._seed, epoch) if is_shared else None
             iterator = with_own_numbers(lambda: iter(loader), seed=seed)
+        elif _may_draw_later(self.loader):
+            iterator = _with_own_numbers_later(iter(loader))
         else:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
@@ -170,26 +178,34 @@ class TrainFeed:
             _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", to_drop)
         for _, _batch in zip(range(to_drop), iterator, strict=False):
             pass
-        numbers = None if state is None or not is_within else state.get("numbers")
+        saved = {} if state is None or not is_within else state
         iterator = iterator if is_within else noticing_copies(self._reader, iterator)
-        return self._one_ahead(iterator, numbers) if self._collates_ahead else iterator
+        return iterator if self._expects_save is None else self._one_ahead(iterator, saved, self._expects_save)
 
-    def _one_ahead(self, batches: Iterator[Any], numbers: dict[str, Any] | None) -> Iterator[Any]:
+    def _one_ahead(
+        self, batches: Iterator[Any], saved: Mapping[str, Any], expects_save: Callable[[], bool]
+    ) -> Iterator[Any]:
         """Collate each batch before the one before it is trained on, like the documented Trainer's loader.
 
-        Random numbers of the data and of the model (dropout) are then drawn in the same order. After a resume, the
-        batch that was collated ahead is collated again, from the same numbers.
+        Random numbers of the data and of the model (dropout) are then drawn in the same order. A planned checkpoint
+        contains the numbers from which a resume collates the batch ahead again; to copy them at every batch takes
+        longer than a small step, so another checkpoint contains the batch itself, if it is made of tensors.
         """
-        if numbers is None:
-            upcoming = next(batches, _END)
+        if not saved.keys() & {"numbers", "ahead"}:
+            self._ahead = next(batches, _END)
         else:
             with preserved_rng():
-                restore_rng(numbers)
-                upcoming = next(batches, _END)
-        devices = rng_devices()
-        while upcoming is not _END:
-            batch, self._numbers = upcoming, rng_now(devices)
-            upcoming = next(batches, _END)
+                if "numbers" in saved:
+                    restore_rng(saved["numbers"])
+                self._ahead = next(batches, _END)
+            values = iter(saved.get("ahead", ()))
+            if len(tensors_of(self._ahead)) == len(saved.get("ahead", ())):
+                self._ahead = map_tensors(self._ahead, lambda own: next(values).to(own.device))
+        devices, is_stored = rng_devices(), _is_made_of_tensors(self._ahead)
+        while self._ahead is not _END:
+            batch = self._ahead
+            self._numbers = None if is_stored and not expects_save() else rng_now(devices)
+            self._ahead = next(batches, _END)
             yield batch
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
@@ -257,6 +273,34 @@ def _draws_here(loader: Any, reader: Any) -> bool:
         return False
     is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
     return is_stream and _is_read_here(reader) and not has_state(reader) and not has_state(reader.dataset)
+
+
+def _may_draw_later(loader: Any) -> bool:
+    """Return whether a user's own iterable may draw numbers in the middle of a pass, unlike a loader of torch's."""
+    loader = getattr(loader, "base_dataloader", loader)
+    is_known = is_plain_loader(loader) or isinstance(loader, (DispatchLoader, Sequence))
+    return not is_known and not has_state(loader)
+
+
+def _with_own_numbers_later(batches: Iterator[Any]) -> Iterator[Any]:
+    """Read the first batch with the global numbers, as a plain loop does, and the rest with a copy of them.
+
+    What is drawn then does not depend on the dropout of the steps between, which a resume does not repeat.
+    """
+    first = next(batches, _END)
+    if first is not _END:
+        others = with_own_numbers(lambda: batches)
+        yield first
+        yield from others
+
+
+def _is_made_of_tensors(batch: Any) -> bool:
+    """Return whether a batch holds plain tensors only, in mappings, lists and tuples."""
+    if isinstance(batch, Mapping):
+        return all(map(_is_made_of_tensors, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return all(map(_is_made_of_tensors, batch))
+    return type(batch) is torch.Tensor and batch.layout == torch.strided
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

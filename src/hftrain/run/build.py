@@ -53,9 +53,16 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
     draws_on = trainer.worker_seeds == "epoch"
+
+    def expects_save() -> bool:
+        step, state = parts.progress.step + 1, parts.state
+        # The salvage of a failed run stores the state before every step.
+        return parts.save_policy.on_exception or not step % (state.save_steps or 1) or step >= state.max_steps
+
     data = parts.data = RunData(
-        trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on
-    )
+        trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
+        expects_save=expects_save,
+    )  # fmt: skip
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
     counts = RunCounts(parts, model)

@@ -124,6 +124,8 @@ class Contents:
             assert plan.saved is not None
             # If several processes read a stream, the position of each differs from the common one.
             is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.data.world_size == 1
+            if plan.is_reshaped and isinstance(state, dict):
+                state.pop("ahead", None)
             feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
 
         def load_metrics(states: Any) -> None:

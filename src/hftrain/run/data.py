@@ -25,6 +25,7 @@ class RunData:
         seed: The data seed.
         limits: How much of the data is read.
         draws_on: Whether loader workers draw on through an epoch; see `drawing_on`.
+        expects_save: Whether a checkpoint is planned for the end of the next step; see `TrainFeed`.
 
     Attributes:
         feed: The batches that the loop reads; a loop may replace them.
@@ -40,9 +41,10 @@ class RunData:
         seed: int,
         limits: Limits,
         draws_on: bool,
+        expects_save: Callable[[], bool],
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
-        self._limits, self._draws_on = limits, draws_on
+        self._limits, self._draws_on, self._expects_save = limits, draws_on, expects_save
         self.deaths = WorkerDeaths()
         self.feed = self._open()
 
@@ -70,7 +72,7 @@ class RunData:
         if dataset:
             end_workers(self.feed.loader)
         make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed
-        feed = make(loader, seed=seed, collates_ahead=True)
+        feed = make(loader, seed=seed, expects_save=self._expects_save)
         if strategy.world_size > 1:
             told = strategy.gather_object([strategy.data.rank, feed.own_seeds])
             main, feed.own_seeds = told[0][1], next(own for rank, own in told if rank == strategy.data.rank)
