@@ -119,24 +119,47 @@ def test_task_that_overrides_train_keeps_its_say(tmp_path: Path) -> None:
     assert task.seen == [(True, False)] * 8
 
 
-def test_other_children_of_a_task_stay_as_they_were_put(tmp_path: Path) -> None:
-    class WithTeacher(Task):
-        def training_step(self, batch: Any) -> Any:
-            seen.append((self.training, self.model.training, self.teacher.training))
-            return super().training_step(batch)
+class Pretrained(nn.Sequential):
+    """A model that is returned in evaluation mode."""
 
-    class Quiet(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            task.teacher.eval()
+    @classmethod
+    def from_pretrained(cls) -> Pretrained:
+        return cls(nn.Linear(4, 3), nn.Dropout()).eval()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            task.eval()
 
-    seen: list[Any] = []
-    task = WithTeacher(dropout=0.5)
-    task.teacher = nn.Dropout()
-    train(tmp_path, task, callbacks=[Quiet])
-    assert seen == [(True, True, False)] * 8
+class WithTeacher(Task):
+    """Has a teacher, and a model with a pretrained part, a frozen one and a normalization of fixed statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.teacher = Pretrained.from_pretrained().requires_grad_(False)
+        self.model.student = Pretrained.from_pretrained()
+        self.model.other = Pretrained.from_pretrained().requires_grad_(False)
+        self.model.layers[1].eval()
+        self.seen: list[tuple[list[bool], list[bool]]] = []
+
+    def training_step(self, batch: Any) -> Any:
+        on = [self.model, self.model.layers[3], self.model.student[1]]
+        off = [self.teacher[1], self.model.layers[1], self.model.other[1]]
+        if torch.is_grad_enabled():
+            self.seen.append(([part.training for part in on], [part.training for part in off]))
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+def test_task_keeps_modules_in_evaluation_mode_that_its_user_put_there(tmp_path: Path, event: str) -> None:
+    task, put = WithTeacher(), at(event, lambda *args, model, **kwargs: model.eval())
+    train(tmp_path, task, callbacks=[put], eval_strategy="steps", eval_steps=2)
+    assert task.seen == [([True] * 3, [False] * 3)] * 8
+
+
+def test_frozen_part_of_a_plain_model_that_leaves_evaluation_mode_is_named(tmp_path: Path) -> None:
+    model = Net(dropout=0.5)
+    model.layers[3].eval()
+    model.layers[0].requires_grad_(False).eval()  # its mode changes nothing
+    with pytest.warns(UserWarning, match=r"^layers\.3 of Net: frozen"):
+        train(tmp_path, model)
+    assert model.layers[3].training
 
 
 def test_module_added_in_evaluation_mode_is_trained_in_training_mode(tmp_path: Path) -> None:

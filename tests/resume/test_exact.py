@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Noisy, Stream, make_resumable, make_rows
+from torch.utils.data import DataLoader, default_collate
 
 from hftrain import Trainer, TrainerCallback
+from hftrain.data import feed
 
 
 def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options: Any) -> Trainer:
@@ -37,12 +40,58 @@ CASES = list(itertools.product(DATA, (1, 3), ((2,), (6,), (3, 7))))
 
 @pytest.mark.parametrize(("data", "accumulation", "stops"), CASES)
 def test_resume_equals_an_undisturbed_run(tmp_path: Path, data: str, accumulation: int, stops: tuple[int, ...]) -> None:
-    # 22 samples: 6 batches, 6 or 2 steps an epoch; step 6 is an epoch's end.
-    epochs = 3 if accumulation == 1 else 6
+    # 22 samples: 6 batches, 6 or 2 steps an epoch; step 6 is an epoch's end. A planned checkpoint holds random numbers
+    # from before the batch was collated that comes next, another one the batch.
+    epochs, is_planned = (3 if accumulation == 1 else 6), len(stops) > 1
     check_resume(
         tmp_path, DATA[data](22), stops, gradient_accumulation_steps=accumulation, num_train_epochs=epochs,
-        eval_strategy="steps", eval_steps=4,
+        eval_strategy="steps", eval_steps=4, save_steps=1 if is_planned else 100,
     )  # fmt: skip
+
+
+class Scaling(Trainer):
+    """Scales inputs by a number of the batch that is no tensor."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        scaled = {"x": inputs["x"] * inputs["scale"], "labels": inputs["labels"]}
+        return super().compute_loss(model, scaled, *args, **options)
+
+
+def test_batch_of_random_objects_is_collated_again_from_the_same_numbers(tmp_path: Path) -> None:
+    def collate(rows: Any) -> Any:
+        return {**default_collate(rows), "scale": random.random()}
+
+    check_resume(
+        tmp_path, make_rows(), (3,), kind=Scaling, data_collator=collate, max_steps=6, eval_dataset=None
+    )  # fmt: skip
+
+
+class Rounds(Trainer):
+    """Reads several loaders, one after another, each of which draws its order when it begins."""
+
+    def get_train_dataloader(self) -> Any:
+        class Loaders:
+            def __iter__(self) -> Any:
+                for rows in (make_rows(9, seed=1), make_rows(9, seed=2), make_rows(9, seed=3)):
+                    yield from DataLoader(Noisy(rows), batch_size=4, shuffle=True, collate_fn=default_collate)
+
+            def __len__(self) -> int:
+                return 9
+
+        return Loaders()
+
+
+def test_iterable_that_draws_in_the_middle_of_a_pass_goes_on_exactly(tmp_path: Path) -> None:
+    check_resume(tmp_path, None, (2, 4, 7, 11), kind=Rounds, num_train_epochs=2)
+
+
+def test_states_of_generators_are_copied_for_planned_saves_only(tmp_path: Path, monkeypatch: Any) -> None:
+    copied: list[int] = []
+    monkeypatch.setattr(feed, "rng_now", lambda devices: copied.append(trainer.state.global_step))
+    monkeypatch.setattr(feed, "plain_rng", lambda state: state)
+    trainer = make_trainer(tmp_path, make_rows(80), save_steps=5, max_steps=15)
+    trainer.train()
+    assert copied == [4, 9, 14]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -24,6 +24,7 @@ from hftrain.step.legality import check_legal
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.modes import kept_modes
 
 T = TypeVar("T")
 
@@ -310,15 +311,14 @@ class Engine:
         Ranks may read different numbers of batches.
         """
         wrapped = self._run.model
-        was_training = wrapped.training
         model = self.strategy.for_evaluation(wrapped)
-        try:
-            with torch.no_grad():
-                yield model.eval()
-                self.strategy.finish_forwards()
-        finally:
-            self.strategy.after_evaluation(wrapped)
-            wrapped.train(was_training)
+        with kept_modes(wrapped):
+            try:
+                with torch.no_grad():
+                    yield model.eval()
+                    self.strategy.finish_forwards()
+            finally:
+                self.strategy.after_evaluation(wrapped)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

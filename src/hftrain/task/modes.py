@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from hftrain.core.log import warn_once
 from hftrain.optim.weight_modes import keeps_two
+from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
 is_on = itemgetter("training")
@@ -27,6 +30,9 @@ class TrainingMode:
     only when one of them is off: ``all(map(is_on, mode.flags))``. If a user's class overrides `train`, it is
     called at each step, as documented. Modules that are still in evaluation mode after the call are ignored.
 
+    A `TaskModule` keeps the modules in evaluation mode that its user has put there before the run: a frozen teacher, a
+    normalization with fixed statistics.
+
     Args:
         task: Its model is put into training mode; its other children are left as they are.
         optimizer: Its `train` is called as well, if it keeps two kinds of weights.
@@ -36,6 +42,12 @@ class TrainingMode:
         self.task = task
         self.model: nn.Module | None = None
         self.flags = _OFF
+        self._kept: list[nn.Module] = []
+        if isinstance(task, ModelTask):
+            _name_frozen(task.model)
+        elif not any(map(_is_users, task.modules())):
+            parts = [part for child in task.children() for _, part in _quiet_parts(child)]
+            self._kept = [each for part in parts for each in part.modules() if not vars(each).get("training", True)]
         self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two(optimizer) else None
         # A module that is added later may be in either mode.
         self._hook = register_module_module_registration_hook(self._forget)
@@ -47,14 +59,15 @@ class TrainingMode:
     def enter(self, model: nn.Module) -> None:
         """Put `model` into training mode; mutates its modules."""
         task = self.task
-        if model is not task.model:
-            model.train()
-            return
-        if _is_users(task):
+        if model is task.model and _is_users(task):
             task.train()
         else:
             model.train()
-            task.training = True
+        for module in self._kept:
+            module.training = False
+        if model is not task.model:
+            return
+        task.training = True
         modules = (task, *model.modules())
         is_watched = not any(map(_is_users, modules))
         self.model = model
@@ -64,6 +77,50 @@ class TrainingMode:
 
     def _forget(self, *registered: Any) -> None:
         self.flags = _OFF
+
+
+def _quiet_parts(module: nn.Module, name: str = "", *, is_whole: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost parts that a user has put into evaluation mode, each with its name.
+
+    Nobody has chosen that mode for a trained model that is in it as a whole, or as `from_pretrained` returns it.
+    """
+    is_on, is_trained = vars(module).get("training", True), any(each.requires_grad for each in module.parameters())
+    is_pretrained = is_trained and not is_on and hasattr(type(module), "from_pretrained")
+    if is_on or (is_whole and is_trained and not is_pretrained):
+        for each, child in module.named_children():
+            yield from _quiet_parts(child, f"{name}.{each}" if name else each, is_whole=is_whole and not is_on)
+    elif not is_pretrained:
+        yield name, module
+
+
+def _name_frozen(model: nn.Module) -> None:
+    """Name once the frozen parts of a plain model that a user has put into evaluation mode, which will not stay."""
+    names = [
+        name
+        for name, part in _quiet_parts(model)
+        if any(map(_depends_on_mode, part.modules())) and not any(each.requires_grad for each in part.parameters())
+    ]
+    if names:
+        warn_once(
+            f"{', '.join(names)} of {type(model).__name__}: frozen and put into evaluation mode, but trained "
+            "in training mode, as with transformers' Trainer: dropout acts, and batch statistics change. To keep "
+            "evaluation mode, override the model's train(), or train a TaskModule, whose modules keep their modes."
+        )
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    return bool(getattr(module, "p", 0)) or getattr(module, "running_mean", None) is not None
+
+
+@contextmanager
+def kept_modes(module: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module at the end."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, was_training in modes:
+            each.training = was_training
 
 
 def _is_users(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
+from hftrain.task.modes import kept_modes
 from hftrain.task.module import without_model
 from hftrain.trainer.memory import MemoryTracker
 
@@ -95,14 +96,14 @@ class Stages:
             with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
                 if not is_training:
                     self._place()
-                with self._in_evaluation_mode(dtype):
+                with kept_modes(trainer.task), self._in_evaluation_mode(dtype):
                     yield
 
     @contextmanager
     def _in_evaluation_mode(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Evaluate the task's unwrapped model, with inputs cast to a dtype if there is one."""
         trainer, task, computing = self._trainer, self._trainer.task, self._computing
-        wrapped, modes = task.model, [(module, module.training) for module in task.modules()]
+        wrapped = task.model
         task.model = trainer._wrap_model(wrapped, training=False)
         task.eval()
         for metric in checked_metrics(task, "eval").values():
@@ -125,8 +126,6 @@ class Stages:
                 )
             trainer.strategy.after_evaluation(wrapped)
             task.model = wrapped
-            for module, was_training in modes:
-                module.training = was_training
 
     def _place(self) -> None:
         """Prepare the forward pass of a model that is not being trained."""
