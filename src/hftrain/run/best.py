@@ -107,10 +107,14 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
             "Let the override of evaluate end with return metrics.",
         )
     if key not in metrics:
+        reported = sorted(name for name in metrics if not name.endswith(_NOT_METRICS))
         raise ConfigError(
             f"Cannot use metric_for_best_model={wanted!r}.",
             f"The evaluation did not report {key!r}.",
-            f"Available: {', '.join(sorted(name for name in metrics if not name.endswith(_NOT_METRICS)))}.",
+            f"Available: {', '.join(reported)}."
+            if reported
+            else "It reported no metric: its batches have no labels, and the model returned no loss without them. Name "
+            "the labels' column in label_names, let the model return a loss, or pass compute_metrics.",
         )
     try:
         return float(metrics[key])

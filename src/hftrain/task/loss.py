@@ -15,13 +15,8 @@ from hftrain.task.items import IGNORED_LABEL
 
 def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torch.Tensor:
     """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself."""
-    if isinstance(outputs, (dict, Mapping)):
-        loss = outputs.get("loss")
-    elif isinstance(outputs, (tuple, list)):
-        loss = outputs[0] if outputs else None
-    else:
-        loss = outputs
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+    loss = own_loss(outputs)
+    if loss is None:
         missing = "" if has_labels else "; the batch has no labels, by which models compute it"
         remedy = "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
         remedy += "or write a TaskModule."
@@ -36,9 +31,13 @@ def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torc
 
 
 def own_loss(outputs: Any) -> torch.Tensor | None:
-    """Return the loss that a model without labels gives, as an autoencoder does; None if it gives none."""
-    parts = isinstance(outputs, (tuple, list)) and outputs
-    loss = outputs.get("loss") if isinstance(outputs, (dict, Mapping)) else outputs[0] if parts else None
+    """Return the loss in a model's outputs, which an autoencoder also gives without labels; None if there is none."""
+    if isinstance(outputs, (dict, Mapping)):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        loss = outputs[0] if outputs else None
+    else:
+        loss = outputs
     return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
 
 

@@ -175,7 +175,7 @@ class ModelTask(TaskModule):
             # The loss comes first only if the model computed it itself.
             logits = tuple(outputs[1 if skipped and self.returns_loss else 0 :])
         else:
-            logits = (outputs,)
+            logits = () if skipped and self.returns_loss else (outputs,)
         logits = detach(tuple(value for value in logits if not is_cache(value)))
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 

@@ -79,6 +79,28 @@ def test_evaluation_loop_serves_data_with_and_without_labels(tmp_path: Path, is_
     assert ("own_loss" in output.metrics) == (output.label_ids is not None) == is_labelled
 
 
+class Autoencoder(torch.nn.Linear):
+    """Returns a loss without labels."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        loss = (super().forward(x) - x).square().mean()
+        return {"dict": {"loss": loss, "y": x}, "tuple": (loss, x), "tensor": loss}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "tensor"])
+def test_loss_of_a_model_without_labels_is_that_of_its_samples(tmp_path: Path, kind: str) -> None:
+    model, rows = Autoencoder(4, 4), [{"x": row["x"]} for row in make_rows(5)]
+    model.kind = kind
+    best = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = train(
+        tmp_path, model, train_dataset=rows, eval_dataset=rows, max_steps=2, load_best_model_at_end=True, **best
+    )
+    x = torch.stack([row["x"] for row in rows])
+    expected = (torch.nn.Linear.forward(model, x) - x).square().mean().detach()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert (trainer.predict(rows).predictions is None) == (kind == "tensor")
+
+
 def test_prediction_step_gives_loss_logits_and_labels(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path))
     trainer.evaluate(make_rows(1))
