@@ -7,6 +7,7 @@ from typing import Any
 
 from hftrain.core.errors import suggest
 from hftrain.core.log import warn_once
+from hftrain.core.state import TrainerState
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +43,12 @@ class Progress:
         """Overwrite the counters; mutates the object."""
         for name, value in state.items():
             setattr(self, name, int(value))
+
+
+def expects_save(progress: Progress, state: TrainerState, *, saves_always: bool = False) -> bool:
+    """Return whether a checkpoint is planned for the end of a run's next step."""
+    step = progress.step + 1
+    return saves_always or not step % (state.save_steps or 1) or step >= state.max_steps
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
+from hftrain.core.progress import expects_save
 from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
@@ -53,15 +55,11 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
     draws_on = trainer.worker_seeds == "epoch"
-
-    def expects_save() -> bool:
-        step, state = parts.progress.step + 1, parts.state
-        # The salvage of a failed run stores the state before every step.
-        return parts.save_policy.on_exception or not step % (state.save_steps or 1) or step >= state.max_steps
-
+    # The salvage of a failed run stores the state before every step.
+    saves_always = parts.save_policy.on_exception
     data = parts.data = RunData(
         trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
-        expects_save=expects_save,
+        expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
     )  # fmt: skip
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed.loader)
