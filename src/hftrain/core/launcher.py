@@ -91,12 +91,6 @@ def read_launch() -> Launch:
     return _read(_TORCH)
 
 
-def outside_of_launch() -> dict[str, str]:
-    """Return the environment without what says that this process is one of several."""
-    said = {name for names in (_TORCH, *_LAUNCHERS) for name in names[1:] if name}
-    return {name: value for name, value in os.environ.items() if name not in {*said, "PMIX_RANK", "SM_HOSTS"}}
-
-
 def announce_launch() -> None:
     """Set torch's variables from those of another launcher; mutates `os.environ`, once.
 

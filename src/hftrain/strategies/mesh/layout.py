@@ -15,7 +15,6 @@ from hftrain.core.errors import ConfigError
 
 # The dimensions, the slowest first: ranks that differ in the last one are neighbours, on one machine if possible.
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-AUTO = "auto"
 # How users name them.
 ARGUMENTS = {"pp": "pp_size", "dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "cp": "cp_size", "tp": "tp_size"}
 
@@ -123,8 +122,7 @@ def layout_of(
 
     Args:
         world_size: The number of processes.
-        given: Sizes by dimension; None where none was named. With ``"auto"`` among them, all processes share the
-            parameters until `choose` has found the sizes.
+        given: Sizes by dimension; None where none was named.
         uses: The dimensions that the strategy's name promises. The one without a size takes the processes that are
             left; what is left without such a dimension are shards.
         machine_size: The number of processes of one machine, which shards fill when replicas are used, too.
@@ -138,12 +136,9 @@ def layout_of(
     """
     sizes = {dim: given[dim] for dim in DIMS if given.get(dim) is not None}
     for dim, size in sizes.items():
-        if size == AUTO:
-            continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise refusal(given, f"{ARGUMENTS[dim]} is not a number of processes.", 'Use 1 or more, or "auto".')
-    if AUTO in sizes.values():
-        return Layout(dp_shard=world_size)
+            remedy = "Use 1 or more. `hftrain plan` proposes sizes for a script."
+            raise _refusal(given, f"{ARGUMENTS[dim]} is not a number of processes.", remedy)
     open_dims = [dim for dim in uses if dim not in sizes]
     if {"dp_replicate", "dp_shard"} <= set(open_dims):
         inner = math.prod(sizes.get(dim, 1) or 1 for dim in ("pp", "cp", "tp"))
@@ -152,16 +147,16 @@ def layout_of(
     named = math.prod(size or 1 for size in sizes.values())
     if len(open_dims) > 1 and named < world_size:
         names = " and ".join(ARGUMENTS[dim] for dim in open_dims[1:])
-        raise refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
+        raise _refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
     fill = open_dims[0] if open_dims else "dp_shard"
     if world_size % named or (fill in sizes and named != world_size):
         reason = f"They describe {named} processes, and the launcher started {world_size}."
-        raise refusal(given, reason, "Start that many (torchrun --nproc_per_node), or change the sizes.")
+        raise _refusal(given, reason, "Start that many (torchrun --nproc_per_node), or change the sizes.")
     sizes.setdefault(fill, world_size // named)
     return Layout(**{dim: size or 1 for dim, size in sizes.items()})
 
 
-def refusal(given: Mapping[str, Any], reason: str, remedy: str) -> ConfigError:
+def _refusal(given: Mapping[str, Any], reason: str, remedy: str) -> ConfigError:
     """Return the error for the sizes that are given."""
     shown = {ARGUMENTS[dim]: size for dim, size in given.items() if size is not None}
     return ConfigError("Cannot use these sizes of a mesh.", reason, remedy, **shown)

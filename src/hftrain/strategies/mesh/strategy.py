@@ -28,9 +28,8 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.blocks import prove_blocks
-from hftrain.strategies.mesh.choosing import choose
 from hftrain.strategies.mesh.context import split_context
-from hftrain.strategies.mesh.layout import AUTO, Layout, forget_meshes, layout_of
+from hftrain.strategies.mesh.layout import Layout, forget_meshes, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
@@ -60,9 +59,6 @@ class MeshStrategy(FSDPStrategy):
     The ranks of one data coordinate get the same batch and compute its loss together; data ranks average gradients as
     they do with `FSDPStrategy`, of which this is the general case.
 
-    With a size of ``"auto"``, creating the strategy is collective: the processes meet, and the main one asks
-    `hftrain plan` for the best mesh for the script that runs.
-
     Args:
         tp_size: Ranks that share each layer (tensor parallelism).
         cp_size: Ranks that share each sequence (context parallelism).
@@ -78,7 +74,6 @@ class MeshStrategy(FSDPStrategy):
             ``"gather"`` collects keys and values; ``"auto"`` takes the first where the ranks divide the heads.
         schedule: The pipeline's: ``"gpipe"`` or ``"1f1b"``; see `Pipeline`.
         num_micro_batches: How many micro-batches the pipeline cuts a batch into; None: one for each stage.
-        device_memory: What ``"auto"`` may fill, such as ``"80GB"``; None asks the devices.
         **options: See `FSDPStrategy`.
 
     Raises:
@@ -90,11 +85,11 @@ class MeshStrategy(FSDPStrategy):
     def __init__(
         self,
         *,
-        tp_size: int | str | None = None,
-        cp_size: int | str | None = None,
-        pp_size: int | str | None = None,
-        dp_replicate: int | str | None = None,
-        dp_shard: int | str | None = None,
+        tp_size: int | None = None,
+        cp_size: int | None = None,
+        pp_size: int | None = None,
+        dp_replicate: int | None = None,
+        dp_shard: int | None = None,
         uses: Sequence[str] = ("dp_shard",),
         plan: Mapping[str, Any] | None = None,
         sequence_parallel: bool = False,
@@ -102,17 +97,11 @@ class MeshStrategy(FSDPStrategy):
         attention: str = "auto",
         schedule: str = "gpipe",
         num_micro_batches: int | None = None,
-        device_memory: str | None = None,
         **options: Any,
     ) -> None:
         launch = read_launch()
         sizes: dict[str, Any] = {"tp": tp_size, "cp": cp_size, "pp": pp_size}
         sizes |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
-        if device_memory is not None and AUTO not in sizes.values():
-            reason = 'It says what "auto" may fill, and no size is "auto".'
-            raise ConfigError(
-                f"Cannot use device_memory={device_memory!r}.", reason, 'Set tp_size="auto", or leave it out.'
-            )
         # `hftrain plan` runs the script as one process, and tells what other sizes would do.
         known, machine = {} if is_weightless() else sizes, launch.local_world_size
         self.layout: Layout = layout_of(launch.world_size, known, uses=uses, machine_size=machine)
@@ -122,12 +111,6 @@ class MeshStrategy(FSDPStrategy):
         self._pipeline: Pipeline | None = None
         self._proof, self._has_shown_placings = Proof(), False
         super().__init__(**options)
-        if AUTO in sizes.values() and launch.world_size > 1:
-            super().launch()
-            best = choose(self, sizes, uses, device_memory)
-            self.layout = Layout(**best["sizes"])
-            self.num_micro_batches = num_micro_batches or best["options"].get("num_micro_batches")
-            self._check_options()
         self.sizes = self.layout.sizes
         place = self.layout.coordinate(self.rank)
         data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
