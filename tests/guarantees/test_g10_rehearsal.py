@@ -163,10 +163,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {**STEPS, "compute_metrics": one, "include_for_metrics": ["inputs"]},
         "main_input_name",
     ),
-    "spill_dir that cannot be written": (
-        {**STEPS, "compute_metrics": one, "spill_dir": "/proc/nowhere"},
-        "/proc/nowhere.*folder",
-    ),
     "folder that cannot be written": ({**STEPS, "output_dir": "/proc/nowhere"}, "/proc/nowhere.*Give a folder"),
     "model that cannot be saved": ({**STEPS, "model": Unsaveable()}, "save_safetensors=False"),
     "callback that cannot be saved": ({**STEPS, "callbacks": [Stateful()]}, "Stateful"),

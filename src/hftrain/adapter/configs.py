@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ def evaluate_config(
     *,
     keeps_predictions: bool,
     input_name: str,
-    spill_dir: Path | None = None,
     returns_predictions: bool = True,
 ) -> EvaluateConfig:
     """Return the config of an evaluation: what it keeps and passes to `compute_metrics`."""
@@ -75,7 +73,6 @@ def evaluate_config(
         includes=tuple(args.include_for_metrics),
         input_name=input_name,
         takes_objects=args.eval_use_gather_object,
-        spill_dir=spill_dir,
         returns_predictions=returns_predictions,
     )
 

@@ -1,12 +1,8 @@
-"""Arrays that grow by rows, in memory or in an unnamed memory-mapped file."""
+"""Arrays that grow by rows."""
 
 from __future__ import annotations
 
-import math
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -28,13 +24,11 @@ class Rows:
 
     Args:
         num_expected: The expected number of rows, 0 if unknown.
-        folder: The folder of a file to keep them in; None keeps them in memory.
     """
 
-    def __init__(self, *, num_expected: int = 0, folder: Path | None = None) -> None:
+    def __init__(self, *, num_expected: int = 0) -> None:
         self.batch_sizes: list[int] = []
         self._num_expected = num_expected
-        self._folder = folder
         self._length = 0
         self._array: Array | None = None
 
@@ -59,7 +53,7 @@ class Rows:
         needed = self._length + len(rows)
         if self._array is None:
             length = max(self._num_expected, needed)
-            self._array = allocate((length, *rows.shape[1:]), rows.dtype, folder=self._folder)
+            self._array = allocate((length, *rows.shape[1:]), rows.dtype)
             return torch.from_numpy(self._array)
         space = torch.from_numpy(self._array)
         shape, dtype = common_kind([space, rows])
@@ -67,7 +61,7 @@ class Rows:
             return space
         # More than is needed, so that rows are rarely copied; untouched memory costs nothing.
         length = len(space) if needed <= len(space) else max(needed, len(space) * 3 // 2)
-        self._array = allocate((length, *shape), dtype, folder=self._folder)
+        self._array = allocate((length, *shape), dtype)
         wider = torch.from_numpy(self._array)
         _fill(wider[: self._length], space[: self._length])
         return wider
@@ -104,22 +98,9 @@ def padded(rows: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
     return result
 
 
-def allocate(shape: Sequence[int], dtype: torch.dtype, *, folder: Path | None) -> Array:
-    """Return an uninitialised array, in memory or mapped to an unnamed file that is deleted with the array.
-
-    Raises:
-        OSError: The disk does not have enough space.
-    """
-    kind = torch.empty(0, dtype=dtype).numpy().dtype
-    num_bytes = math.prod(shape) * kind.itemsize
-    if folder is None or not num_bytes:
-        return numpy.empty(shape, kind)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):
-            # A full disk then raises here; otherwise a signal would kill the process when it writes rows.
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        return numpy.memmap(file, kind, mode="w+", shape=tuple(shape))
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> Array:
+    """Return an uninitialised array."""
+    return numpy.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
 
 
 def _fill(space: torch.Tensor, rows: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +38,6 @@ class EvaluateConfig:
         includes: Further inputs of `compute_metrics`: ``"inputs"``, ``"loss"``.
         input_name: The key of the batch's main input.
         takes_objects: Also keep values that are not tensors.
-        spill_dir: Folder of memory-mapped files for the kept values; None keeps them in memory.
         returns_predictions: Return predictions even if `compute_metrics` does not need them.
     """
 
@@ -50,7 +48,6 @@ class EvaluateConfig:
     includes: tuple[str, ...] = ()
     input_name: str = "input_ids"
     takes_objects: bool = False
-    spill_dir: Path | None = None
     returns_predictions: bool = True
 
 
@@ -241,7 +238,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
-        kind = partial(Kept, num_samples=num_expected, folder=config.spill_dir) if config.joins_batches else KeptBatches
+        kind = partial(Kept, num_samples=num_expected) if config.joins_batches else KeptBatches
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
             self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 

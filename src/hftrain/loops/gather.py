@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,7 +15,6 @@ from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.contract import Group
 from hftrain.loops.objects import Objects, decode, encode, to_plain
-from hftrain.loops.shared_file import SharedFile
 
 # How much all ranks together send at once.
 _CHUNK_BYTES = 1 << 22
@@ -93,13 +91,11 @@ class Kept(_Keeper):
 
     Args:
         num_samples: The number of samples of this rank, if known.
-        folder: Folder of memory-mapped files for the arrays; None keeps them in memory.
     """
 
-    def __init__(self, *, num_samples: int | None = None, folder: Path | None = None, **options: Any) -> None:
+    def __init__(self, *, num_samples: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._num_samples = num_samples or 0
-        self._folder = folder
         # The rows of each leaf; the structure of the batches, and which of their leaves are objects.
         self._rows: list[Any] = []
         self._form: tuple[pytree.TreeSpec, list[bool]] | None = None
@@ -116,13 +112,12 @@ class Kept(_Keeper):
             rows.append(leaf)
 
     def _open(self, is_objects: bool) -> Any:
-        return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples, folder=self._folder)
+        return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples)
 
     def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
 
-        Lengths that differ beyond the first dimension are padded on the right with -100. With a `folder`, the ranks of
-        a machine share a file. Collective.
+        Lengths that differ beyond the first dimension are padded on the right with -100. Collective.
 
         Args:
             order: The dataset indices of the samples in reading order, if the rows are to be in dataset order.
@@ -133,7 +128,7 @@ class Kept(_Keeper):
         self.to_host()
         if group.world_size == 1:
             whole = self._form and pytree.tree_unflatten([rows.array() for rows in self._rows], self._form[0])
-            return whole if order is None else put_back(whole, order, folder=self._folder)
+            return whole if order is None else put_back(whole, order)
         found = group.gather_object(self._form and [pytree.treespec_dumps(self._form[0]), self._form[1]])
         forms = [(pytree.treespec_loads(text), kinds) for text, kinds in filter(None, found)]
         if any(form != forms[0] for form in forms):
@@ -148,9 +143,7 @@ class Kept(_Keeper):
             places = _in_order(places, order)
             rows = None if mine is None else mine.array()
             joined.append(
-                _gather_objects(rows or [], group, places)
-                if is_objects
-                else _gather_rows(rows, group, places, folder=self._folder)
+                _gather_objects(rows or [], group, places) if is_objects else _gather_rows(rows, group, places)
             )
         return pytree.tree_unflatten(joined, spec)
 
@@ -200,34 +193,23 @@ def _is_kept(value: Any) -> bool:
     return value is not None and not is_cache(value)
 
 
-def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
+def put_back(tree: Any, order: Any) -> Any:
     """Return nested arrays with rows in dataset order; arrays of other lengths do not change.
 
     Several rows of a sample, such as the sequences of `num_return_sequences`, stay together.
 
     Args:
         order: The dataset indices of the samples in reading order.
-        folder: Folder of memory-mapped files for the arrays; None keeps them in memory.
     """
-    return pytree.tree_map(
-        partial(_put_back, order=order, folder=folder), tree, is_leaf=lambda each: isinstance(each, list)
-    )
+    return pytree.tree_map(partial(_put_back, order=order), tree, is_leaf=lambda each: isinstance(each, list))
 
 
-def _put_back(found: Any, *, order: Any, folder: Path | None) -> Any:
+def _put_back(found: Any, *, order: Any) -> Any:
     if found is None or not len(order) or len(found) % len(order):
         return found
     per_sample = len(found) // len(order)
     rows = (numpy.argsort(order)[:, None] * per_sample + numpy.arange(per_sample)).ravel()
-    if isinstance(found, list):
-        return [found[row] for row in rows]
-    if folder is None:
-        return found[rows]
-    ordered = allocate(found.shape, torch.from_numpy(found).dtype, folder=folder)
-    step = max(1, _CHUNK_BYTES // max(1, found[:1].nbytes))
-    for start in range(0, len(rows), step):
-        ordered[start : start + step] = found[rows[start : start + step]]
-    return ordered
+    return [found[row] for row in rows] if isinstance(found, list) else found[rows]
 
 
 def _mismatch(of: str, forms: list[tuple[pytree.TreeSpec, list[bool]]]) -> TaskError:
@@ -267,31 +249,19 @@ def _in_order(places: list[Array], order: Any) -> list[Array]:
     return [place[rows // per_sample] * per_sample + rows % per_sample for rows in places]
 
 
-def _gather_rows(mine: Array | None, group: Group, places: list[Array], *, folder: Path | None) -> Array:
-    """Join all ranks' rows chunk by chunk, each at its position in the data; collective.
-
-    Ranks that share a file write their own rows into it and exchange none.
-    """
+def _gather_rows(mine: Array | None, group: Group, places: list[Array]) -> Array:
+    """Join all ranks' rows chunk by chunk, each at its position in the data; collective."""
     own = None if mine is None else torch.from_numpy(mine)
     kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])
     examples = [torch.empty((0, *kind[1]), dtype=getattr(torch, kind[0])) for kind in kinds if kind is not None]
     shape, dtype = common_kind(examples)
     own = examples[0] if own is None else own
-    whole = sum(map(len, places)), *shape
-    shared = None
-    if folder is not None and 0 not in whole:
-        shared = SharedFile(whole, torch.empty(0, dtype=dtype).numpy().dtype, folder=folder, group=group)
-    joined = allocate(whole, dtype, folder=None) if shared is None else shared.space()
+    joined = allocate((sum(map(len, places)), *shape), dtype)
     step = max(1, _CHUNK_BYTES // max(1, joined[:1].nbytes * group.world_size))
     for start in range(0, max(map(len, places)), step):
-        rows = padded(own[start : start + step], shape, dtype)
-        if shared is not None and shared.is_of_all:
-            joined[places[group.rank][start : start + step]] = rows.numpy()
-            continue
-        found = group.gather(rows.to(group.device)).cpu()
-        if shared is None or shared.writes_all:
-            joined[numpy.concatenate([rank[start : start + step] for rank in places])] = found.numpy()
-    return joined if shared is None else shared.finished()
+        found = group.gather(padded(own[start : start + step], shape, dtype).to(group.device)).cpu()
+        joined[numpy.concatenate([rank[start : start + step] for rank in places])] = found.numpy()
+    return joined
 
 
 def _gather_objects(mine: list[Any], group: Group, places: list[Array]) -> list[Any]:

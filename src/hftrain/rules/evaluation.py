@@ -144,7 +144,7 @@ def check_columns(
         raise TaskError("Cannot use compute_metrics.", reason, remedy)
 
 
-def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_dir: Any) -> None:
+def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule) -> None:
     """Raise if an evaluation cannot run with these arguments.
 
     Raises:
@@ -177,11 +177,4 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
             f"Cannot use past_index={args.past_index} with jit_mode_eval=True.",
             "A trace has the inputs of the first batch, which has no memory yet.",
             "Leave jit_mode_eval out.",
-        )
-    if spill_dir is not None and not args.eval_do_concat_batches:
-        raise ConfigError(
-            "Cannot use spill_dir with eval_do_concat_batches=False.",
-            "Only whole arrays are mapped to files, not a list of batches.",
-            "Leave one of the two out.",
-            spill_dir=spill_dir,
         )

@@ -139,7 +139,6 @@ class TrainerHooks(Protocol):
     save_policy: SavePolicy
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
-    spill_dir: Path | None
     limits: Limits
     worker_seeds: str
     loops: Mapping[str, Loop[Any]]

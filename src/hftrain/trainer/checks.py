@@ -36,7 +36,6 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.step.legality import check_in_backward
-from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.module import TaskModule
@@ -145,8 +144,6 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
         _check_workers(trainer, datasets)
         if not _overrides(trainer, "get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
             _check_plan(trainer, makes_schedule=makes_schedule)
-        if args.eval_strategy != "no" and trainer.spill_dir is not None:
-            check_writable(trainer.spill_dir)
         for name, dataset in datasets.items():
             _check_evaluation(trainer, sets.get(name), name, dataset)
     if args.save_strategy != "no":

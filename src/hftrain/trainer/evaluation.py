@@ -65,7 +65,7 @@ class Evaluation:
     def check(self) -> None:
         """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
-        check_evaluating(args, strategy=trainer.strategy, task=trainer.task, spill_dir=trainer.spill_dir)
+        check_evaluating(args, strategy=trainer.strategy, task=trainer.task)
         if trainer._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
             warn_once(f"{owner}.prediction_loop is not called without use_legacy_prediction_loop=True.")
         if generates(args) and not trainer._is_overridden("prediction_step"):
@@ -180,7 +180,6 @@ class Evaluation:
             args,
             keeps_predictions=not loss_only,
             input_name=getattr(trainer.model, "main_input_name", "input_ids"),
-            spill_dir=trainer.spill_dir,
             returns_predictions=not is_replaced,
         )
         hooks = self._hooks(shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)

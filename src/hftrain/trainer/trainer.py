@@ -145,8 +145,6 @@ class Trainer:
         precision: A precision's name or instance, with the same rules.
         loop: Replaces the default loop of a stage: a name, a subclass of `FitLoop`, `EvaluateLoop` or `PredictLoop`, or
             an instance; or a sequence of those, one per stage.
-        spill_dir: A folder for predictions larger than memory: they are stored there in unnamed files that are mapped
-            into memory as NumPy arrays. Deleting an array frees its file.
         save_policy: When and how to save, in addition to the arguments.
         fast_dev_run: Number of steps or batches of a rehearsal; True means 1, None disables it. `train` runs the steps
             on a copy of the model, evaluates, saves and resumes in a temporary folder, logs the step time and cleans
@@ -201,7 +199,6 @@ class Trainer:
     processing_class: Any
     train_dataset: Any
     eval_dataset: Any
-    spill_dir: Path | None
     limits: Limits
     # Number of batches of each stage in a rehearsal; 0 in a real run.
     fast_dev_run: int
@@ -265,7 +262,6 @@ class Trainer:
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
         loop: str | Loop[Any] | type[Loop[Any]] | Sequence[Any] | None = None,
-        spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
         fast_dev_run: bool | int | None = None,
         limit_train_batches: int | float | None = None,
@@ -307,7 +303,6 @@ class Trainer:
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self._own_data = TrainerData(self)
         self._own_data.check_given()
         check_save_policy(self.args, self.save_policy, self.strategy)

@@ -562,7 +562,7 @@ def test_jit_is_refused_for_a_task(tmp_path: Path) -> None:
         Trainer(Task(), make_arguments(tmp_path, jit_mode_eval=True))
 
 
-# -- eval_use_gather_object, spill_dir -------------------------------------------------------------------------------
+# -- eval_use_gather_object ------------------------------------------------------------------------------------------
 
 
 class Detector(nn.Module):
@@ -585,28 +585,6 @@ def test_objects_are_kept_on_request_only(tmp_path: Path) -> None:
     scores, found = output.predictions
     assert scores[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert [(entry["boxes"].shape, entry["name"]) for entry in found] == [((n, 4), f"n{n}") for n in range(6)]
-
-
-def test_predictions_are_mapped_to_files_on_request(tmp_path: Path) -> None:
-    model, folder = Net(), tmp_path / "spilled"
-    wanted = Trainer(model, make_arguments(tmp_path)).predict(make_rows(9))
-    seen: list[type] = []
-
-    def look(prediction: EvalPrediction) -> dict[str, float]:
-        seen.append(type(prediction.predictions))
-        return {}
-
-    trainer = Trainer(model, make_arguments(tmp_path), spill_dir=folder, compute_metrics=look)
-    for data in (make_rows(9), Stream(make_rows(9))):
-        output = trainer.predict(data)
-        assert isinstance(output.predictions, numpy.memmap)
-        assert output.predictions.tolist() == wanted.predictions.tolist()
-        assert output.label_ids.tolist() == wanted.label_ids.tolist()
-    trainer.evaluate(make_rows(9))
-    assert seen == [numpy.memmap] * 3
-    assert list(folder.iterdir()) == []
-    with pytest.raises(ConfigError, match="eval_do_concat_batches=False"):
-        Trainer(model, make_arguments(tmp_path, eval_do_concat_batches=False), spill_dir=folder)
 
 
 # -- evaluation inside training --------------------------------------------------------------------------------------

@@ -1,13 +1,9 @@
-"""Arrays that grow: in memory and in files, with the same content."""
+"""Arrays that grow, and what ranks gather of them."""
 
 from __future__ import annotations
 
-import errno
-import os
 import random
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,16 +11,15 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.loops.buffers import PADDING, Rows, allocate
+from hftrain.loops.buffers import PADDING, Rows
 from hftrain.loops.gather import Kept, KeptBatches
 
 
 @pytest.mark.parametrize("num_expected", [0, 3, 20, 500])
-@pytest.mark.parametrize("is_in_file", [False, True])
-def test_rows_are_those_that_came(tmp_path: Path, num_expected: int, is_in_file: bool) -> None:
+def test_rows_are_those_that_came(num_expected: int) -> None:
     rng = random.Random(0)
     batches = [torch.randn(rng.randint(0, 5), rng.randint(1, 4)) for _ in range(12)]
-    rows = Rows(num_expected=num_expected, folder=tmp_path / "spilled" if is_in_file else None)
+    rows = Rows(num_expected=num_expected)
     for batch in batches:
         rows.append(batch)
     width = max(batch.shape[1] for batch in batches)
@@ -32,8 +27,6 @@ def test_rows_are_those_that_came(tmp_path: Path, num_expected: int, is_in_file:
         numpy.pad(batch.numpy(), ((0, 0), (0, width - batch.shape[1])), constant_values=PADDING) for batch in batches
     ])  # fmt: skip
     numpy.testing.assert_array_equal(rows.array(), expected)
-    assert isinstance(rows.array(), numpy.memmap) == is_in_file
-    assert list((tmp_path / "spilled").iterdir() if is_in_file else []) == []
 
 
 def test_space_is_taken_once_where_the_number_is_known() -> None:
@@ -42,16 +35,6 @@ def test_space_is_taken_once_where_the_number_is_known() -> None:
     before = rows.array().ctypes.data
     rows.append(torch.zeros(6, 3))
     assert rows.array().ctypes.data == before
-
-
-def test_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    # Stands in for a disk that is full.
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(OSError, match="No space left"):
-        allocate((4, 2), torch.float32, folder=tmp_path)
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 3, 1)), ((2,), (2, 1))])
@@ -112,48 +95,20 @@ def test_batches_of_all_ranks_stand_in_the_datas_order(
         ]
 
 
-def test_ranks_gather_piece_by_piece_into_files(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 64)
-    data = torch.arange(40 * 6).reshape(40, 6).float()
-
-    def join(group: Any) -> Any:
-        kept = Kept(folder=tmp_path, num_samples=20)
-        for start in range(group.rank * 20, group.rank * 20 + 20, 7):
-            kept.add(data[start : min(start + 7, group.rank * 20 + 20)])
-        return kept.joined(group, is_interleaved=False)
-
-    for joined in run_ranks(join, 2):
-        assert isinstance(joined, numpy.memmap)
-        numpy.testing.assert_array_equal(joined, data.numpy())
-
-
-@pytest.mark.parametrize("machines", [["a", "b"], ["a", "a", "b"], ["a", "a"]])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("per_sample", [1, 2])
-def test_machines_have_a_file_each_and_ranks_of_one_share_theirs(
-    run_ranks: Callable[..., list[Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    machines: list[str],
-    per_sample: int,
+def test_ranks_gather_piece_by_piece(
+    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_sample: int
 ) -> None:
-    here = threading.local()
-    monkeypatch.setattr("hftrain.loops.shared_file._machine", lambda: machines[here.rank])
     monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 64)
     data = torch.arange(41 * per_sample * 3).reshape(41 * per_sample, 3)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).tolist()
 
     def join(group: Any) -> Any:
-        here.rank = group.rank
-        kept = Kept(folder=tmp_path)
+        kept = Kept()
         for start in range(5 * group.rank, 41, 5 * group.world_size):
             kept.add(data.reshape(41, -1)[order[start : start + 5]].reshape(-1, 3))
         return kept.joined(group, is_interleaved=True, order=order)
 
-    found = run_ranks(join, len(machines))
-    for joined in found:
+    for joined in run_ranks(join, num_ranks):
         numpy.testing.assert_array_equal(joined, data.numpy())
-    found[0][:] = 0  # as a compute_metrics may; the others do not see it
-    numpy.testing.assert_array_equal(found[1], data.numpy())
-    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import UserDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -280,14 +279,3 @@ def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
     assert [list(rows) for rows in found["several"]] == [[0, 1, 10, 11, 20, 21]] * 2
     assert found["other"].tolist() == [0, 1, 2, 3]
     assert found["none"] is None
-
-
-def test_rows_in_a_file_go_back_piece_by_piece_into_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 24)
-    order = [3, 0, 4, 1, 2]
-    kept = Kept(num_samples=5, folder=tmp_path)
-    kept.add({"x": torch.tensor(order, dtype=torch.int64)[:, None].expand(5, 2), "empty": torch.empty(5, 0)})
-    found = put_back(kept.joined(Alone(), is_interleaved=False), order, folder=tmp_path)
-    assert isinstance(found["x"], numpy.memmap)
-    assert found["x"].tolist() == [[row, row] for row in range(5)]
-    assert found["empty"].shape == (5, 0)
