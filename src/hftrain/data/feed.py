@@ -52,7 +52,9 @@ class TrainFeed:
     def __init__(self, loader: Iterable[Any], *, seed: int, collates_ahead: bool = False) -> None:
         self.loader = loader
         self._seed = seed
+        # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
+        self._is_due = False
         # The dataset's state before another state was loaded.
         self._before: Any = None
         self._is_open = self._is_at_end = False
@@ -89,6 +91,8 @@ class TrainFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""
+        if self._state is not None:
+            return self._state
         reader = self._reader
         state = {name: getattr(reader, name, None) for name in _SHAPE}
         if any(seed is not None for seed in self.own_seeds):
@@ -111,11 +115,12 @@ class TrainFeed:
         if "numbers" in found:
             with preserved_rng():  # check now that it is valid
                 restore_rng(found["numbers"])
-        self._state = state
+        self._state, self._is_due = state, True
 
     def take_over(self, feed: TrainFeed) -> None:
         """Use at the next `open` the state that another feed has loaded and not used yet."""
-        self._state, feed._state = feed._state, None
+        if feed._is_due:
+            self._state, self._is_due = feed._state, True
 
     def close(self) -> None:
         """Restore the state that a dataset of this process had before a state was loaded, for a new run."""
@@ -136,7 +141,8 @@ class TrainFeed:
             skip: Batches to skip after them. A stream or loader with a state resumes from it. For map-style data
                 only indices are drawn; other batches are read and dropped before this returns.
         """
-        state, self._state = self._state, None
+        state = self._state if self._is_due else None
+        self._state, self._is_due = state, False
         is_within = skip > 0 or offset > 0
         if state is not None:
             # The seeds of the saved run, in case the script draws different ones this time.
@@ -154,7 +160,7 @@ class TrainFeed:
         self._is_open = loader is self.loader
         self._numbers = None
         if is_placed or self._is_at_end:
-            return self._placed(loader, may_start_over=not is_within)
+            return self._until_read(self._placed(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
             is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
@@ -172,7 +178,15 @@ class TrainFeed:
             pass
         numbers = None if state is None or not is_within else state.get("numbers")
         iterator = iterator if is_within else noticing_copies(self._reader, iterator)
-        return self._one_ahead(iterator, numbers) if self._collates_ahead else iterator
+        batches = self._one_ahead(iterator, numbers) if self._collates_ahead else iterator
+        return batches if state is None else self._until_read(batches)
+
+    def _until_read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Keep the loaded state until a batch is read: a save before that stores it again."""
+        for batch in batches:
+            self._state = None
+            yield batch
+        self._state = None
 
     def _one_ahead(self, batches: Iterator[Any], numbers: dict[str, Any] | None) -> Iterator[Any]:
         """Collate each batch before the one before it is trained on, like the documented Trainer's loader.
