@@ -122,7 +122,8 @@ class FitParts:
         events: Sends events to callbacks.
         losses: Sums the losses.
         pending: Functions to call at the end of each step, until they remove themselves. Another thread or a signal
-            handler may change the list at any time. Empty costs nothing.
+            handler may change the list at any time, and append what saves; what changes the step's result comes first.
+            Empty costs nothing.
     """
 
     config: FitConfig

@@ -226,11 +226,11 @@ class Signal(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("stop", [Stop, Signal])
+@pytest.mark.parametrize(("stop", "is_first"), [(Stop, False), (Signal, False), (Signal, True)])
 @pytest.mark.parametrize("cuts", [(8, 9), (9, 12), (7, 13), (10, 11)])
 @pytest.mark.parametrize("options", [{}, {"fp16": True}, {"save_async": True}], ids=str)
 def test_a_rewound_run_continues_exactly_twice(
-    tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any
+    tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any, is_first: bool
 ) -> None:
     """Each stop saves a checkpoint that the whole run does not have, and none goes back to."""
     make = partial(make_loud, save_total_limit=1, **options)
@@ -238,7 +238,7 @@ def test_a_rewound_run_continues_exactly_twice(
     whole.train()
     assert listed(whole) == [*SPIKES]
     for at in (*cuts, None):
-        run = make(tmp_path / "parts", guard("rewind"), stop(at))
+        run = make(tmp_path / "parts", *[guard("rewind"), stop(at)][:: -1 if is_first else 1])
         with pytest.raises(SystemExit) if stop is Signal and at else nullcontext():
             run.train(resume_from_checkpoint=at != cuts[0])
     assert_same(outcome(run), outcome(whole))
