@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.resuming import StopAt
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain.preemption.signals import TrainingStopped
 
 # Of the evaluations after steps 4, 8, 12 and 16.
 SCORES = {4: 0.9, 8: 0.1, 12: 0.3, 16: 0.2}
@@ -127,10 +129,22 @@ def test_best_checkpoint_named_by_an_override_stays(tmp_path):
     assert steps_in(tmp_path) == [4, 16]
 
 
-def test_best_step_without_a_checkpoint_is_told_of(tmp_path, caplog):
-    scores = {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True}
-    trainer = make(tmp_path, scores=scores, max_steps=8, **options)
-    trainer.train()
+@pytest.mark.parametrize("keep_best", [None, 1])
+@pytest.mark.parametrize("name", [None, "SIGTERM", "SIGUSR1"])
+def test_best_step_without_a_planned_checkpoint_is_told_of(tmp_path, caplog, name, keep_best):
+    def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if name is not None and state.global_step == 6:
+            signal.raise_signal(signal.Signals[name])
+
+    options = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True, "max_steps": 8,
+        "scores": {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}, "save_policy": SavePolicy(keep_best=keep_best),
+    }  # fmt: skip
+    if name == "SIGTERM":
+        with pytest.raises(TrainingStopped):
+            make(tmp_path, at("on_step_end", ask), **options).train()
+        assert steps_in(tmp_path)[-1] == 6
+    trainer = make(tmp_path, at("on_step_end", ask), **options)
+    trainer.train(resume_from_checkpoint=name == "SIGTERM")
     assert trainer.state.best_global_step == 6
     assert "checkpoint-4 is loaded" in caplog.text

@@ -160,6 +160,8 @@ def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
     """Return the names of the checkpoints with the best metrics; ties go to the earlier. `number` None returns none.
 
+    One that only a signal or the clock had asked for is not among them: an uninterrupted run does not have it.
+
     Args:
         manifests: In commit order. A checkpoint whose evaluation came after it has its metric in later manifests.
     """
@@ -169,7 +171,7 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
     scored = [
         (-metric if is_greater_better else metric, manifest.step, name)
         for name, manifest in manifests.items()
-        if isinstance(metric := metrics[name], (int, float))
+        if manifest.is_planned and isinstance(metric := metrics[name], (int, float))
     ]
     return {name for _, _, name in sorted(scored)[: number or 0]}
 
