@@ -13,7 +13,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, Task, make_resumable, make_rows
 from torch import nn
 
-from hftrain import ConfigError, NonFiniteError, SavePolicy, StepOutput, Trainer, TrainerCallback
+from hftrain import ConfigError, Freeze, NonFiniteError, SavePolicy, StepOutput, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest, verify
 from hftrain.checkpoint.weights import read_weights
@@ -350,6 +350,13 @@ class Unfreeze(TrainerCallback):
         if state.global_step in self.layers:
             layer = model.layers[self.layers[state.global_step]].requires_grad_(True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.02})
+
+
+def test_restore_leaves_unfrozen_what_the_progress_has_unfrozen(tmp_path: Path) -> None:
+    make_run(tmp_path, Freeze("layers.0", until=7), bad_steps=[8], policy="restore").train()
+    at_6, at_8, at_12 = (read_weights(tmp_path / f"checkpoint-{step}")["layers.0.weight"] for step in (6, 8, 12))
+    assert torch.equal(at_6, at_8)
+    assert not torch.equal(at_8, at_12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])
