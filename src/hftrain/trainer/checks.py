@@ -149,7 +149,7 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
             check_writable(trainer.spill_dir)
         for name, dataset in datasets.items():
             _check_evaluation(trainer, sets.get(name), name, dataset)
-    if args.save_strategy != "no":
+    if saves_at_all(args, trainer.save_policy):
         is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
         check_saves(args, strategy, task, model, callbacks, is_own=is_own)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
