@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Noisy, Stream, make_resumable, make_rows
+from support.tiny import make_resumable, make_rows
 
 from hftrain import Trainer, TrainerCallback
 
@@ -27,28 +26,6 @@ def check_resume(tmp_path: Path, data: Any, stops: tuple[int, ...], **options: A
     last = resumed.train(resume_from_checkpoint=True)
     assert (last.global_step, last.training_loss) == (whole.global_step, whole.training_loss)
     assert_same(outcome(resumed), outcome(undisturbed))
-
-
-DATA = {"map": make_rows, "random": lambda num: Noisy(make_rows(num))}
-
-
-CASES = list(itertools.product(DATA, (1, 3), ((2,), (6,), (3, 7))))
-
-
-@pytest.mark.parametrize(("data", "accumulation", "stops"), CASES)
-def test_resume_equals_an_undisturbed_run(tmp_path: Path, data: str, accumulation: int, stops: tuple[int, ...]) -> None:
-    # 22 samples: 6 batches, 6 or 2 steps an epoch; step 6 is an epoch's end.
-    epochs = 3 if accumulation == 1 else 6
-    check_resume(
-        tmp_path, DATA[data](22), stops, gradient_accumulation_steps=accumulation, num_train_epochs=epochs,
-        eval_strategy="steps", eval_steps=4,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_resume_of_a_stream_equals_an_undisturbed_run(tmp_path: Path, accumulation: int) -> None:
-    # 6 batches a pass: with accumulation 4 each pass ends in a short window; step 5 lies past the stream's first end.
-    check_resume(tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12)
 
 
 @pytest.mark.parametrize("names", [("fp16", "bf16"), ("fp32", "fp16")], ids="-".join)

@@ -119,8 +119,7 @@ class TrainFeed:
 
     def take_over(self, feed: TrainFeed) -> None:
         """Use at the next `open` the state that another feed has loaded and not used yet."""
-        if feed._is_due:
-            self._state, self._is_due = feed._state, True
+        self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
 
     def close(self) -> None:
         """Restore the state that a dataset of this process had before a state was loaded, for a new run."""

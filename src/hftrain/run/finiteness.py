@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.rotation import last_finite_name, planned_of
+from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
@@ -54,13 +54,10 @@ class Rewind:
         return rewind
 
     def __call__(self) -> Path | None:
-        """Load weights, optimizers and loss scale from the run's newest finite checkpoint that was planned; collective.
-
-        Returns:
-            The checkpoint; None if there is none yet, and nothing was changed.
-        """
+        """Load weights, optimizers and loss scale from the newest finite planned checkpoint; None without one."""
         parts, strategy = self._parts, self._parts.strategy
-        newest = parts.manager.latest(planned_of(parts.manager.run_id)) if strategy.is_main else None
+        can_restore = finite_of(parts.manager.run_id)
+        newest = parts.manager.latest(lambda each: each.is_planned and can_restore(each)) if strategy.is_main else None
         folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
         if folder is None:
             return None

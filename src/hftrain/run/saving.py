@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -116,8 +115,8 @@ class Saver:
         contents.objects.tell_of_changes()
         contents.metric.link()
         # An uninterrupted run has no checkpoint that was not planned: signals may not decide which model is the best.
-        former_best, is_planned = state.best_model_checkpoint, contents.is_planned
-        if is_planned and state.best_global_step == state.global_step:
+        former_best = state.best_model_checkpoint
+        if contents.is_planned and state.best_global_step == state.global_step:
             name = checkpoint_name(state.global_step)
             state.best_model_checkpoint = parts.output.text_of(self.manager.output_dir / name)
         state.stateful_callbacks = parts.events.stateful_states()
@@ -145,17 +144,15 @@ class Saver:
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         fires = not parts.events.answers
-        writes.write(save, partial(self._after, former_best=former_best, is_planned=is_planned, fires=fires))
+        writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, fires=fires))
 
-    def _after(
-        self, save: Save, committed: Path | None, *, former_best: str | None, is_planned: bool, fires: bool
-    ) -> None:
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, fires: bool) -> None:
         """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
         parts, state, trainer = self._parts, self._parts.state, self._parts.trainer
         if committed is None:
             state.best_model_checkpoint = former_best
             return
-        if is_planned:
+        if save.facts.get("is_planned", True):
             self.contents.metric.note_saved(save.step, parts.output.text_of(committed))
         parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
         with as_of(state, save):

@@ -202,11 +202,7 @@ class TrainedParameters:
             self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
     def go_back(self, facts: Mapping[str, Any]) -> None:
-        """Undo the changes since a checkpoint of this run, so that its optimizer's state fits.
-
-        Args:
-            facts: The checkpoint's, from its manifest.
-        """
+        """Undo the changes since a checkpoint of this run, with these facts, so that its optimizer's state fits."""
         if self._is_engines:
             return
         num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))

@@ -8,16 +8,13 @@ import torch
 
 from hftrain.core.launcher import read_launch
 
-# Which `accelerate launch` sets, the second one with DeepSpeed, and nothing else does.
-_MARK, _DEEPSPEED_MARK = "ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_CONFIG_DS_FIELDS"
+# Only `accelerate launch` sets them, the second one with DeepSpeed.
+_MARKS = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_CONFIG_DS_FIELDS")
 
 
 def launched(variable: str) -> str:
-    """Return a variable that a launcher has set for accelerate; nothing if no launcher has started this process.
-
-    `transformers.TrainingArguments` sets some of them in its own process: those are not settings of this run.
-    """
-    is_alone = os.environ.keys().isdisjoint((_MARK, _DEEPSPEED_MARK)) and read_launch().launcher is None
+    """Return a launcher's variable; nothing without one, where transformers' `TrainingArguments` may have set it."""
+    is_alone = os.environ.keys().isdisjoint(_MARKS) and read_launch().launcher is None
     return "" if is_alone else os.environ.get(variable, "")
 
 
@@ -31,7 +28,7 @@ def lacks_processes() -> bool:
 
     It then sets the rendezvous address, but neither it nor MPI sets the number of processes.
     """
-    names = (_MARK, "MASTER_ADDR", "MASTER_PORT")
+    names = (_MARKS[0], "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names) and read_launch().launcher is None
 
 
