@@ -254,6 +254,7 @@ def test_launchers_settings_become_a_config(tmp_path: Path, monkeypatch: pytest.
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1", "ACCELERATE_GRADIENT_CLIPPING": "none",
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
         "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_CONFIG_DS_FIELDS": "",
     }  # fmt: skip
     for name, value in said.items():
         monkeypatch.setenv(name, value)

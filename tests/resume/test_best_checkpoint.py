@@ -7,23 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resuming import StopAt
-from support.tiny import Net, make_arguments, make_rows
+from support.resuming import Signal, StopAt
+from support.tiny import Net, at, make_arguments, make_rows
 
-from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, set_seed
+from hftrain.preemption.signals import TrainingStopped
 
 # Of the evaluations after steps 4, 8, 12 and 16.
 SCORES = {4: 0.9, 8: 0.1, 12: 0.3, 16: 0.2}
 
 
-class EvaluateAt(TrainerCallback):
+def ask_at_8(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     """Ask for an evaluation at the end of a step, as a callback of a user may."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_evaluate |= state.global_step in self.steps
+    control.should_evaluate |= state.global_step == 8
 
 
 def make(folder: Path, *callbacks: Any, scores: dict[int, float] | None = None, **options: Any) -> Trainer:
@@ -94,9 +90,9 @@ def test_a_step_saved_again_counts_with_its_new_evaluation(tmp_path):
     policy = SavePolicy(keep_best=1)
     make(tmp_path, StopAt(6), save_steps=3, save_policy=policy).train()
     assert steps_in(tmp_path) == [6]
-    make(tmp_path, StopAt(9), EvaluateAt(8), save_steps=1, save_policy=policy, scores={4: 0.1, 8: 0.5}).train(
-        resume_from_checkpoint=True
-    )
+    make(
+        tmp_path, StopAt(9), at("on_step_end", ask_at_8), save_steps=1, save_policy=policy, scores={4: 0.1, 8: 0.5}
+    ).train(resume_from_checkpoint=True)
     # Evaluated twice at step 8: before it was saved, and after.
     assert steps_in(tmp_path) == [8, 9]
 
@@ -127,10 +123,18 @@ def test_best_checkpoint_named_by_an_override_stays(tmp_path):
     assert steps_in(tmp_path) == [4, 16]
 
 
-def test_best_step_without_a_checkpoint_is_told_of(tmp_path, caplog):
-    scores = {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True}
-    trainer = make(tmp_path, scores=scores, max_steps=8, **options)
-    trainer.train()
+@pytest.mark.parametrize("keep_best", [None, 1])
+@pytest.mark.parametrize("name", [None, "SIGTERM", "SIGUSR1"])
+def test_best_step_without_a_planned_checkpoint_is_told_of(tmp_path, caplog, name, keep_best):
+    options = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True, "max_steps": 8,
+        "scores": {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}, "save_policy": SavePolicy(keep_best=keep_best),
+    }  # fmt: skip
+    if name == "SIGTERM":
+        with pytest.raises(TrainingStopped):
+            make(tmp_path, Signal(6), **options).train()
+        assert steps_in(tmp_path)[-1] == 6
+    trainer = make(tmp_path, *([Signal(6, name)] if name == "SIGUSR1" else []), **options)
+    trainer.train(resume_from_checkpoint=name == "SIGTERM")
     assert trainer.state.best_global_step == 6
     assert "checkpoint-4 is loaded" in caplog.text

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Task, make_resumable, make_rows
+from support.tiny import Net, Task, at, make_resumable, make_rows
 from torch import nn
 
-from hftrain import ConfigError, NonFiniteError, SavePolicy, StepOutput, Trainer, TrainerCallback
+from hftrain import ConfigError, Freeze, NonFiniteError, SavePolicy, StepOutput, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest, verify
 from hftrain.checkpoint.weights import read_weights
@@ -135,23 +135,13 @@ def test_restore_goes_back_and_the_data_go_on(tmp_path: Path, caplog: Any, save_
     # Before the restoring save, and after it.
     for stop in (5, 6, 7):
         folder = tmp_path / f"cut{stop}"
-        cut = make_run(folder, Fail(stop), **options)
-        with pytest.raises(RuntimeError, match="as asked"):
-            cut.train()
+        # An error when a step begins.
+        fail = at("on_step_begin", lambda args, state, control, stop=stop, **_: 1 / (state.global_step - stop))
+        with pytest.raises(ZeroDivisionError):
+            make_run(folder, fail, **options).train()
         resumed = make_run(folder, **options)
         resumed.train(resume_from_checkpoint=True)
         assert_same(outcome(resumed), outcome(whole))
-
-
-class Fail(TrainerCallback):
-    """End the run with an error when a step begins."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise RuntimeError("as asked")
 
 
 def test_restore_goes_back_to_what_the_clock_has_saved_if_nothing_else_saves(tmp_path: Path) -> None:
@@ -350,6 +340,13 @@ class Unfreeze(TrainerCallback):
         if state.global_step in self.layers:
             layer = model.layers[self.layers[state.global_step]].requires_grad_(True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.02})
+
+
+def test_restore_leaves_unfrozen_what_the_progress_has_unfrozen(tmp_path: Path) -> None:
+    make_run(tmp_path, Freeze("layers.0", until=7), bad_steps=[8], policy="restore").train()
+    at_6, at_8, at_12 = (read_weights(tmp_path / f"checkpoint-{step}")["layers.0.weight"] for step in (6, 8, 12))
+    assert torch.equal(at_6, at_8)
+    assert not torch.equal(at_8, at_12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])

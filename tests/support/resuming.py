@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,17 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop |= state.global_step == self.step
+
+
+class Signal(TrainerCallback):
+    """Be asked to stop, or to save, by a signal at the end of a step; None never is."""
+
+    def __init__(self, step: int | None, name: str = "SIGTERM") -> None:
+        self.step, self.name = step, name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            signal.raise_signal(signal.Signals[self.name])
 
 
 def without_times(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

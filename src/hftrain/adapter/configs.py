@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from hftrain.core.log import warn_once
 from hftrain.loops.evaluate import EvaluateConfig
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.optim.schedules import ScheduleConfig
-from hftrain.strategies.environment import is_set
+from hftrain.strategies.environment import is_set, launched
 from hftrain.task.compilation import CompileConfig
 
 # The settings listed in a model card.
@@ -108,10 +107,9 @@ def compile_config(args: Any) -> CompileConfig | None:
     if args.torch_compile:
         backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
     else:
-        launched = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-        if launched in ("no", ""):
+        backend, mode = launched("ACCELERATE_DYNAMO_BACKEND").lower(), launched("ACCELERATE_DYNAMO_MODE") or None
+        if backend in ("no", ""):
             return None
-        backend, mode = launched, os.environ.get("ACCELERATE_DYNAMO_MODE")
         for option in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION"):
             if is_set(f"ACCELERATE_DYNAMO_USE_{option}"):
                 warn_once(f"dynamo_use_{option.lower()} of accelerate's configuration changes nothing here.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from hftrain.core.errors import ConfigError
@@ -10,6 +9,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.signatures import accepts
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.strategies.environment import launched
 
 
 def precision_request(args: Any, precision: str | Precision | None) -> tuple[str, dict[str, Any]]:
@@ -35,14 +35,14 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         )
     said = asked or next(iter(chosen), None)
     # Set by `accelerate launch --mixed_precision` or its configuration file.
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched != "no" and said not in (None, launched):
+    wanted = launched("ACCELERATE_MIXED_PRECISION") or "no"
+    if wanted != "no" and said not in (None, wanted):
         acting = f"{_field(args)}=True" if asked is None else f"precision={said!r}"
         warn_once(
-            f"The launcher's mixed precision has no effect (ACCELERATE_MIXED_PRECISION={launched!r}): {acting} takes "
+            f"The launcher's mixed precision has no effect (ACCELERATE_MIXED_PRECISION={wanted!r}): {acting} takes "
             "precedence. Remove one of the two, or make them agree."
         )
-    name = said or (launched if launched != "no" else "tf32" if args.tf32 else "fp32")
+    name = said or (wanted if wanted != "no" else "tf32" if args.tf32 else "fp32")
     if args.tf32 is None:
         return name, {}
     matmul = "high" if args.tf32 else "highest"

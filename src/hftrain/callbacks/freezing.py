@@ -98,7 +98,8 @@ class Freeze(TrainerCallback):
                 chosen = [p for name, p in parameters.items() if ends[name] == until]
                 hooks = [m.register_forward_pre_hook(_evaluate) for path, m in norms.items() if ends[path] == until]
                 self._frozen.append(_Frozen(until, chosen, hooks))
-                _set(chosen, is_trained=False)
+                for parameter in chosen:
+                    parameter.requires_grad_(False)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Unfreeze what is due; also just after a resume, which restores what was frozen at the save."""
@@ -115,7 +116,8 @@ class Freeze(TrainerCallback):
 
     def _thaw(self, due: list[_Frozen]) -> None:
         for frozen in due:
-            _set(frozen.parameters, is_trained=True)
+            for parameter in frozen.parameters:
+                parameter.requires_grad_(True)
             for hook in frozen.hooks:
                 hook.remove()
             self._frozen.remove(frozen)
@@ -138,11 +140,6 @@ def _share(until: Any, state: Any) -> float:
     """Return after which share of the run it ends, to compare ends in several units."""
     value, unit = (math.inf, "dur") if until is None else _split(until)
     return float(value / {"ep": state.num_train_epochs, "ba": state.max_steps, "dur": 1}[unit])
-
-
-def _set(parameters: list[nn.Parameter], *, is_trained: bool) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(is_trained)
 
 
 def _evaluate(module: nn.Module, inputs: Any) -> None:

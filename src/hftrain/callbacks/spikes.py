@@ -154,7 +154,8 @@ class SpikeGuard(TrainerCallback):
             kwargs["logger"].log(entry)
             self._spike = None
             if self.on_spike == "rewind":
-                self._parts.pending.append(self._go_back)  # once all callbacks are done with the step
+                # Once all callbacks are done with the step, and before a signal or the clock saves it.
+                self._parts.pending.insert(0, self._go_back)
 
     def _go_back(self) -> None:
         self._parts.pending.remove(self._go_back)

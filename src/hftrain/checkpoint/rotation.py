@@ -146,19 +146,13 @@ def finite_of(run_id: str) -> Callable[[Manifest], bool]:
     return lambda manifest: manifest.is_finite and not manifest.only_model and manifest.facts.get("run_id") == run_id
 
 
-def planned_of(run_id: str) -> Callable[[Manifest], bool]:
-    """Return a filter for those of them that a run has which is never interrupted."""
-    is_finite = finite_of(run_id)
-    return lambda manifest: manifest.is_planned and is_finite(manifest)
-
-
 def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
     """Return the name of the last finite checkpoint, in the mapping's order, as a set; empty if there is none."""
     return {*[name for name, manifest in manifests.items() if manifest.is_finite][-1:]}
 
 
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
-    """Return the names of the checkpoints with the best metrics; ties go to the earlier. `number` None returns none.
+    """Return the names of the planned checkpoints with the best metrics, of equals the earlier; none for `number` None.
 
     Args:
         manifests: In commit order. A checkpoint whose evaluation came after it has its metric in later manifests.
@@ -169,7 +163,7 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
     scored = [
         (-metric if is_greater_better else metric, manifest.step, name)
         for name, manifest in manifests.items()
-        if isinstance(metric := metrics[name], (int, float))
+        if manifest.is_planned and isinstance(metric := metrics[name], (int, float))
     ]
     return {name for _, _, name in sorted(scored)[: number or 0]}
 

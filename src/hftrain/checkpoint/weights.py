@@ -6,6 +6,9 @@ import copy
 import functools
 import inspect
 import re
+import tempfile
+import warnings
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
+from hftrain.core.signatures import call_with
 from hftrain.storage.files import read_json, unreadable
 from hftrain.storage.shards import find_shards, open_shards, open_tensors, read_whole
 from hftrain.storage.tensors import (
@@ -32,6 +36,8 @@ from hftrain.storage.tensors import (
 )
 from hftrain.strategies.base import Strategy
 
+# Configurations that a model writes next to its weights, and that may change during training.
+_CONFIGS = ("config", "generation_config")
 _SHARD = re.compile(r"(model|pytorch_model)[\w.-]*\.(safetensors|bin)")
 
 logger = get_logger(__name__)
@@ -69,7 +75,10 @@ def save_weights(
 
 def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bool = True) -> None:
     """Raise `CheckpointError` if a model's state cannot be saved as safetensors (or, without `safe`, as a zip)."""
-    if saves_adapters(model) or _saves_itself(model):
+    if saves_adapters(model):
+        return
+    if _saves_itself(model):
+        _try_to_save(model, state, safe=safe)
         return
     if not safe:
         plain_containers(dict(state), type(model).__name__)
@@ -195,12 +204,35 @@ def _saves_itself(model: torch.nn.Module) -> bool:
     return save is not None and "state_dict" in inspect.signature(save).parameters
 
 
+def with_own_configs(model: Any) -> Any:
+    """Return a shallow copy of a model with copies of its configurations."""
+    # Not copy.copy: the classes that FSDP creates cannot be copied.
+    face = object.__new__(type(model))
+    vars(face).update(vars(model))
+    vars(face).update({name: copy.deepcopy(vars(model)[name]) for name in _CONFIGS if name in vars(model)})
+    return face
+
+
+def _try_to_save(model: Any, state: Mapping[str, Any], *, safe: bool) -> None:
+    """Save a model with one number in place of each weight, the same for shared ones, into a temporary folder."""
+    if not model.save_pretrained.__module__.startswith("transformers.") or getattr(model, "hf_quantizer", None):
+        return  # the user's code, or weights in a form that only a save gives them
+    small: dict[Any, torch.Tensor] = defaultdict(lambda: torch.zeros(1))
+    weights = {name: small[tensor_identity(value) or name] for name, value in state.items()}
+    options = {"state_dict": weights, "safe_serialization": safe, "save_original_format": False}
+    try:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the save itself warns
+            call_with(with_own_configs(model).save_pretrained, {"save_directory": folder, **options})
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason, remedy = f"{error}".rstrip(". \n") + ".", "Change the model or its configuration before the training."
+        raise CheckpointError(f"Cannot save this {type(model).__name__}.", reason, remedy) from error
+
+
 def _save_pretrained(model: Any, folder: Path, state: dict[str, Any], *, safe: bool) -> None:
-    if "safe_serialization" in inspect.signature(model.save_pretrained).parameters:
-        model.save_pretrained(folder, state_dict=state, safe_serialization=safe)
-        return
-    model.save_pretrained(folder, state_dict=state)
-    if not safe:  # transformers 5 writes safetensors only
+    knows_formats = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
+    model.save_pretrained(folder, state_dict=state, **({"safe_serialization": safe} if knows_formats else {}))
+    if not (safe or knows_formats):  # transformers 5 writes safetensors only
         state = read_weights(folder)
         _remove_weights(folder)
         save_containers(state, folder / BIN_WEIGHTS)
@@ -209,10 +241,8 @@ def _save_pretrained(model: Any, folder: Path, state: dict[str, Any], *, safe: b
 def _remove_weights(folder: Path) -> None:
     for name in (WEIGHTS_INDEX, BIN_WEIGHTS_INDEX):
         shards = _shards_of(folder / name).values() if (folder / name).is_file() else ()
-        for path in {name, *shards}:
+        for path in {name, *shards, WEIGHTS, BIN_WEIGHTS}:
             (folder / path).unlink(missing_ok=True)
-    (folder / WEIGHTS).unlink(missing_ok=True)
-    (folder / BIN_WEIGHTS).unlink(missing_ok=True)
 
 
 def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class TrainFeed:
     def __init__(self, loader: Iterable[Any], *, seed: int, expects_save: Callable[[], bool] | None = None) -> None:
         self.loader = loader
         self._seed = seed
+        # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
+        self._is_due = False
         # The dataset's state before another state was loaded.
         self._before: Any = None
         self._is_open = self._is_at_end = False
@@ -92,6 +94,8 @@ class TrainFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""
+        if self._state is not None:
+            return self._state
         reader = self._reader
         state = {name: getattr(reader, name, None) for name in _SHAPE}
         if any(seed is not None for seed in self.own_seeds):
@@ -117,11 +121,11 @@ class TrainFeed:
         if "numbers" in found:
             with preserved_rng():  # check now that it is valid
                 restore_rng(found["numbers"])
-        self._state = state
+        self._state, self._is_due = state, True
 
     def take_over(self, feed: TrainFeed) -> None:
         """Use at the next `open` the state that another feed has loaded and not used yet."""
-        self._state, feed._state = feed._state, None
+        self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
 
     def close(self) -> None:
         """Restore the state that a dataset of this process had before a state was loaded, for a new run."""
@@ -142,7 +146,8 @@ class TrainFeed:
             skip: Batches to skip after them. A stream or loader with a state resumes from it. For map-style data
                 only indices are drawn; other batches are read and dropped before this returns.
         """
-        state, self._state = self._state, None
+        state = self._state if self._is_due else None
+        self._state, self._is_due = state, False
         is_within = skip > 0 or offset > 0
         if state is not None:
             # The seeds of the saved run, in case the script draws different ones this time.
@@ -160,7 +165,7 @@ class TrainFeed:
         self._is_open = loader is self.loader
         self._ahead, self._numbers = _END, None
         if is_placed or self._is_at_end:
-            return self._placed(loader, may_start_over=not is_within)
+            return self._until_read(self._placed(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
             is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
@@ -180,7 +185,17 @@ class TrainFeed:
             pass
         saved = {} if state is None or not is_within else state
         iterator = iterator if is_within else noticing_copies(self._reader, iterator)
-        return iterator if self._expects_save is None else self._one_ahead(iterator, saved, self._expects_save)
+        batches = iterator
+        if self._expects_save is not None:
+            batches = self._one_ahead(iterator, saved, self._expects_save)
+        return batches if state is None else self._until_read(batches)
+
+    def _until_read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Keep the loaded state until a batch is read: a save before that stores it again."""
+        for batch in batches:
+            self._state = None
+            yield batch
+        self._state = None
 
     def _one_ahead(
         self, batches: Iterator[Any], saved: Mapping[str, Any], expects_save: Callable[[], bool]

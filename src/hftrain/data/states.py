@@ -77,7 +77,8 @@ class StatefulLoader(RankLoader):
             self._skipped = options[name] = Later(options[name], 0)
         self._start = _WorkerStart(worker_init_fn)
         super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
-        self._num_batches = self._num_to_drop = 0
+        # Batches before the latest iteration, and up to now.
+        self._num_before = self._num_batches = 0
         self._is_loaded = False
         # By worker: its last two states, each with the number of batches before it.
         self._states: list[list[tuple[int, Any]]] = [[] for _ in range(self.num_workers)]
@@ -89,7 +90,8 @@ class StatefulLoader(RankLoader):
             # from a seed that depends on its number, so the few batches of the others are read again.
             latest = [states[-1:] for states in self._states]
             is_first = self._num_batches < self.num_workers
-            turn, num_to_drop = self._num_batches % self.num_workers, self._num_batches if is_first else 0
+            turn = (self._num_batches - self._num_before) % self.num_workers
+            num_to_drop = self._num_batches if is_first else 0
             workers = [[]] * self.num_workers if is_first else latest[turn:] + latest[:turn]
             return {"num_batches": self._num_batches, "num_to_drop": num_to_drop, "workers": workers}
         counts = [states[-1][0] if states else 0 for states in self._states]
@@ -102,8 +104,8 @@ class StatefulLoader(RankLoader):
         """Begin the next iteration at the position of another loader with as many workers."""
         self._states = [[(int(count), inner) for count, inner in entries] for entries in state["workers"]]
         self._start.entries = [entries[-1] if entries else None for entries in self._states]
-        self._num_batches, self._num_to_drop = int(state["num_batches"]), int(state["num_to_drop"])
-        self._is_loaded = True
+        self._num_batches, self._is_loaded = int(state["num_batches"]), True
+        self._num_before = self._num_batches - int(state["num_to_drop"])
 
     def skip(self, num_batches: int) -> bool:
         """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
@@ -114,14 +116,14 @@ class StatefulLoader(RankLoader):
     def __iter__(self) -> Any:
         if not self._is_loaded:
             self._states = [[] for _ in range(self.num_workers)]
-            self._num_batches = self._num_to_drop = 0
+            self._num_before = self._num_batches = 0
+        num_to_drop, self._num_batches = self._num_batches - self._num_before, self._num_before
         if self._skipped is not None:
-            self._skipped.skip = self._num_batches - self._num_to_drop
+            self._skipped.skip = self._num_before
         batches = self._unpacked(super().__iter__())
         # The workers have their copies by now; those of the next epoch begin with the unchanged dataset.
         self._start.entries, self._is_loaded = [], False
-        self._num_batches -= self._num_to_drop
-        for _ in range(self._num_to_drop):
+        for _ in range(num_to_drop):
             next(batches, None)
         return batches
 

@@ -121,8 +121,8 @@ class FitParts:
         progress, state, control: The progress of the run; mutated.
         events: Sends events to callbacks.
         losses: Sums the losses.
-        pending: Functions to call at the end of each step, until they remove themselves. Another thread or a signal
-            handler may change the list at any time. Empty costs nothing.
+        pending: Functions to call at the end of each step, until they remove themselves; those that change its result
+            come first. Another thread or a signal handler may change the list at any time. Empty costs nothing.
     """
 
     config: FitConfig

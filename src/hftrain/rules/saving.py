@@ -156,8 +156,9 @@ def check_saves(
     Args:
         is_own: Whether the user's class writes checkpoints or models itself.
     """
-    if not is_own and not strategy.shards_model:
-        check_saveable(model, model.state_dict(), safe=bool(args.save_safetensors))
+    if not is_own:
+        # A split model's weights are gathered at each save; only its configurations are checked here.
+        check_saveable(model, {} if strategy.shards_model else model.state_dict(), safe=bool(args.save_safetensors))
     foreign = [name for name, value in task_state(task).items() if not isinstance(value, torch.Tensor)]
     if foreign and not is_own:
         raise CheckpointError(

@@ -205,8 +205,9 @@ class Contents:
         for fact in self.facts():
             if fact.load_state_dict is not None:
                 fact.load_state_dict(saved.facts)
-        is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
-        self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
+        if saved.is_planned:
+            is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
+            self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
         self._parts.trainer._load_optimizer_and_scheduler(str(folder))
         own = load_own(folder, strategy, saved.facts["geometry"])
         restore(self._own_parts(), own)

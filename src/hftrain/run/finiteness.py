@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.rotation import finite_of, last_finite_name, planned_of
+from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng
@@ -54,24 +54,26 @@ class Rewind:
         return rewind
 
     def __call__(self) -> Path | None:
-        """Load weights, optimizers and loss scale from the run's newest finite checkpoint that was planned; collective.
-
-        If no save is planned (`save_strategy="no"` with a clock), any counts.
-
-        Returns:
-            The checkpoint; None if there is none yet, and nothing was changed.
-        """
+        """Load weights, optimizers and loss scale from the newest finite planned checkpoint; None without one."""
         parts, strategy = self._parts, self._parts.strategy
-        select = (finite_of if parts.args.save_strategy == "no" else planned_of)(parts.manager.run_id)
-        newest = parts.manager.latest(select) if strategy.is_main else None
+        can_restore = finite_of(parts.manager.run_id)
+        newest = parts.manager.latest(lambda each: each.is_planned and can_restore(each)) if strategy.is_main else None
         folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
         if folder is None:
             return None
-        frozen = parts.trained.go_back(read_manifest(folder).facts)
+        trains = {id(p): p.requires_grad for p in parts.model.parameters()}
+        parts.trained.go_back(read_manifest(folder).facts)
         self._objects.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             parts.trainer._load_from_checkpoint(str(folder))
             parts.trainer._load_optimizer_and_scheduler(str(folder))
+        held, frozen = self._objects.held(), []
+        for name, parameter in parts.model.named_parameters():
+            # Whether a parameter trains that an optimizer still has is the position of the run, like its rate.
+            if id(parameter) in held:
+                parameter.requires_grad_(trains[id(parameter)])
+            elif trains[id(parameter)] and not parameter.requires_grad:
+                frozen.append(name)
         if strategy.is_main:
             logger.warning(
                 "Restored weights and optimizer from %s at step %d. The run continues with the next batches.%s",

@@ -11,6 +11,7 @@ from typing import Any
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.preserve import temporarily
 from hftrain.preemption.consensus import SAVE, STOPS, Consensus, strongest
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
@@ -123,19 +124,14 @@ class Interrupts:
                 self._stop(asked, "when it was complete", is_complete=True)
 
     def _save(self) -> None:
-        control, args = self._control, self._args
         if not saves_at_all(self._args, self._policy):
-            warn_once(f"The requested save is skipped: save_strategy={str(args.save_strategy)!r}.")
+            warn_once(f"The requested save is skipped: save_strategy={str(self._args.save_strategy)!r}.")
             return
-        is_due = control.should_evaluate, control.should_save
         # Of the actions due at this boundary, run only the log, which takes no time.
-        control.should_evaluate = control.should_save = False
-        self._parts.loop.end_step()
-        control.should_evaluate, control.should_save = is_due
-        if not control.should_evaluate:
-            # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.
-            control.should_save = False
-        self._saver.save(is_planned=is_due[1])
+        with temporarily(self._control, should_evaluate=False, should_save=False):
+            self._parts.loop.end_step()
+        # It may be the checkpoint that was due anyway. Before an evaluation, it records what is still due.
+        self._saver.save(is_planned=self._control.should_save)
 
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True

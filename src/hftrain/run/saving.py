@@ -61,7 +61,8 @@ class Saver:
         Args:
             is_planned: Whether a run that is never interrupted saves at this step, too.
         """
-        self.contents.is_planned = is_planned
+        # If only the clock saves, its checkpoints are those of the run.
+        self.contents.is_planned = is_planned or self._parts.args.save_strategy == "no"
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
@@ -113,8 +114,9 @@ class Saver:
             return
         contents.objects.tell_of_changes()
         contents.metric.link()
+        # An uninterrupted run has no checkpoint that was not planned: signals may not decide which model is the best.
         former_best = state.best_model_checkpoint
-        if state.best_global_step == state.global_step:
+        if contents.is_planned and state.best_global_step == state.global_step:
             name = checkpoint_name(state.global_step)
             state.best_model_checkpoint = parts.output.text_of(self.manager.output_dir / name)
         state.stateful_callbacks = parts.events.stateful_states()
@@ -150,7 +152,8 @@ class Saver:
         if committed is None:
             state.best_model_checkpoint = former_best
             return
-        self.contents.metric.note_saved(save.step, parts.output.text_of(committed))
+        if save.facts.get("is_planned", True):
+            self.contents.metric.note_saved(save.step, parts.output.text_of(committed))
         parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
         with as_of(state, save):
             if parts.args.push_to_hub:

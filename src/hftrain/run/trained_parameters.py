@@ -201,24 +201,14 @@ class TrainedParameters:
                 )
             self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
-    def go_back(self, facts: Mapping[str, Any]) -> list[str]:
-        """Undo the changes since a checkpoint of this run, so that its optimizer's state fits.
-
-        Args:
-            facts: The checkpoint's, from its manifest.
-
-        Returns:
-            The names of the parameters that are no longer trained.
-        """
+    def go_back(self, facts: Mapping[str, Any]) -> None:
+        """Undo the changes since a checkpoint of this run, with these facts, so that its optimizer's state fits."""
         if self._is_engines:
-            return []
-        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+            return
         num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
         dismiss_groups(self._optimizer, [self._read_schedule()], num=num_groups)
         self.find(self._optimizer)
         self.repeat({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
-        parameters = dict(self._model.named_parameters())
-        return [name for name in trained if not parameters[name].requires_grad]
 
     def close(self) -> None:
         """Restore the optimizer's `add_param_group`; safe to call twice."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, shard_writers
-from hftrain.checkpoint.weights import save_task_state, save_weights
+from hftrain.checkpoint.weights import save_task_state, save_weights, with_own_configs
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
@@ -42,8 +41,6 @@ logger = get_logger(__name__)
 # A subclass that overrides one of these writes files itself, or expects them in the folder on return.
 _WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
 _SHORT_WAIT_S = 0.1
-# Configurations that a model writes next to its weights, and that may change during training.
-_CONFIGS = ("config", "generation_config")
 
 
 def saves_at_all(args: TrainingArguments, policy: SavePolicy) -> bool:
@@ -350,7 +347,7 @@ def model_writer(parts: RunParts, keep: Keep) -> Callable[[Path], None]:
     if not args.should_save:
         return lambda folder: None
     weights, own = keep(dict(weights)), keep(task_state(parts.task))
-    face, arguments = _with_own_configs(strategy.unwrap(model)), args.to_dict()
+    face, arguments = with_own_configs(strategy.unwrap(model)), args.to_dict()
 
     def write(folder: Path) -> None:
         write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
@@ -379,12 +376,3 @@ def saved_tool(trainer: TrainerHooks) -> Any:
     """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
     tool = trainer.processing_class
     return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
-
-
-def _with_own_configs(model: nn.Module) -> nn.Module:
-    """Return a shallow copy of a model with copies of its configurations."""
-    # Not copy.copy: the classes that FSDP creates cannot be copied.
-    face: nn.Module = object.__new__(type(model))
-    vars(face).update(vars(model))
-    vars(face).update({name: copy.deepcopy(vars(model)[name]) for name in _CONFIGS if name in vars(model)})
-    return face

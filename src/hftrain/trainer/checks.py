@@ -146,7 +146,7 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
             _check_plan(trainer, makes_schedule=makes_schedule)
         for name, dataset in datasets.items():
             _check_evaluation(trainer, sets.get(name), name, dataset)
-    if args.save_strategy != "no":
+    if saves_at_all(args, trainer.save_policy):
         is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
         check_saves(args, strategy, task, model, callbacks, is_own=is_own)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):

@@ -242,6 +242,7 @@ def test_fsdp_is_told_from_other_strategies(tmp_path: Path, monkeypatch: pytest.
 # What `accelerate launch` sets for the documented example file.
 LAUNCHER = {
     "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
     "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "1",
     "FSDP_RESHARD_AFTER_FORWARD": "true",

@@ -103,6 +103,7 @@ def test_other_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_launchers_sizes_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     assert request(tmp_path, monkeypatch) == ("fsdp", {"sharding": "hybrid_shard", "shard_size": 2})

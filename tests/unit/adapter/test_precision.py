@@ -105,6 +105,9 @@ def test_launcher_decides_where_nobody_else_does(
     name: str,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    # What transformers.TrainingArguments sets in a process that nothing has launched.
+    assert precision_request(make_arguments(tmp_path), None)[0] == "fp32"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False")
     assert precision_request(make_arguments(tmp_path, **options), precision)[0] == name
 
 
@@ -116,6 +119,7 @@ def test_launchers_precision_that_has_no_effect_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str | None, options: dict[str, Any], acting: str
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False")
     with pytest.warns(UserWarning, match=f"ACCELERATE_MIXED_PRECISION='bf16'.*{acting} takes precedence"):
         name, _ = precision_request(make_arguments(tmp_path, **options), precision)
     assert name == (precision or "fp16")

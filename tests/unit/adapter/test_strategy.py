@@ -172,8 +172,8 @@ def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
 def test_engine_of_the_launcher_that_is_not_the_chosen_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, engine: str
 ) -> None:
-    monkeypatch.setenv(variable, "false")
-    assert request(tmp_path)[0] == "single"
     monkeypatch.setenv(variable, "true")
+    assert request(tmp_path)[0] == "single"  # nothing has launched the process
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "")
     with pytest.raises(ConfigError, match=rf"The launcher asked for {engine} \({variable}=true\)"):
         request(tmp_path, "ddp")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import Stop, StopAt, assert_same, outcome
-from support.tiny import Net, make_arguments, make_rows
+from support.resuming import Signal, Stop, StopAt, assert_same, outcome
+from support.tiny import Net, make_rows, make_trainer
 
 from hftrain import (
     EMA,
@@ -78,11 +77,8 @@ def make(folder: Path, *callbacks: Any, model: Any = None, precision: Any = None
         "per_device_train_batch_size": 8,
         **options,
     }
-    strategy = arguments.pop("strategy", None) or LowScale(use_cpu=True)
-    return Trainer(
-        model or Spiky(), make_arguments(folder, **arguments), train_dataset=make_rows(64), callbacks=list(callbacks),
-        precision=precision, strategy=strategy,
-    )  # fmt: skip
+    parts = {"strategy": LowScale(use_cpu=True), "train_dataset": make_rows(64), **arguments}
+    return make_trainer(folder, model or Spiky(), *callbacks, precision=precision, **parts)  # type: ignore[no-any-return]
 
 
 def guard(on_spike: str = "skip") -> SpikeGuard:
@@ -97,10 +93,7 @@ def listed(trainer: Trainer) -> list[int]:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_skipped_updates_leave_no_trace(tmp_path: Path, precision: str, max_grad_norm: float) -> None:
     states = States()
-    trainer = make(
-        tmp_path, guard(), states, precision=precision, max_grad_norm=max_grad_norm,
-        max_steps=NUM_STEPS,
-    )  # fmt: skip
+    trainer = make(tmp_path, guard(), states, precision=precision, max_grad_norm=max_grad_norm)
     trainer.train()
     assert listed(trainer) == [*SPIKES]
     for step in SPIKES:
@@ -178,13 +171,8 @@ def make_loud(folder: Path, *callbacks: Any, at: tuple[int, ...] = SPIKES, **opt
     rows = make_rows(8 * NUM_STEPS)
     for step in at:
         rows[8 * step - 3] = {**rows[0], "x": torch.full((4,), 1e4)}
-    strategy, is_async = LowScale(use_cpu=True), options.pop("save_async", False)
-    arguments = {"max_steps": NUM_STEPS, "learning_rate": 0.01, "logging_steps": 1, "per_device_train_batch_size": 8}
-    args = make_arguments(folder, **{**arguments, **LOUD, **options})
-    policy = SavePolicy(save_async=is_async)
-    return Trainer(
-        Loud(), args, train_dataset=rows, callbacks=list(callbacks), strategy=strategy, save_policy=policy
-    )  # fmt: skip
+    policy = SavePolicy(save_async=options.pop("save_async", False))
+    return make(folder, *callbacks, model=Loud(), train_dataset=rows, save_policy=policy, **{**LOUD, **options})
 
 
 def test_rewinding_leaves_out_all_samples_since_the_checkpoint(tmp_path: Path) -> None:
@@ -215,22 +203,11 @@ def test_rewinding_takes_averages_back_and_is_told_in_the_journal(tmp_path: Path
     assert [line["entry"]["step"] for line in lines if "spike_loss" in line.get("entry", {})] == [9]
 
 
-class Signal(TrainerCallback):
-    """Be asked to stop, as by a scheduler, at the end of a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("stop", [Stop, Signal])
+@pytest.mark.parametrize(("stop", "is_first"), [(Stop, False), (Signal, False), (Signal, True)])
 @pytest.mark.parametrize("cuts", [(8, 9), (9, 12), (7, 13), (10, 11)])
 @pytest.mark.parametrize("options", [{}, {"fp16": True}, {"save_async": True}], ids=str)
 def test_a_rewound_run_continues_exactly_twice(
-    tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any
+    tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any, is_first: bool
 ) -> None:
     """Each stop saves a checkpoint that the whole run does not have, and none goes back to."""
     make = partial(make_loud, save_total_limit=1, **options)
@@ -238,7 +215,7 @@ def test_a_rewound_run_continues_exactly_twice(
     whole.train()
     assert listed(whole) == [*SPIKES]
     for at in (*cuts, None):
-        run = make(tmp_path / "parts", guard("rewind"), stop(at))
+        run = make(tmp_path / "parts", *[guard("rewind"), stop(at)][:: -1 if is_first else 1])
         with pytest.raises(SystemExit) if stop is Signal and at else nullcontext():
             run.train(resume_from_checkpoint=at != cuts[0])
     assert_same(outcome(run), outcome(whole))

@@ -67,6 +67,7 @@ def make(
 
 
 SGD = torch.optim.SGD
+ROW = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "schedule": ({"optimizer": SGD, "schedule": OddSchedule}, 0),
     "data": ({"optimizer": SGD, "data": OddData()}, 0),
@@ -103,6 +104,21 @@ def test_model_state_is_looked_at_in_either_format(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="extra_state"):
             Trainer(Extra(), args, train_dataset=make_rows()).train()
     assert not any(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("fault", ["generation config", "shared tensors"])
+def test_model_of_transformers_that_does_not_save_is_refused_at_the_start(tmp_path: Path, fault: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 8, "n_positions": 8}
+    model, steps = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), Steps()
+    if fault == "shared tensors":
+        model.transformer.h[1].mlp = model.transformer.h[0].mlp
+    else:
+        model.generation_config.top_k = -3
+    trainer = Trainer(model, make_arguments(tmp_path, save_strategy="epoch"), train_dataset=[ROW], callbacks=[steps])
+    with pytest.raises(CheckpointError, match=f"(?i)Cannot save this GPT2LMHeadModel.*{fault.replace(' ', ' ?')}"):
+        trainer.train()
+    assert steps.num == 0
 
 
 def test_model_of_a_type_that_the_format_lacks_is_refused_at_the_start(tmp_path: Path) -> None:

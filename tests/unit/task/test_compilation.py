@@ -166,7 +166,12 @@ def test_environment_tells_accelerate_while_a_verb_runs(
     [
         ({}, {}, None),
         ({}, {"BACKEND": "NO", "MODE": "default"}, None),
-        ({}, {"BACKEND": "AOT_EAGER", "MODE": "default"}, CompileConfig(backend="aot_eager", mode="default")),
+        ({}, {"BACKEND": "EAGER"}, None),  # as by transformers.TrainingArguments: nothing has launched the process
+        (
+            {},
+            {"BACKEND": "AOT_EAGER", "MODE": "default", "USE_FULLGRAPH": "False"},
+            CompileConfig(backend="aot_eager", mode="default"),
+        ),
         ({"torch_compile": True}, {}, CompileConfig(backend="inductor")),
         ({"torch_compile": True}, {"BACKEND": "eager"}, CompileConfig(backend="inductor")),
         ({"torch_compile_backend": "eager"}, {}, CompileConfig(backend="eager")),
