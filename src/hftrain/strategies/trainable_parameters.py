@@ -213,10 +213,6 @@ class Follower(Trained):
             passes = self._passes[0]
             self._passes[0] = (passes | _WITHIN_UPDATE if vars(outermost).get(self.syncs, True) else passes) + 1
 
-    @property
-    def _is_within_update(self) -> bool:
-        return bool(self._passes[0] & _WITHIN_UPDATE)
-
     def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
         if self._agreement is not None:
             self._agreement.check([f"trains {name!r}" for name in begun] + [f"freezes {name!r}" for name in ended])

@@ -130,7 +130,7 @@ class FSDPStrategy(SplittingStrategy):
         if scalars:
             reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
             remedy = "Give them one: torch.zeros(1) in place of torch.zeros(())."
-        stored = stored_in(model) if self.loads_parts else {}
+        stored = stored_in(model)
         hollow = [name for name, tensor in _tensors(model) if tensor.is_meta and name not in stored]
         if hollow and (self.rank == 0 or not self.cpu_ram_efficient_loading):
             reason = f"It is on the meta device, without weights: {listed(hollow, most=3)}."
@@ -230,8 +230,7 @@ class FSDPStrategy(SplittingStrategy):
         return model.load_state_dict(split, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        state = self._optimizer_state(model, optimizer)
-        found: dict[str, Any] = shards.gather(state, device=self.device, keeps=self.is_main)
+        found: dict[str, Any] = shards.gather(optimizer.state_dict(), device=self.device, keeps=self.is_main)
         return found if self.is_main else {}
 
     def optimizer_shards(
@@ -239,7 +238,7 @@ class FSDPStrategy(SplittingStrategy):
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        plain, split = shards.split_optimizer(self._optimizer_state(model, optimizer))
+        plain, split = shards.split_optimizer(optimizer.state_dict())
         return plain, shards.pieces(split, is_main=self.is_main)
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
@@ -264,7 +263,8 @@ class FSDPStrategy(SplittingStrategy):
                 cpu_offload=self.offload,
                 state_dict_type=self.state_dict_type,
                 activation_checkpointing=self.activation_checkpointing,
-                **self._engine_options(),
+                fsdp_version=2,
+                reshard_after_forward=bool(self.reshard_after_forward),
             )
         return {**super().accelerator_options(), "fsdp_plugin": self._plugin}
 
@@ -320,17 +320,9 @@ class FSDPStrategy(SplittingStrategy):
         """Return the outermost unit of a sharded model; None if the model is not sharded."""
         return model if isinstance(model, FSDPModule) else None
 
-    def _engine_options(self) -> dict[str, Any]:
-        """Return the documented plugin's options for this engine."""
-        return {"fsdp_version": 2, "reshard_after_forward": bool(self.reshard_after_forward)}
-
     def _state(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's state, sharded tensors as `DTensor` and tied names with the same object. Collective."""
         return dict(self.unwrap(model).state_dict(keep_vars=True))
-
-    def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, sharded tensors as `DTensor`. Collective."""
-        return optimizer.state_dict()
 
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""
