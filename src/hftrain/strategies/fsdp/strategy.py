@@ -25,7 +25,7 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp import states as shards
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
+from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
@@ -149,7 +149,7 @@ class FSDPStrategy(SplittingStrategy):
         A model that is already sharded only gets an optimizer.
 
         Raises:
-            ConfigError: See `check_model`; or the ranks have different models.
+            ConfigError: See `check_model`; the ranks have different models; or a unit trains several dtypes.
         """
         root = self._split_root(model)
         if make_optimizer is None:
@@ -161,6 +161,7 @@ class FSDPStrategy(SplittingStrategy):
             whole = dict(_tensors(model)) if self.is_main else {}
             self._share_out(model)
             units = self._units(model)
+            check_dtypes(model, units, strategy=self.name)
             if self.auto_wrap and not units:
                 logger.warning(
                     "%s is one unit, whose parameters are all gathered at once. Name its repeated layers in "
@@ -170,7 +171,8 @@ class FSDPStrategy(SplittingStrategy):
             if self.activation_checkpointing:
                 recompute_activations(units)
             root = self._split(model, units, policy, whole)
-        SplitParameters.attach(root, self)
+        exchange = SplitParameters.attach(root, self)
+        self.exchange = exchange if self.world_size > 1 and isinstance(root, FSDPModule) else None
         return super().setup(root, make_optimizer, policy)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -203,6 +205,8 @@ class FSDPStrategy(SplittingStrategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
+            if self.exchange is not None:
+                self.exchange.reset()
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         parameters = list(parameters)
