@@ -13,7 +13,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import StrategyError, SummaryCallback, Trainer, set_seed
+from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -167,6 +167,43 @@ def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(
 ) -> None:
     both = run_distributed(normalise, folder=str(tmp_path), **options)
     assert both[0] == both[1]
+
+
+class Scores(Trainer):
+    """Reports another score on each rank."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        own = [[1, 3, 2, 2, 4], [9, 1, 1, 1, 1]][int(torch.distributed.get_rank())][self.state.global_step - 1]
+        if self.compute_metrics is not None:
+            self.compute_metrics = lambda _: {"score": own}
+            return super().evaluate(*args, **kwargs)
+        return {**super().evaluate(*args, **kwargs), "eval_score": own}
+
+
+def follow_scores(folder: str, is_override: bool) -> list[Any]:
+    set_seed(0)
+    arguments = make_arguments(
+        Path(folder), max_steps=5, eval_strategy="steps", eval_steps=1, save_strategy="best",
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    callbacks = [] if is_override else [EarlyStoppingCallback(2)]
+    trainer = Scores(
+        Net(), arguments, train_dataset=make_rows(64), eval_dataset=make_rows(4), callbacks=callbacks,
+        compute_metrics=None if is_override else dict,
+    )  # fmt: skip
+    trainer.train()
+    if trainer.is_world_process_zero():
+        trainer.save_model(f"{folder}/final")
+    state = trainer.state
+    return [state.global_step, state.best_metric, Path(str(state.best_model_checkpoint)).name]
+
+
+@pytest.mark.parametrize(("is_override", "found"), [(True, [5, 4, "checkpoint-5"]), (False, [4, 3, "checkpoint-2"])])
+def test_metrics_of_rank_0_decide_on_every_rank_and_it_saves_alone(
+    tmp_path: Path, run_distributed: Any, is_override: bool, found: list[Any]
+) -> None:
+    assert run_distributed(follow_scores, folder=str(tmp_path), is_override=is_override) == [found] * 2
+    assert (tmp_path / "final" / "model.safetensors").is_file()
 
 
 class Bare(Trainer):
