@@ -243,7 +243,7 @@ def test_gradients_that_are_not_exchanged_are_an_error(
 ) -> None:
     kwargs = {"folder": str(tmp_path), "kind": kind, "strategy": strategy}
     ended = launch_distributed(fail, kwargs=kwargs, forks=True)
-    assert "StrategyError: Cannot average the gradients over the processes: " in ended.output
+    assert "StrategyError: Cannot average the gradients of a step over the processes: " in ended.output
     assert told in ended.output
 
 

@@ -25,8 +25,7 @@ from hftrain.precision.base import Precision
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.trainable_parameters import Exchange
+from hftrain.strategies.trainable_parameters import Follower
 
 logger = get_logger(__name__)
 
@@ -98,28 +97,28 @@ def assemble_stepper(
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
         else _make_zero_grad(optimizer, left),
     )
-    exchange = strategy.exchange if isinstance(strategy, DistributedStrategy) else None
-    return stepper if exchange is None else _checked(stepper, exchange)
+    follower = getattr(strategy, "follower", None)
+    return stepper if follower is None else _checked(stepper, follower)
 
 
-def _checked(stepper: Stepper, exchange: Exchange) -> Stepper:
+def _checked(stepper: Stepper, follower: Follower) -> Stepper:
     """Return a stepper that checks that gradients were exchanged, before they are clipped or used."""
 
     def backward(loss: torch.Tensor, **options: Any) -> None:
-        exchange.has_run = True
+        follower.has_run = True
         stepper.backward(loss, **options)
 
     def clip() -> torch.Tensor | None:
-        exchange.check()
+        follower.check_exchange()
         return stepper.clip()
 
     def step() -> bool:
-        exchange.check()
+        follower.check_exchange()
         return stepper.step()
 
     def zero_grad() -> None:
         stepper.zero_grad()
-        exchange.reset()
+        follower.forget_passes()
 
     return replace(stepper, backward=backward, clip=clip, step=step, zero_grad=zero_grad)
 

@@ -11,8 +11,6 @@ from hftrain.core.errors import ConfigError, StrategyError, listed
 from hftrain.core.log import get_logger
 from hftrain.core.parameters import is_partitioned
 
-logger = get_logger(__name__)
-
 _UNUSED = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -54,7 +52,7 @@ def check_trainable(model: nn.Module, *, name: str) -> None:
 
 def warn_of_wrapper(asked: Sequence[str]) -> None:
     """Warn that settings of PyTorch's older FSDP, which wraps a model and its units, have no meaning."""
-    logger.warning(
+    get_logger(__name__).warning(
         "FSDP1, PyTorch's FullyShardedDataParallel, is no longer supported, and fully_shard (FSDP2) trains instead. It "
         "gathers the next unit while one computes, never more than two, and keeps the original parameters, so these "
         "have no effect: %s. Remove them, and use strategy='fsdp'.",

@@ -112,10 +112,10 @@ class DDPStrategy(DistributedStrategy):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         with model.no_sync():  # type: ignore[operator]
             yield
-        if self.exchange is not None:
-            self.exchange.reset()
+        if self.follower is not None:
+            self.follower.forget_passes()
 
     def _follow(self, wrapped: DistributedDataParallel) -> None:
         self._wrappers.add(wrapped)
-        exchange = AveragedParameters.attach(wrapped, self)
-        self.exchange = exchange if self.world_size > 1 else None
+        follower = AveragedParameters.attach(wrapped, self)
+        self.follower = follower if self.world_size > 1 else None

@@ -13,7 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from hftrain.strategies.ranks import GroupRanks
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
-if TYPE_CHECKING:
-    from hftrain.strategies.trainable_parameters import Exchange
-
 # A backend thread may still hold tensors of the last collective and needs the interpreter to release them. If the
 # interpreter has already shut down, the thread aborts the process after a successful run.
 _DRAIN_S = 0.1
@@ -57,7 +54,7 @@ class DistributedStrategy(GroupRanks, Strategy):
         place_model: Whether `setup` moves the model; False for a model that is already dispatched or quantized.
 
     Attributes:
-        exchange: Checks that a step's gradients were exchanged; set by `setup`, None if there is nothing to check.
+        follower: Checks that a step's gradients were exchanged; set by `setup`, None if there is nothing to check.
 
     Units:
         timeout_s: seconds.
@@ -66,7 +63,7 @@ class DistributedStrategy(GroupRanks, Strategy):
         ConfigError: This torch build lacks the backend, or the backend does not support the device.
     """
 
-    exchange: Exchange | None = None
+    follower: Any = None
 
     def __init__(
         self,

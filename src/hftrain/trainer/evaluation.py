@@ -156,13 +156,10 @@ class Evaluation:
 
         An override of `evaluate` or random numbers may have made them differ. Collective.
         """
-        strategy = self._trainer.strategy
-        if strategy.world_size == 1:
-            return metrics
         found: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}  # an override may return anything
         own = numbers_of(found)
-        chosen = strategy.broadcast_object(None if found is not metrics else own)
-        if chosen is None:
+        chosen = self._trainer.strategy.broadcast_object(own)
+        if not chosen:
             return metrics
         # As text, because NaN is not equal to itself; a value that is the same keeps its type.
         others = {name: value for name, value in chosen.items() if repr(value) != repr(own.get(name))}

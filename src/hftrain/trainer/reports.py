@@ -21,14 +21,11 @@ def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics that are single real numbers, as plain ones."""
-    kinds = (int, float, numpy.integer, numpy.floating)
-    return to_plain(
-        {
-            name: value
-            for name, value in metrics.items()
-            if isinstance(value, kinds) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        }
-    )
+    kinds = (int, float, numpy.number, torch.Tensor)
+    scalars = {
+        name: value for name, value in metrics.items() if isinstance(value, kinds) and not getattr(value, "shape", ())
+    }
+    return {name: value for name, value in to_plain(scalars).items() if isinstance(value, (int, float))}
 
 
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """FSDP: parameters, gradients and optimizer state sharded over processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hftrain.strategies.checks import warn_of_wrapper

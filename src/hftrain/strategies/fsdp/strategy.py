@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -171,8 +171,8 @@ class FSDPStrategy(SplittingStrategy):
             if self.activation_checkpointing:
                 recompute_activations(units)
             root = self._split(model, units, policy, whole)
-        exchange = SplitParameters.attach(root, self)
-        self.exchange = exchange if self.world_size > 1 and isinstance(root, FSDPModule) else None
+        follower = SplitParameters.attach(root, self)
+        self.follower = follower if self.world_size > 1 and isinstance(root, FSDPModule) else None
         return super().setup(root, make_optimizer, policy)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -194,19 +194,16 @@ class FSDPStrategy(SplittingStrategy):
         super().after_evaluation(model)
         split_again(model)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._without_exchange(model)
-
     @contextmanager
-    def _without_exchange(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-            if self.exchange is not None:
-                self.exchange.reset()
+            if self.follower is not None:
+                self.follower.forget_passes()
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         parameters = list(parameters)
