@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate.state import GradientState, PartialState
 from support.source import PACKAGE, Module, functions, modules
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
@@ -53,7 +53,6 @@ FOREIGN = {
         "_swappable_optimizer_subgroup",
     },
     "strategies/fsdp/changes.py": {"_fsdp_param_group", "_get_fsdp_state", "_training_state"},
-    "strategies/fsdp/wrapper.py": {"_HYBRID_SHARD_ZERO2"},
     "strategies/mesh/cutting.py": {"_pp_plan"},
     "strategies/trainable_parameters.py": {"_comm_hooks", "_register_comm_hook"},
     "trainer/hub.py": {"_name_or_path"},
@@ -239,9 +238,8 @@ def state_of_fsdp() -> None:
         assert isinstance(model.weight, torch.distributed.tensor.DTensor)
 
 
-@canary("_HYBRID_SHARD_ZERO2", "_is_fsdp_managed_module")
-def older_fsdp() -> None:
-    assert "_HYBRID_SHARD_ZERO2" in ShardingStrategy.__members__
+@canary("_is_fsdp_managed_module")
+def managed_by_fsdp() -> None:
     dynamo, flag = importlib.import_module("torch.distributed.fsdp._dynamo_utils"), "_is_fsdp_managed_module = True"
     assert flag in inspect.getsource(dynamo)
 

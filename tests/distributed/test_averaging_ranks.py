@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.distributed import launch
 from support.tiny import Net, make_rows, make_trainer
 
 from hftrain import EMA, Freeze, TrainerCallback, set_seed
@@ -83,9 +82,3 @@ def test_averages_of_two_processes_resume_on_one(tmp_path: Path, run_distributed
     one = train(folder, resume=4, per_device_train_batch_size=4)
     for ours, theirs in zip(one["weights"], both[0]["weights"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-
-
-def test_an_engine_of_flat_shards_refuses(tmp_path: Path) -> None:
-    options = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 1}}
-    found = launch(train, tmp_path, kwargs={"folder": str(tmp_path / "out"), **options}, forks=True)
-    assert "StrategyError: Cannot use EMA.averages with strategy='fsdp1'" in found.output

@@ -9,7 +9,7 @@ import pytest
 from support.resuming import StopAt
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import GradientClipping, StrategyError, Trainer, set_seed
+from hftrain import GradientClipping, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -35,10 +35,6 @@ def train_each(folder: str) -> dict[str, Any]:
     """Train with each type and strategy, some in three parts."""
     size = {"per_device_train_batch_size": 2}
     found = {f"{s} {k}": train(Path(folder) / s / k, k, s, **size) for s in ("ddp", "fsdp") for k in KINDS}
-    found["fsdp1 value"] = train(Path(folder) / "old", "value", "fsdp1", **size)
-    for kind in ("group", "adaptive"):
-        with pytest.raises(StrategyError, match="fsdp1"):
-            train(Path(folder) / "old", kind, "fsdp1", **size)
     for at in (2, 4, None):
         parts = train(Path(folder) / "parts", "adaptive", "fsdp", StopAt(at), resumes=at != 2, **size)
     found["parts"] = parts
@@ -50,6 +46,6 @@ def test_clips_as_one_process_does_and_continues_exactly_twice(tmp_path: Path, r
     assert found["parts"] == found["fsdp adaptive"]
     for kind in KINDS:
         alone = train(tmp_path / "alone" / kind, kind, "single", per_device_train_batch_size=4)
-        for strategy in ("ddp", "fsdp", *(["fsdp1"] if kind == "value" else [])):
+        for strategy in ("ddp", "fsdp"):
             for ours, theirs in zip(found[f"{strategy} {kind}"], alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), (strategy, kind)

@@ -307,7 +307,7 @@ def build_by_rank(name: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_ranks_with_different_models_are_told_the_first_difference(
     run_distributed: Callable[..., list[Any]], name: str
 ) -> None:

@@ -127,11 +127,6 @@ def test_every_process_can_read_whole_weights(run_distributed: Callable[..., lis
     assert run_distributed(read_weights, strategy=strategy) == [[True, True]] * 2
 
 
-def test_weights_of_flat_units_are_refused(run_distributed: Callable[..., list[Any]], tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="FSDP1 gathers units"):
-        run_distributed(read_weights, strategy="fsdp1")
-
-
 def step_on_gradients_of_its_own() -> list[str]:
     """Step after a window that was cut short, and then after a whole one."""
     told = []

@@ -39,7 +39,7 @@ def local(tensor: Any) -> torch.Tensor:
     return found.detach()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_every_strategy_loads_and_puts_back(tmp_path: Path, run_distributed: Any, strategy: str) -> None:
     for known, again, is_same, message in run_distributed(evaluate_each, folder=str(tmp_path), strategy=strategy):
         assert again == known

@@ -13,7 +13,7 @@ from hftrain import Freeze, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
-STRATEGIES = ("ddp", "fsdp", "fsdp1")
+STRATEGIES = ("ddp", "fsdp")
 
 
 def train(folder: Path, strategy: str, *callbacks: Any, resumes: bool = False, **options: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""FSDP with both of its engines on real processes: equal to one process, evaluation in step, any number goes on."""
+"""FSDP on real processes: equal to one process, evaluation in step, any number goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from hftrain import Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
-from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +89,6 @@ def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any
 
 
 CLIPPED = {"max_grad_norm": 0.5, "eval_strategy": "epoch", "weight_decay": 0.1}
-ENGINES = ("fsdp", "fsdp1")
 # 28 rows are 7 micro-steps of 4: with accumulation 3 the last step of an epoch is a short one.
 ROWS = 28
 CHOICES: dict[str, dict[str, Any]] = {
@@ -108,25 +106,9 @@ CHOICES: dict[str, dict[str, Any]] = {
         "fsdp_config": {"cpu_ram_efficient_loading": True},
         "is_meta": True,
     },
-    "fsdp1": {"strategy": "fsdp1"},
-    "fsdp1 offload": {"strategy": "fsdp1", "fsdp": "full_shard offload"},
-    "fsdp1 full_shard auto_wrap": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
-    "fsdp1 shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": {"version": 1}},
-    "fsdp1 no_shard": {"fsdp": "no_shard auto_wrap", "fsdp_config": {"version": 1}},
-    "fsdp1 hybrid_shard": {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": {"version": 1}},
-    "fsdp1 hybrid_shard_zero2": {"fsdp": "hybrid_shard_zero2 auto_wrap", "fsdp_config": {"version": 1}},
-    "fsdp1 by its keys": {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"backward_prefetch": "backward_post", "limit_all_gathers": False, "forward_prefetch": True},
-    },
-    "fsdp1 weights on rank 0 alone": {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"cpu_ram_efficient_loading": True, "version": 1},
-        "is_meta": True,
-    },
-    "fsdp1 recomputing": {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Block", "version": 1},
+    "older wrapper's keys": {
+        "fsdp": "hybrid_shard_zero2 auto_wrap",
+        "fsdp_config": {"backward_prefetch": "backward_post", "limit_all_gathers": False, "version": 1},
     },
     "recomputing": {
         "fsdp": "full_shard auto_wrap",
@@ -154,12 +136,10 @@ def train_pairs(folder: str, pairs: list[tuple[str, int]]) -> dict[str, Any]:
 def each_choice(folder: str) -> dict[str, Any]:
     answers = train_pairs(folder, SHORT)
     ragged = {"rows": 25, "per_device_train_batch_size": 2, **CLIPPED}
-    for strategy in ("ddp", *ENGINES):
+    for strategy in ("ddp", "fsdp"):
         answers[f"ragged {strategy}"] = train(f"{folder}/ragged", strategy=strategy, **ragged)
-    for strategy in ENGINES:
-        for precision in ("bf16", "fp16"):
-            run = train(f"{folder}/{precision}", strategy=strategy, precision=precision, **ragged)
-            answers[f"{precision} {strategy}"] = run
+    for precision in ("bf16", "fp16"):
+        answers[precision] = train(f"{folder}/{precision}", strategy="fsdp", precision=precision, **ragged)
     return answers
 
 
@@ -176,11 +156,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def everything(folder: str) -> dict[str, Any]:
     return {
         "choices": each_choice(folder),
-        "evaluated": {engine: evaluate(Deep, folder, strategy=engine, max_steps=1) for engine in ENGINES},
-        "saved": {engine: save(f"{folder}/{engine}", engine=engine) for engine in ENGINES},
-        "bytes": {strategy: count_bytes(folder, strategy=strategy) for strategy in ("ddp", *ENGINES)},
-        "best": [keep_best(folder, engine=engine) for engine in ENGINES],
-        "ended": [end_whole(folder, engine=engine) for engine in ENGINES],
+        "evaluated": evaluate(Deep, folder, strategy="fsdp", max_steps=1),
+        "saved": save(f"{folder}/saved"),
+        "bytes": {strategy: count_bytes(folder, strategy=strategy) for strategy in ("ddp", "fsdp")},
+        "best": keep_best(folder),
+        "ended": end_whole(folder),
         "mixed": mix_dtypes(folder),
         "fairscale": follow_fairscale(folder),
     }
@@ -217,11 +197,10 @@ def test_two_processes_train_like_one_with_the_other_choices(
         check_pair(first[pair], second[pair], alone[accumulation])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ragged_end_trains_as_with_ddp_and_half_precision_alike_on_all_ranks(two: list[Any], engine: str) -> None:
+def test_ragged_end_trains_as_with_ddp_and_half_precision_alike_on_all_ranks(two: list[Any]) -> None:
     first, second = (answer["choices"] for answer in two)
-    close(first[f"ragged {engine}"], first["ragged ddp"])
-    for precision in (f"bf16 {engine}", f"fp16 {engine}"):
+    close(first["ragged fsdp"], first["ragged ddp"])
+    for precision in ("bf16", "fp16"):
         assert first[precision]["history"] == second[precision]["history"]
         losses = [
             [entry["loss"] for entry in run["history"] if "loss" in entry]
@@ -239,11 +218,10 @@ def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("index", range(2))
-@pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_on_1_to_17_samples_equals_that_of_one_process(
-    two: list[Any], evaluated_alone: list[Any], index: int, engine: str
+    two: list[Any], evaluated_alone: list[Any], index: int
 ) -> None:
-    check_evaluated(two[index]["evaluated"][engine], evaluated_alone)
+    check_evaluated(two[index]["evaluated"], evaluated_alone)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -252,45 +230,31 @@ SAVING: dict[str, Any] = {
     "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, "logging_steps": 2, "rows": ROWS,
     "gradient_accumulation_steps": 2,
 }  # fmt: skip
-VERSIONS = {"fsdp": {"version": 2}, "fsdp1": {"version": 1}}
 FORMS = {"sharded": {}, "full": {"state_dict_type": "full_state_dict"}}
 
 
-def save(folder: str, *, engine: str) -> dict[str, Any]:
+def save(folder: str) -> dict[str, Any]:
     """Train without a break; and stop in the middle of a logging window, save in each form, and go on."""
     options = {**SAVING, "per_device_train_batch_size": 2, "fsdp": "full_shard auto_wrap"}
-    version = VERSIONS[engine]
-    answers = {"whole": train(f"{folder}/whole", fsdp_config=version, **options)}
+    answers = {"whole": train(f"{folder}/whole", **options)}
     for form, config in FORMS.items():
         parts, other = f"{folder}/{form}", FORMS["full" if form == "sharded" else "sharded"]
-        train(parts, stop=3, fsdp_config={**config, **version}, **options)
+        train(parts, stop=3, fsdp_config=config, **options)
         answers[f"files {form}"] = sorted(os.listdir(f"{parts}/checkpoint-3"))
-        copy_once(parts, f"{parts}-other")
         # Written in the other form from here on: whichever is found is read.
-        answers[form] = train(parts, resume=True, fsdp_config={**other, **version}, **options)
-        turned = VERSIONS["fsdp" if engine == "fsdp1" else "fsdp1"]
-        answers[f"{form} other"] = train(f"{parts}-other", resume=True, fsdp_config=turned, **options)
+        answers[form] = train(parts, resume=True, fsdp_config=other, **options)
     answers["folder"] = folder
     return answers
 
 
-def copy_once(source: str, target: str) -> None:
-    """Copy a folder, in one of the processes."""
-    if os.environ["RANK"] == "0":
-        shutil.copytree(source, target)
-    torch.distributed.barrier()
+@pytest.mark.parametrize("form", FORMS)
+def test_resumed_run_equals_the_undisturbed_one(two: list[Any], form: str) -> None:
+    first = two[0]["saved"]
+    close(first[form], first["whole"], rel=1e-6)
 
 
-@pytest.mark.parametrize("form", [*FORMS, *(f"{form} other" for form in FORMS)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_resumed_run_equals_the_undisturbed_one_with_either_engine(two: list[Any], form: str, engine: str) -> None:
-    first = two[0]["saved"][engine]
-    close(first[form], first["whole"], rel=1e-5 if "other" in form else 1e-6)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_checkpoints_are_sharded_unless_asked_for_whole(two: list[Any], engine: str) -> None:
-    sharded, full = (two[0]["saved"][engine][f"files {form}"] for form in FORMS)
+def test_checkpoints_are_sharded_unless_asked_for_whole(two: list[Any]) -> None:
+    sharded, full = (two[0]["saved"][f"files {form}"] for form in FORMS)
     shards = [f"{kind}_shard-{rank:05d}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in range(2)]
     assert set(shards) <= set(sharded)
     assert "model.safetensors" not in sharded
@@ -298,13 +262,12 @@ def test_checkpoints_are_sharded_unless_asked_for_whole(two: list[Any], engine: 
     assert not set(shards) & set(full)
 
 
-@pytest.mark.parametrize("strategy", [*ENGINES, "single"])
+@pytest.mark.parametrize("strategy", ["fsdp", "single"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_one_process_goes_on_where_two_stopped(
-    two: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, strategy: str, engine: str
+    two: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, strategy: str
 ) -> None:
-    saved = two[0]["saved"][engine]
+    saved = two[0]["saved"]
     shutil.copytree(Path(saved["folder"]) / form / "checkpoint-3", tmp_path / "checkpoint-3")
     trainer = make_trainer(str(tmp_path), per_device_train_batch_size=4, strategy=strategy, **SAVING)
     try:
@@ -315,10 +278,10 @@ def test_one_process_goes_on_where_two_stopped(
         trainer.strategy.close()
 
 
-def keep_best(folder: str, *, engine: str) -> bool:
+def keep_best(folder: str) -> bool:
     """Load the best model at the end, and compare it with the checkpoint it came from."""
     trainer = make_trainer(
-        f"{folder}/best {engine}", per_device_train_batch_size=2, strategy=engine, eval_strategy="steps", eval_steps=2,
+        f"{folder}/best", per_device_train_batch_size=2, strategy="fsdp", eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.5, max_steps=8,
     )  # fmt: skip
     trainer.train()
@@ -331,13 +294,13 @@ def keep_best(folder: str, *, engine: str) -> bool:
 
 
 def test_best_model_comes_back_at_the_end(two: list[Any]) -> None:
-    assert [answer["best"] for answer in two] == [[True, True]] * 2
+    assert [answer["best"] for answer in two] == [True] * 2
 
 
-def end_whole(folder: str, *, engine: str) -> list[Any]:
+def end_whole(folder: str) -> list[Any]:
     """Do as the documented final save does, and save once more without it."""
-    folder = f"{folder}/ended {engine}"
-    trainer = make_trainer(folder, per_device_train_batch_size=2, strategy=engine, max_steps=2, stop=1)
+    folder = f"{folder}/ended"
+    trainer = make_trainer(folder, per_device_train_batch_size=2, strategy="fsdp", max_steps=2, stop=1)
     trainer.train()
     if hasattr(Trainer, "accelerator"):
         plugin = trainer.accelerator.state.fsdp_plugin
@@ -353,7 +316,7 @@ def end_whole(folder: str, *, engine: str) -> list[Any]:
 
 
 def test_model_saved_by_name_is_whole_and_checkpoints_follow_the_plugin(two: list[Any]) -> None:
-    assert [answer["ended"] for answer in two] == [[[True, "SHARDED_STATE_DICT", True, True, True]] * len(ENGINES)] * 2
+    assert [answer["ended"] for answer in two] == [[True, "SHARDED_STATE_DICT", True, True, True]] * 2
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------
@@ -397,9 +360,8 @@ def count_bytes(folder: str, *, strategy: str) -> list[int]:
 
 def test_process_holds_about_half_of_what_it_holds_with_ddp(two: list[Any]) -> None:
     for answer in two:
-        for engine in ENGINES:
-            assert 0 < answer["bytes"][engine][0] <= 0.55 * answer["bytes"]["ddp"][0]
-            assert answer["bytes"][engine][1] == answer["bytes"]["ddp"][1]
+        assert 0 < answer["bytes"]["fsdp"][0] <= 0.55 * answer["bytes"]["ddp"][0]
+        assert answer["bytes"]["fsdp"][1] == answer["bytes"]["ddp"][1]
 
 
 def mix_dtypes(folder: str) -> list[float]:
@@ -473,17 +435,11 @@ def hybrid(folder: str) -> dict[str, Any]:
     for sharding in ("hybrid_shard", "hybrid_shard_zero2"):
         strategy = FSDPStrategy(use_cpu=True, sharding=sharding, shard_size=2)
         answers[sharding] = train(f"{folder}/{sharding}", strategy=strategy, **options)
-        strategy = FSDP1Strategy(use_cpu=True, sharding=sharding, shard_size=2, auto_wrap=False)
-        answers[f"{sharding} 1"] = train(f"{folder}/{sharding}1", strategy=strategy, **options)
     # Without a word about it, the processes of a machine share a copy.
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     answers["by machine"] = train(f"{folder}/machine", fsdp="hybrid_shard auto_wrap", **options)
     train(f"{folder}/parts", fsdp="hybrid_shard auto_wrap", stop=5, **options)
     answers["files"] = sorted(os.listdir(f"{folder}/parts/checkpoint-5"))
-    older: dict[str, Any] = {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": VERSIONS["fsdp1"]}
-    train(f"{folder}/parts1", stop=5, **older, **options)
-    answers["files 1"] = sorted(os.listdir(f"{folder}/parts1/checkpoint-5"))
-    answers["resumed 1"] = train(f"{folder}/parts1", resume=True, **older, **options)
     answers["resumed"] = train(f"{folder}/parts", resume=True, fsdp="hybrid_shard auto_wrap", **options)
     return answers
 
@@ -494,13 +450,11 @@ SAVED_SOON: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "num_
 def test_copies_of_a_hybrid_sharding_stay_in_step(tmp_path: Path, run_distributed: Any) -> None:
     four = run_distributed(hybrid, num_processes=4, folder=str(tmp_path))
     alone = train(str(tmp_path / "alone"), rows=32, per_device_train_batch_size=4, **CLIPPED, **SAVED_SOON)
-    for name in ("hybrid_shard", "hybrid_shard_zero2", "hybrid_shard 1", "hybrid_shard_zero2 1", "by machine"):
+    for name in ("hybrid_shard", "hybrid_shard_zero2", "by machine"):
         close(four[0][name], alone)
         assert all(answer[name]["history"] == four[0][name]["history"] for answer in four)
     close(four[0]["resumed"], four[0]["by machine"], rel=1e-6)
-    close(four[0]["resumed 1"], four[0]["by machine"])
     # One of the copies is written.
-    for files in (four[0]["files"], four[0]["files 1"]):
-        assert [name for name in files if name.startswith("model_shard")] == [
-            f"model_shard-{rank:05d}-of-00004.safetensors" for rank in range(2)
-        ]
+    assert [name for name in four[0]["files"] if name.startswith("model_shard")] == [
+        f"model_shard-{rank:05d}-of-00004.safetensors" for rank in range(2)
+    ]

@@ -1,4 +1,4 @@
-"""FSDP beside other settings, with both of its engines on two real processes."""
+"""FSDP beside other settings on two real processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hftrain import ConfigError, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
-ENGINES = ("fsdp", "fsdp1")
-
 
 def make_trainer(
     folder: str,
@@ -28,7 +26,7 @@ def make_trainer(
     set_seed(7)
     arguments = make_arguments(
         Path(folder), max_steps=3, per_device_train_batch_size=size, per_device_eval_batch_size=2,
-        **{"fsdp_config": {"min_num_params": 20}} if strategy in ENGINES else {}, **options,
+        **{"fsdp_config": {"min_num_params": 20}} if strategy == "fsdp" else {}, **options,
     )  # fmt: skip
     return kind(
         Net() if model is None else model, arguments, train_dataset=make_rows(24), eval_dataset=make_rows(7, seed=2),
@@ -84,13 +82,10 @@ def clip(folder: str, *, strategy: str) -> list[list[float]]:
 
 def everything(folder: str) -> dict[str, Any]:
     return {
-        "clipped": {engine: clip(folder, strategy=engine) for engine in ENGINES},
-        "counted": {engine: train(folder, strategy=engine, **COUNTED) for engine in ENGINES},
-        "compiled": {engine: train(folder, strategy=engine, torch_compile_backend="aot_eager") for engine in ENGINES},
-        "split": [
-            reuse(folder, first=first, second=second)
-            for first, second in (("fsdp", "ddp"), ("fsdp", "fsdp1"), ("fsdp1", "ddp"), ("fsdp1", "fsdp1"))
-        ],
+        "clipped": clip(folder, strategy="fsdp"),
+        "counted": train(folder, strategy="fsdp", **COUNTED),
+        "compiled": train(folder, strategy="fsdp", torch_compile_backend="aot_eager"),
+        "split": reuse(folder, first="fsdp", second="ddp"),
     }
 
 
@@ -104,34 +99,28 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ended.results
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_loss_that_divides_by_the_item_count_trains_as_alone(two: list[Any], tmp_path: Path, engine: str) -> None:
+def test_loss_that_divides_by_the_item_count_trains_as_alone(two: list[Any], tmp_path: Path) -> None:
     alone = train(str(tmp_path), size=4, **COUNTED)
     for answer in two:
-        assert answer["counted"][engine] == pytest.approx(alone, rel=1e-5)
+        assert answer["counted"] == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_compiled_model_trains_and_evaluates_as_the_plain_one_alone(
-    two: list[Any], tmp_path: Path, engine: str
-) -> None:
+def test_compiled_model_trains_and_evaluates_as_the_plain_one_alone(two: list[Any], tmp_path: Path) -> None:
     alone = train(str(tmp_path), size=4)
     for answer in two:
-        assert answer["compiled"][engine] == pytest.approx(alone, rel=1e-5)
+        assert answer["compiled"] == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_accelerators_clipping_takes_the_norm_over_all_processes(two: list[Any], engine: str) -> None:
+def test_accelerators_clipping_takes_the_norm_over_all_processes(two: list[Any]) -> None:
     for found in two:
-        own, expected = found["clipped"][engine]
+        own, expected = found["clipped"]
         assert own == pytest.approx(expected, rel=1e-6)
 
 
 def test_model_that_another_strategy_has_split_is_refused(two: list[Any]) -> None:
     assert two[0]["split"] == two[1]["split"]
-    for answers in two[0]["split"]:
-        assert len(answers) == 2
-        assert all("FSDP has split it among processes already" in answer for answer in answers)
+    assert len(two[0]["split"]) == 2
+    assert all("FSDP has split it among processes already" in answer for answer in two[0]["split"])
 
 
 def test_zero_3s_empty_parameters_are_refused_by_one_process_too() -> None:

@@ -171,9 +171,7 @@ CASES: dict[str, Case] = {
     "logs, without the count": Case(Uncounted, make_rows(), 2, 2, Logs),
     "hands on": Case(Unproved, make_rows(), 2, 2, Hands),
     "per sample, fsdp": Case(PerSample, make_rows(), 2, 2, strategy="fsdp"),
-    "per sample, fsdp1": Case(PerSample, make_rows(), 2, 2, strategy="fsdp1"),
     "shifted, fsdp": Case(Shifts, make_rows(), 2, 2, strategy="fsdp"),
-    "shifted, fsdp1": Case(Shifts, make_rows(), 2, 2, strategy="fsdp1"),
 }
 
 
@@ -229,7 +227,7 @@ SETS: dict[str, tuple[Any, Rows] | tuple[Any, Rows, str]] = {
     "contrasts": (Contrasts, make_rows()),
     "no label in one process": (Shifts, cut(6, 2, 5, 3, 0, 0, 0, 0)),
     "samples, fsdp": (PerSample, make_rows(), "fsdp"),
-    "shifted labels, fsdp1": (Shifts, make_rows(), "fsdp1"),
+    "shifted labels, fsdp": (Shifts, make_rows(), "fsdp"),
 }
 
 

@@ -22,7 +22,6 @@ OPTIONS = {
     "ddp": {},
     "fsdp": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
     "fsdp_whole": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
-    "fsdp1": {"fsdp": "full_shard", "fsdp_config": {"version": 1}},
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import StrategyError, SummaryCallback, Trainer, set_seed
+from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -138,8 +138,8 @@ def test_loader_of_an_override_is_read_as_it_is(tmp_path: Path, run_distributed:
     assert sorted(both[0] + both[1]) == sorted(list(range(8)) * (1 if is_prepared else 2))
 
 
-def normalise(folder: str) -> list[float]:
-    """Train a model with running statistics, and return its evaluation's loss and its statistics."""
+def normalise(folder: str, **options: Any) -> list[float]:
+    """Train a model with running statistics, and return the losses of its evaluations and its statistics."""
 
     class Normal(Net):
         def __init__(self) -> None:
@@ -148,21 +148,119 @@ def normalise(folder: str) -> list[float]:
 
     set_seed(0)
     trainer = Trainer(
-        Normal(), make_arguments(Path(folder), max_steps=3, eval_strategy="steps", eval_steps=3),
+        Normal(), make_arguments(Path(folder), max_steps=3, **options),
         train_dataset=make_rows(24), eval_dataset=make_rows(5, seed=2),
     )  # fmt: skip
     trainer.train()
-    during = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    losses += [trainer.evaluate()["eval_loss"], trainer.predict(make_rows(5, seed=2)).metrics["test_loss"]]
     whole = make_rows(5, seed=2)
     model = trainer.model.eval()
     after = model(torch.stack([r["x"] for r in whole]), torch.stack([r["labels"] for r in whole]))[0].item()
-    return [during, after, *trainer.model.layers[1].running_mean.tolist()]
+    assert losses == pytest.approx([after] * len(losses), rel=1e-5)
+    return [*losses, *trainer.model.layers[1].running_mean.tolist()]
 
 
-def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(normalise, folder=str(tmp_path))
+@pytest.mark.parametrize("options", [{}, {"eval_strategy": "steps", "eval_steps": 3}], ids=["after", "during"])
+def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(
+    tmp_path: Path, run_distributed: Any, options: dict[str, Any]
+) -> None:
+    both = run_distributed(normalise, folder=str(tmp_path), **options)
     assert both[0] == both[1]
-    assert both[0][0] == pytest.approx(both[0][1], rel=1e-5)
+
+
+class Scores(Trainer):
+    """Reports another score on each rank."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        own = [[1, 3, 2, 2, 4], [9, 1, 1, 1, 1]][int(torch.distributed.get_rank())][self.state.global_step - 1]
+        if self.compute_metrics is not None:
+            self.compute_metrics = lambda _: {"score": own}
+            return super().evaluate(*args, **kwargs)
+        return {**super().evaluate(*args, **kwargs), "eval_score": own}
+
+
+def follow_scores(folder: str, is_override: bool) -> list[Any]:
+    set_seed(0)
+    arguments = make_arguments(
+        Path(folder), max_steps=5, eval_strategy="steps", eval_steps=1, save_strategy="best",
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    callbacks = [] if is_override else [EarlyStoppingCallback(2)]
+    trainer = Scores(
+        Net(), arguments, train_dataset=make_rows(64), eval_dataset=make_rows(4), callbacks=callbacks,
+        compute_metrics=None if is_override else dict,
+    )  # fmt: skip
+    trainer.train()
+    if trainer.is_world_process_zero():
+        trainer.save_model(f"{folder}/final")
+    state = trainer.state
+    return [state.global_step, state.best_metric, Path(str(state.best_model_checkpoint)).name]
+
+
+@pytest.mark.parametrize(("is_override", "found"), [(True, [5, 4, "checkpoint-5"]), (False, [4, 3, "checkpoint-2"])])
+def test_metrics_of_rank_0_decide_on_every_rank_and_it_saves_alone(
+    tmp_path: Path, run_distributed: Any, is_override: bool, found: list[Any]
+) -> None:
+    assert run_distributed(follow_scores, folder=str(tmp_path), is_override=is_override) == [found] * 2
+    assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
+class Bare(Trainer):
+    """Calls the model without its wrapper in `compute_loss`."""
+
+    def compute_loss(self, model: Any, *inputs: Any, **options: Any) -> Any:
+        return super().compute_loss(self.model, *inputs, **options)
+
+
+class Constant(Net):
+    """Returns a loss that depends on nothing, in one process and its last step only."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        is_constant = self.num_calls == 4 and torch.distributed.get_rank() == 1
+        return (torch.zeros((), requires_grad=True) if is_constant else loss), logits
+
+
+def fail(folder: str, kind: str, **options: Any) -> None:
+    set_seed(0)
+    args = make_arguments(Path(folder), max_steps=2, gradient_accumulation_steps=2)
+    (Bare if kind == "bare" else Trainer)(
+        Constant() if kind == "constant" else Net(), args, train_dataset=make_rows(32), **options
+    ).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "told"),
+    [
+        ("bare", "ddp", "without a call of the wrapped model"),
+        *(("constant", name, "does not depend on what the model") for name in ("ddp", "ddp_find_unused", "fsdp")),
+    ],
+)
+def test_gradients_that_are_not_exchanged_are_an_error(
+    tmp_path: Path, launch_distributed: Any, kind: str, strategy: str, told: str
+) -> None:
+    kwargs = {"folder": str(tmp_path), "kind": kind, "strategy": strategy}
+    ended = launch_distributed(fail, kwargs=kwargs, forks=True)
+    assert "StrategyError: Cannot average the gradients of a step over the processes: " in ended.output
+    assert told in ended.output
+
+
+def step_without_a_loss(folder: str) -> int:
+    """Skip the backward pass of every other step, on every process."""
+
+    class Skips(Trainer):
+        def training_step(self, model: Any, *inputs: Any) -> torch.Tensor:
+            return super().training_step(model, *inputs) if self.state.global_step % 2 else torch.zeros(())
+
+    trainer = Skips(Net(), make_arguments(Path(folder), max_steps=4), train_dataset=make_rows(32))
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_steps_without_a_backward_pass_train_nothing(tmp_path: Path, run_distributed: Any) -> None:
+    assert run_distributed(step_without_a_loss, folder=str(tmp_path)) == [4, 4]
 
 
 def rehearse(folder: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, set_seed
-from hftrain.core.errors import StrategyError
 from hftrain.strategies import DDPStrategy
 
 pytestmark = pytest.mark.distributed
@@ -96,7 +94,6 @@ CASES = [
     *([strategy, change] for strategy in ("ddp", "fsdp") for change in ("thaw", "freeze", "swap", "within", "late")),
     ["views", "swap"],
     ["views", "within"],
-    *(["fsdp1", change] for change in ("thaw", "freeze", "swap", "late")),
     ["ddp", "grow"],
 ]
 
@@ -118,32 +115,6 @@ def test_processes_train_what_requires_a_gradient_now(tmp_path: Path, run_distri
             assert mine["norms"] == pytest.approx(alone[change]["norms"], rel=1e-4), case
             for found, expected in zip(mine["weights"], alone[change]["weights"], strict=True):
                 torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6, msg=case)
-
-
-def train_split(folder: str) -> dict[str, Any]:
-    """Add a layer to a split model, and change what trains within an update."""
-    errors = []
-    for strategy in ("fsdp", "fsdp1"):
-        try:
-            train(f"{folder}/{strategy}", "grow", strategy=strategy)
-        except StrategyError as error:
-            errors.append(str(error))
-    warnings: list[str] = []
-    logger = logging.getLogger("hftrain.strategies.fsdp.changes")
-    logger.addFilter(lambda record: warnings.append(record.getMessage()) or True)
-    for strategy in ("fsdp", "fsdp1"):
-        train(f"{folder}/within/{strategy}", "within", strategy=strategy)
-    return {"errors": errors, "warnings": warnings}
-
-
-def test_split_model_refuses_a_new_layer_and_tells_of_a_change_within_an_update(
-    tmp_path: Path, run_distributed: Any
-) -> None:
-    for found in run_distributed(train_split, folder=str(tmp_path)):
-        assert len(found["errors"]) == 2, found
-        assert all("Cannot add 'layers.3.weight'" in error for error in found["errors"]), found
-        assert len(found["warnings"]) == 1, found
-        assert "strategy='fsdp1' uses the set at the end" in found["warnings"][0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

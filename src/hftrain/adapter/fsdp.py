@@ -8,10 +8,8 @@ from typing import Any
 from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, check_known, read_json, suggest
 from hftrain.core.launcher import read_launch
-from hftrain.core.log import get_logger
+from hftrain.strategies.checks import warn_of_wrapper
 from hftrain.strategies.environment import is_set
-
-logger = get_logger(__name__)
 
 # Set by `accelerate launch --use_fsdp`.
 LAUNCHED = "ACCELERATE_USE_FSDP"
@@ -43,43 +41,17 @@ _FLAGS = (
     *("limit_all_gathers", "use_orig_params"),
 )
 # As documented; one page has the spelling "backward_pos".
-_BACKWARD_PREFETCH = {
-    "backward_pre": "backward_pre",
-    "backward_post": "backward_post",
-    "backward_pos": "backward_post",
-    "no_prefetch": "no_prefetch",
-}
+_BACKWARD_PREFETCH = ("backward_pre", "backward_post", "backward_pos", "no_prefetch")
 
 
-def asks_for_wrapper(args: Any) -> bool:
-    """Return whether the arguments select torch's older wrapper, by version or by an option that only it has."""
-    config = read_fsdp_config(_asked(args)[1])
-    if "version" in config:
-        return str(config["version"]) == "1"
-    return bool(_wrapper_keys(config))
-
-
-def check_engine(args: Any, name: str) -> None:
-    """Raise if the name of a strategy selects another FSDP engine than the version in `fsdp_config`."""
-    version = read_fsdp_config(_asked(args)[1]).get("version")
-    means = "1" if name == "fsdp1" else "2"
-    if version is not None and str(version) in ("1", "2") and str(version) != means:
-        raise ConfigError(
-            f"Cannot use strategy={name!r} together with fsdp_config's version={version!r}.",
-            f"The name means version {means}.",
-            "Leave the version out; strategy='fsdp1' takes what fsdp and fsdp_config say.",
-        )
-
-
-def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dict[str, Any]:
+def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
     """Return the options of `FSDPStrategy` that the arguments set.
 
     Args:
-        is_named: Whether the strategy was chosen by name rather than by `fsdp`.
-        has_wrapper: Whether the strategy is `FSDP1Strategy`, which has more options.
+        name: The name by which the strategy was chosen; None if `fsdp` chose it.
     """
     words, given = _asked(args)
-    if not is_named and read_launch().launcher is None:
+    if name is None and read_launch().launcher is None:
         raise ConfigError(
             f"Cannot use fsdp={' '.join(words)!r}.",
             "It splits a model among processes, and there is one, which no launcher started.",
@@ -88,14 +60,15 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
         )
     config = read_fsdp_config(given)
     _check_config(args, config, words)
-    _report_unused(config, has_wrapper=has_wrapper)
+    unused = [f"strategy={name!r}"] if name == "fsdp1" else []
+    unused += [f"fsdp_config's {key}={config[key]!r}" for key in _keys_of_wrapper(config)]
+    if unused:
+        warn_of_wrapper(unused)
     options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
     if isinstance(options.get("state_dict_type"), str):
         options["state_dict_type"] = options["state_dict_type"].upper()
     if isinstance(options.get("layer_classes"), str):
         options["layer_classes"] = [name.strip() for name in options["layer_classes"].split(",")]
-    if has_wrapper:
-        options.update(_wrapper_keys(config))
     if words:
         options.update(_from_words(words, is_cut=bool(config.get("min_num_params") or options.get("layer_classes"))))
     return options
@@ -107,15 +80,19 @@ def _asked(args: Any) -> tuple[list[str], Any]:
     return _from_launcher() if is_set(LAUNCHED) and not words and not given else (words, given)
 
 
-def _wrapper_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of torch's older wrapper that differ from the behaviour of the composable engine."""
-    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
-    found: dict[str, Any] = {}
-    if prefetch != "backward_pre":
-        found["backward_prefetch"] = _BACKWARD_PREFETCH.get(prefetch, prefetch)
-    if config.get("limit_all_gathers") is False:
-        found["limit_all_gathers"] = False
-    return found
+def _keys_of_wrapper(config: dict[str, Any]) -> list[str]:
+    """Return the keys whose values ask for what only torch's older wrapper did."""
+    found = {
+        "version": str(config.get("version", 2)) == "1",
+        "backward_prefetch": _prefetch(config) != "backward_pre",
+        "limit_all_gathers": config.get("limit_all_gathers") is False,
+        "use_orig_params": config.get("use_orig_params") is False,
+    }
+    return [key for key, is_asked in found.items() if is_asked]
+
+
+def _prefetch(config: dict[str, Any]) -> str:
+    return str(config.get("backward_prefetch") or "backward_pre").lower()
 
 
 def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
@@ -184,8 +161,7 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
         reason = "It belongs to FSDP on XLA devices, and this is the FSDP of other ones."
         raise _refuse(refused[0], config, reason, "Leave it out, or set the key xla and no other strategy.")
     if str(config.get("version", 2)) not in ("1", "2"):
-        reason = "torch has two versions of FSDP: 1 wraps the model, 2 does not."
-        raise _refuse("version", config, reason, "Leave it out, or set 1 or 2.")
+        raise _refuse("version", config, "torch has two versions of FSDP.", "Leave it out.")
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
             raise _refuse(key, config, "It must be true or false.", "")
@@ -197,9 +173,9 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
         raise _refuse(
             "transformer_layer_cls_to_wrap", config, "It must name classes.", "Use a name, or a list of names."
         )
-    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
-    if prefetch not in _BACKWARD_PREFETCH:
-        raise _refuse("backward_prefetch", config, "There is no such choice.", suggest(prefetch, _BACKWARD_PREFETCH))
+    if _prefetch(config) not in _BACKWARD_PREFETCH:
+        remedy = suggest(_prefetch(config), _BACKWARD_PREFETCH)
+        raise _refuse("backward_prefetch", config, "There is no such choice.", remedy)
     if config.get("activation_checkpointing") and args.gradient_checkpointing:
         reason = "gradient_checkpointing=True recomputes the same activations."
         raise _refuse("activation_checkpointing", config, reason, "Keep activation_checkpointing alone.")
@@ -209,18 +185,6 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
     if not isinstance(again, int) or (shardings and bool(again) != gathers_again):
         reason = f"It must be true, false or a number of processes, and agree with fsdp={' '.join(shardings)!r}."
         raise _refuse("reshard_after_forward", config, reason, "Leave it out: the sharding decides.")
-
-
-def _report_unused(config: dict[str, Any], *, has_wrapper: bool) -> None:
-    """Log which keys have no effect, and why."""
-    reasons: dict[str, str] = {}
-    if config.get("use_orig_params") is False:
-        reasons["use_orig_params"] = "the original parameters are always kept"
-    if not has_wrapper:
-        for key in _wrapper_keys(config):
-            reasons[key] = "version 2 always gathers the next unit while one computes, and never more than two"
-    for key, reason in reasons.items():
-        logger.warning("fsdp_config's %s=%r changes nothing: %s.", key, config[key], reason)
 
 
 def _refuse(key: str, config: dict[str, Any], reason: str, remedy: str) -> ConfigError:

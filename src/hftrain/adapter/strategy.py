@@ -48,13 +48,10 @@ def strategy_request(
     meshed, sizes = _mesh(args, strategy)
     name = chosen or meshed or _automatic(args)
     engines = _engines_of(strategy if is_object else name)
-    if name == "fsdp" and not is_object and fsdp.asks_for_wrapper(args):
-        name, engines = "fsdp1", _engines_of("fsdp1")
     wanted = _process_options(args)
     if "fsdp" in engines:
-        if not is_object:
-            fsdp.check_engine(args, name)
-        wanted.update(fsdp.fsdp_options(args, is_named=chosen is not None, has_wrapper="fsdp1" in engines))
+        wanted.update(fsdp.fsdp_options(args, chosen))
+        name = "fsdp" if name == "fsdp1" else name
         wanted.update(sizes)
     elif args.fsdp_config and not args.fsdp:
         logger.warning("fsdp_config has no effect with strategy=%r: set fsdp too, or strategy='fsdp'.", name)

@@ -30,7 +30,7 @@ class GradientClipping(TrainerCallback):
     Raises:
         ConfigError: There is no such type, the threshold is not positive, `max_grad_norm` clips too, or the optimizer
             updates before its gradients could be clipped.
-        StrategyError: The strategy has the gradients in its own hands (DeepSpeed) or in one flat tensor (``fsdp1``).
+        StrategyError: The strategy has the gradients in its own hands (DeepSpeed).
 
     Source: Brock et al., 2021, arXiv 2102.06171 (adaptive).
 
@@ -55,12 +55,6 @@ class GradientClipping(TrainerCallback):
                 f"Cannot clip by {self.clipping_type} with max_grad_norm={args.max_grad_norm}.",
                 "The norm of all gradients would be clipped first, which leaves little or nothing to this clipping.",
                 "Set max_grad_norm=0, or leave GradientClipping out.",
-            )
-        if strategy.name == "fsdp1" and self.clipping_type != "value":
-            raise StrategyError(
-                f"Cannot clip by {self.clipping_type} with strategy='fsdp1'.",
-                "It keeps several parameters in one flat tensor.",
-                "Use strategy='fsdp', or clipping_type='value'.",
             )
         clip = getattr(self, f"_clip_{self.clipping_type}")
 

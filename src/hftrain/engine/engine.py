@@ -237,13 +237,14 @@ class Engine:
             A 0-d tensor, or None without a limit. DeepSpeed clips in `step`: read the value after it.
 
         Raises:
-            ConfigError: DeepSpeed was set up with another norm.
+            ConfigError: DeepSpeed was set up with another norm; or see `step`.
         """
         limit = self._max_grad_norm if max_norm is None else max_norm
         if limit != self._max_grad_norm and Owns.CLIP in self.strategy.owns:
             reason = f"{self.strategy.name} clips itself, at the norm that it was set up with."
             raise refused(f"clip({max_norm})", reason, f"Pass Engine(max_grad_norm={max_norm}).")
         self._clipping.max_grad_norm = limit
+        self._check_exchanged()
         return self._run.stepper.clip()
 
     def step(self) -> bool:
@@ -252,13 +253,16 @@ class Engine:
         Raises:
             ConfigError: No micro-batch was the last one, so each process has gradients of its own.
         """
-        if self.world_size > 1 and self._is_accumulating and not self._has_exchanged:
-            reason = "The processes have not exchanged the gradients: is_last was False for the last micro-batch."
-            raise refused("step()", reason, "Pass is_last=True for the last one before a step, also at an epoch's end.")
+        self._check_exchanged()
         is_done = self._run.stepper.step()
         self._run.stepper.zero_grad()
         self._is_accumulating = False
         return is_done
+
+    def _check_exchanged(self) -> None:
+        if self.world_size > 1 and self._is_accumulating and not self._has_exchanged:
+            reason = "The processes have not exchanged the gradients: is_last was False for the last micro-batch."
+            raise refused("step()", reason, "Pass is_last=True for the last one before a step, also at an epoch's end.")
 
     def forward_backward(
         self, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], *, is_last: bool = True

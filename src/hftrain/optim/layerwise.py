@@ -12,8 +12,6 @@ from torch import nn
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.optim.groups import parameter_groups
 
-_WRAPPER = "_fsdp_wrapped_module."  # in names under fsdp1
-
 
 def find_named(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
     """Return the parameters of the modules that a pattern names, by name; a parameter may be named, too.
@@ -28,7 +26,7 @@ def find_named(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
         >>> list(find_named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "[1-9]"))
         ['1.weight', '1.bias']
     """
-    named = {name.replace(_WRAPPER, ""): parameter for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
     found = {name: parameter for name, parameter in named.items() if find_path(name, pattern)}
     if not found:
         paths = sorted({path for name in named for path in accumulate(name.split("."), "{}.{}".format)})
@@ -83,7 +81,7 @@ def layerwise_groups(
     order = list(dict.fromkeys(paths.values()))
     for name, path in paths.items():
         factors.setdefault(name, decay ** (len(order) - order.index(path)))
-    names = {id(parameter): name.replace(_WRAPPER, "") for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for decays, group in zip((True, False), parameter_groups(model, weight_decay=weight_decay), strict=True):
         for parameter in group["params"]:

@@ -88,7 +88,7 @@ class CheckpointObjects:
                 raise StrategyError(
                     f"Cannot use {name} with strategy={self._parts.strategy.name!r}:",
                     "a process has parts of the parameters that only the engine can put together.",
-                    "Use strategy='fsdp' (fsdp_version 2), 'ddp', or a ZeRO stage below 3.",
+                    "Use strategy='fsdp', 'ddp', or a ZeRO stage below 3.",
                 )
 
     def find(self) -> dict[str, Any]:

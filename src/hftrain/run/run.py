@@ -310,7 +310,10 @@ class Run:
             num_tokens=self.counts.session_tokens(),
         )
         logger.info("Training completed.")
-        self._parts.task.model = self._parts.model
+        # What follows has rank 0's running statistics on every rank, as the saved model has.
+        parts.strategy.for_evaluation(parts.wrapped)
+        parts.strategy.after_evaluation(parts.wrapped)
+        parts.task.model = parts.model
         if args.load_best_model_at_end:
             trainer._load_best_model()
         metrics["total_flos"] = state.total_flos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -24,6 +25,7 @@ from hftrain.precision.base import Precision
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.trainable_parameters import Follower
 
 logger = get_logger(__name__)
 
@@ -86,7 +88,7 @@ def assemble_stepper(
     )
     if isinstance(optimizer, Optimizers):
         clip = _measured(clip, precision, optimizer)
-    return Stepper(
+    stepper = Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
         clip=clip,
@@ -95,6 +97,30 @@ def assemble_stepper(
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
         else _make_zero_grad(optimizer, left),
     )
+    follower = getattr(strategy, "follower", None)
+    return stepper if follower is None else _checked(stepper, follower)
+
+
+def _checked(stepper: Stepper, follower: Follower) -> Stepper:
+    """Return a stepper that checks that gradients were exchanged, before they are clipped or used."""
+
+    def backward(loss: torch.Tensor, **options: Any) -> None:
+        follower.has_run = True
+        stepper.backward(loss, **options)
+
+    def clip() -> torch.Tensor | None:
+        follower.check_exchange()
+        return stepper.clip()
+
+    def step() -> bool:
+        follower.check_exchange()
+        return stepper.step()
+
+    def zero_grad() -> None:
+        stepper.zero_grad()
+        follower.forget_passes()
+
+    return replace(stepper, backward=backward, clip=clip, step=step, zero_grad=zero_grad)
 
 
 def _assemble_in_backward(

@@ -267,8 +267,8 @@ class OptimizersByHand(Optimizers):
             StrategyError: The strategy steps one optimizer itself, or exchanges gradients in its own way.
         """
         exchanges = strategy.world_size > 1 and not strategy.shards_model and strategy.name != "ddp"
-        is_flat = strategy.shards_model and strategy.name != "fsdp"
-        if strategy.owns != Owns.NOTHING or exchanges or is_flat:
+        is_mesh = strategy.shards_model and strategy.name != "fsdp"
+        if strategy.owns != Owns.NOTHING or exchanges or is_mesh:
             raise StrategyError(
                 f"Cannot use automatic_optimization=False with strategy={strategy.name!r}:",
                 "it steps the optimizer, or exchanges the gradients, in a way of its own.",

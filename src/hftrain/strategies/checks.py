@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError, listed
+from hftrain.core.log import get_logger
 from hftrain.core.parameters import is_partitioned
 
 _UNUSED = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
@@ -46,6 +48,16 @@ def check_trainable(model: nn.Module, *, name: str) -> None:
             "none of its parameters requires a gradient.",
             "Call requires_grad_(True) on some, or use strategy='single'.",
         )
+
+
+def warn_of_wrapper(asked: Sequence[str]) -> None:
+    """Warn that settings of PyTorch's older FSDP, which wraps a model and its units, have no meaning."""
+    get_logger(__name__).warning(
+        "FSDP1, PyTorch's FullyShardedDataParallel, is no longer supported, and fully_shard (FSDP2) trains instead. It "
+        "gathers the next unit while one computes, never more than two, and keeps the original parameters, so these "
+        "have no effect: %s. Remove them, and use strategy='fsdp'.",
+        ", ".join(asked),
+    )
 
 
 def unused_parameters(names: list[str]) -> StrategyError:

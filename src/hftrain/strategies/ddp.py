@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -107,9 +108,14 @@ class DDPStrategy(DistributedStrategy):
             self._share_buffers(bare)
         return bare
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync()  # type: ignore[operator, no-any-return]
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with model.no_sync():  # type: ignore[operator]
+            yield
+        if self.follower is not None:
+            self.follower.forget_passes()
 
     def _follow(self, wrapped: DistributedDataParallel) -> None:
         self._wrappers.add(wrapped)
-        AveragedParameters.attach(wrapped, self)
+        follower = AveragedParameters.attach(wrapped, self)
+        self.follower = follower if self.world_size > 1 else None

@@ -53,12 +53,17 @@ class DistributedStrategy(GroupRanks, Strategy):
         timeout_s: The documented `ddp_timeout`: how long a process waits for the others.
         place_model: Whether `setup` moves the model; False for a model that is already dispatched or quantized.
 
+    Attributes:
+        follower: Checks that a step's gradients were exchanged; set by `setup`, None if there is nothing to check.
+
     Units:
         timeout_s: seconds.
 
     Raises:
         ConfigError: This torch build lacks the backend, or the backend does not support the device.
     """
+
+    follower: Any = None
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from hftrain.core.errors import StrategyError, listed
+from hftrain.core.tree import tensors_of
 
 if TYPE_CHECKING:
     from hftrain.strategies.distributed import DistributedStrategy
@@ -181,41 +182,82 @@ class _Agreement:
 class Follower(Trained):
     """Let an engine train what requires a gradient, looked at before each forward pass that records gradients.
 
-    All ranks must change the same parameters; an error names a rank that does not.
+    All ranks must change the same parameters; an error names a rank that does not. So is a step whose gradients were
+    not exchanged, where each process would train a model of its own, or wait for one that exchanges nothing.
+
+    Attributes:
+        has_run: Whether a backward pass has run since `forget_passes`.
     """
 
     # The attribute of the outermost module that is False in passes which exchange no gradients.
     syncs = ""
+    # Whether the outermost module is a wrapper, whose inner module exchanges nothing when it is called.
+    wraps = False
 
     def __init__(self, outermost: nn.Module) -> None:
         super().__init__(outermost)
+        self.forget_passes()
         # It counts passes. Ranks may run unequal numbers of them before a synchronising one, from which they count in
         # step again.
         self._passes = [0]
         self._agreement: _Agreement | None = None
 
     @classmethod
-    def attach(cls, outermost: nn.Module, strategy: DistributedStrategy) -> None:
+    def attach(cls, outermost: Any, strategy: DistributedStrategy) -> Follower:
         """Follow the parameters of a wrapped model, for the next run of `strategy`. Collective."""
-        follower = vars(outermost).get(_FOLLOWER)
+        follower: Follower | None = vars(outermost).get(_FOLLOWER)
         if follower is None:
             follower = cls(outermost)
             setattr(outermost, _FOLLOWER, follower)
             outermost.register_forward_pre_hook(follower, prepend=True)
+            (outermost.module if cls.wraps else outermost).register_forward_hook(follower.watch)
         agreement = follower._agreement
         if strategy.watch is not None and (agreement is None or agreement.watch is not strategy.watch):
             follower._agreement = _Agreement(strategy, follower._passes)
+        return follower
 
     def __call__(self, outermost: Any, inputs: Any) -> None:
         # Compiled code must not contain this check.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._follow(outermost)
+            self._is_called = True
             passes = self._passes[0]
             self._passes[0] = (passes | _WITHIN_UPDATE if vars(outermost).get(self.syncs, True) else passes) + 1
 
-    @property
-    def _is_within_update(self) -> bool:
-        return bool(self._passes[0] & _WITHIN_UPDATE)
+    def forget_passes(self) -> None:
+        """Forget the passes of an earlier step, or those that exchange nothing."""
+        self._is_called = self.has_run = False
+        self._is_reached: bool | None = None
+
+    def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Notice when a backward pass reaches what the model returned; a forward hook."""
+        if not self._is_called or self._is_reached or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        # Outputs that cannot be looked into may be used, and a leaf is no result of the parameters.
+        found = [tensor for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+        self._is_reached = not found
+        for tensor in found:
+            tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
+
+    def _reach(self, gradient: torch.Tensor) -> None:
+        self._is_reached = True
+
+    def check_exchange(self) -> None:
+        """Raise `StrategyError` if the gradients of the step's last micro-batch were not exchanged."""
+        is_left_out = self.wraps and not self._is_called
+        if self._is_reached is not False and not is_left_out:
+            return
+        if not self.has_run and all(parameter.grad is None for parameter in self._parameters):
+            return  # a step without a backward pass trains nothing
+        reason = "its last loss does not depend on what the model returned, and the other processes wait for gradients."
+        remedy = "Compute the loss from the model's outputs; multiply it by 0 for a batch that is not to count."
+        if is_left_out:
+            reason = "the loss was computed without a call of the wrapped model: each process would train its own copy."
+            remedy = (
+                "Call the model that compute_loss or training_step is given (in a TaskModule self.model, elsewhere "
+                "trainer.model_wrapped), and neither trainer.model nor model.module."
+            )
+        raise StrategyError("Cannot average the gradients of a step over the processes:", reason, remedy)
 
     def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
         if self._agreement is not None:
@@ -226,6 +268,7 @@ class AveragedParameters(Follower):
     """The parameters for which DDP's reducer was created; it would not average the gradients of others."""
 
     syncs = "require_backward_grad_sync"
+    wraps = True
 
     def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
         return list(model.module.named_parameters())

@@ -39,7 +39,7 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.loss_kinds import CountItemsCheck
 from hftrain.trainer.loss_normalization import LossShares
-from hftrain.trainer.reports import to_plain, with_prefix
+from hftrain.trainer.reports import numbers_of, to_plain, with_prefix
 from hftrain.trainer.stages import Stages
 
 logger = get_logger(__name__)
@@ -150,6 +150,20 @@ class Evaluation:
         start_s += output.metrics.get(f"{metric_key_prefix}_jit_compilation_time", 0.0)
         rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
         return output, {**output.metrics, **rates}
+
+    def metrics_of_main(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return metrics with the numbers of rank 0, which decide on every rank when to stop and what is best.
+
+        An override of `evaluate` or random numbers may have made them differ. Collective.
+        """
+        found: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}  # an override may return anything
+        own = numbers_of(found)
+        chosen = self._trainer.strategy.broadcast_object(own)
+        if not chosen:
+            return metrics
+        # As text, because NaN is not equal to itself; a value that is the same keeps its type.
+        others = {name: value for name, value in chosen.items() if repr(value) != repr(own.get(name))}
+        return {**found, **others}
 
     def loop(
         self,

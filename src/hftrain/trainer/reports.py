@@ -19,6 +19,15 @@ def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): _plain(value) for name, value in metrics.items()}
 
 
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that are single real numbers, as plain ones."""
+    kinds = (int, float, numpy.number, torch.Tensor)
+    scalars = {
+        name: value for name, value in metrics.items() if isinstance(value, kinds) and not getattr(value, "shape", ())
+    }
+    return {name: value for name, value in to_plain(scalars).items() if isinstance(value, (int, float))}
+
+
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return metrics whose names all start with ``<prefix>_``."""
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}

@@ -34,6 +34,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.nested import nested_numpify
 from hftrain.core.notes import keep_facts
+from hftrain.core.parameters import is_partitioned
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
@@ -82,6 +83,7 @@ from hftrain.run.writing import make_manager, saved_tool, write_model
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
+from hftrain.storage.remote import is_url
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
@@ -934,6 +936,7 @@ class Trainer:
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
+            metrics = self._own_evaluation.metrics_of_main(metrics)
             self._slot_log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
@@ -1111,7 +1114,7 @@ class Trainer:
         """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
         session = self._running_session("_evaluate")
         with session.evaluating():
-            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            metrics = self._own_evaluation.metrics_of_main(self.evaluate(ignore_keys=ignore_keys_for_eval))
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             follow_metric(
@@ -1183,8 +1186,9 @@ class Trainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model with the files needed to reload it; the main process writes.
 
-        A transformers model can be reloaded with `from_pretrained`. Collective if the strategy shards the model. With
-        `push_to_hub=True` the model is also pushed from `args.output_dir`, and the call waits for the push.
+        A transformers model can be reloaded with `from_pretrained`. Collective if the strategy shards the model, the
+        folder is remote, or with `push_to_hub=True`; otherwise the main process may call it alone. With `push_to_hub`
+        the model is also pushed from `args.output_dir`, and the call waits for the push.
 
         Args:
             output_dir: The folder, local or remote; None takes `args.output_dir`.
@@ -1204,6 +1208,10 @@ class Trainer:
                 if not _internal_call:
                     logger.info("Saving model checkpoint to %s", folder)
                 self._save(str(folder), state_dict=weights)
+        is_sharded = self.strategy.shards_model or is_partitioned(self.model)
+        is_uploaded = self.args.push_to_hub or is_url(output_dir or str(self.args.output_dir))
+        if not (_internal_call or is_sharded or is_uploaded):
+            return  # so that the main process may save alone
         if not (_internal_call and output_dir):
             self._output.publish_together(output_dir)
         if not _internal_call:

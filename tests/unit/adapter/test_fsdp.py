@@ -12,8 +12,7 @@ from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.strategy import strategy_request
-from hftrain.strategies.fsdp.strategy import FSDPStrategy
-from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
+from hftrain.strategies import FSDP1Strategy, FSDPStrategy, create
 
 
 @pytest.fixture(autouse=True)
@@ -138,54 +137,39 @@ def test_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str | None
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("config", "unused"),
     [
-        ({"backward_prefetch": "backward_pos", "version": 2}, "backward_prefetch='backward_pos' changes nothing"),
-        ({"limit_all_gathers": False, "version": 2}, "limit_all_gathers=False changes nothing"),
-        ({"use_orig_params": False}, "use_orig_params=False changes nothing"),
+        ({"version": 1}, ["version=1"]),
+        (
+            {"fsdp_version": "1", "backward_prefetch": "NO_PREFETCH"},
+            ["version='1'", "backward_prefetch='NO_PREFETCH'"],
+        ),
+        ({"backward_prefetch": "backward_pos", "version": 2}, ["backward_prefetch='backward_pos'"]),
+        ({"limit_all_gathers": False, "forward_prefetch": True}, ["limit_all_gathers=False"]),
+        ({"use_orig_params": False}, ["use_orig_params=False"]),
     ],
 )
-def test_key_that_this_engine_cannot_honour_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], reason: str
+@pytest.mark.parametrize("name", [None, "fsdp", "fsdp1", "fsdp_offload"])
+def test_settings_of_the_older_wrapper_mean_this_one_and_are_named_in_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], unused: list[str], name: str | None
 ) -> None:
-    options(tmp_path, "full_shard", config)
-    assert reason in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"version": 1}, {}),
-        ({"fsdp_version": "1", "backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": "no_prefetch"}),
-        ({"backward_prefetch": "backward_pos"}, {"backward_prefetch": "backward_post"}),
-        ({"limit_all_gathers": False, "forward_prefetch": True}, {"limit_all_gathers": False}),
-    ],
-)
-@pytest.mark.parametrize("strategy", [None, "fsdp", "fsdp1"])
-def test_older_wrapper_is_taken_where_it_is_named_or_only_it_honours_a_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], expected: dict[str, Any], strategy: Any
-) -> None:
-    args = make_arguments(tmp_path, fsdp="shard_grad_op", fsdp_config=config)
-    trainer = Trainer(Net(), args, strategy=strategy)
-    assert isinstance(trainer.strategy, FSDP1Strategy)
+    args = make_arguments(tmp_path, fsdp="shard_grad_op offload", fsdp_config=config)
+    trainer = Trainer(Net(), args, strategy=name)
+    strategy = trainer.strategy
+    assert type(strategy) is FSDPStrategy
+    assert (strategy.name, strategy.sharding, strategy.offload) == ("fsdp", "shard_grad_op", True)
     assert trainer.is_fsdp_enabled
-    found = {key: getattr(trainer.strategy, key) for key in ("backward_prefetch", "limit_all_gathers", "sharding")}
-    assert found == {
-        "backward_prefetch": "backward_pre", "limit_all_gathers": True, "sharding": "shard_grad_op", **expected
-    }  # fmt: skip
-    assert not caplog.records
+    (told,) = caplog.messages
+    named = ["strategy='fsdp1'"] if name == "fsdp1" else []
+    named += [f"fsdp_config's {each}" for each in unused]
+    assert f"have no effect: {', '.join(named)}." in told
 
 
-@pytest.mark.parametrize(
-    ("strategy", "config"),
-    [("fsdp1", {"version": 2}), ("fsdp_offload", {"version": 1}), ("fsdp_hybrid", {"version": 1})],
-)
-def test_name_and_version_that_contradict_each_other_are_refused(
-    tmp_path: Path, strategy: str, config: dict[str, Any]
-) -> None:
-    args = make_arguments(tmp_path, fsdp="full_shard offload", fsdp_config=config)
-    with pytest.raises(ConfigError, match=f"Cannot use strategy='{strategy}' together with fsdp_config's version"):
-        Trainer(Net(), args, strategy=strategy)
+def test_class_of_the_older_wrapper_is_this_one_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(FSDP1Strategy(use_cpu=True), FSDPStrategy)
+    strategy = create("fsdp1", use_cpu=True, limit_all_gathers=False, sharding="shard_grad_op")
+    assert strategy.name == "fsdp"
+    assert "have no effect: FSDP1Strategy, limit_all_gathers=False." in caplog.messages[1]
 
 
 def test_one_process_without_a_launcher_is_refused_unless_the_strategy_is_named(

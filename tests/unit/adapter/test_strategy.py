@@ -86,12 +86,12 @@ def test_single_device_takes_no_option_of_a_group(tmp_path: Path, caplog: pytest
     assert "change nothing: backend='gloo', bucket_cap_mb=5." in caplog.text
 
 
-@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
 def test_fsdp_config_is_said_to_do_nothing_only_where_it_does_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str | None
 ) -> None:
     _, options = request(tmp_path, strategy, fsdp_config={"min_num_params": 5})
-    if strategy in ("fsdp", "fsdp1"):
+    if strategy == "fsdp":
         assert options["min_num_params"] == 5
         assert not caplog.records
     else:

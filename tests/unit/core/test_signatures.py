@@ -142,10 +142,6 @@ class ManyFolds(Folds):
             lambda: FSDPStrategy(sharding="hybrid_shard", shard_size=2),
             "FSDPStrategy(sharding='hybrid_shard', shard_size=2)",
         ),
-        (
-            lambda: create_strategy("fsdp1", limit_all_gathers=False, place_model=True),
-            "FSDP1Strategy(limit_all_gathers=False)",
-        ),
         (lambda: precisions.create("tf32"), "FullPrecision(matmul='high')"),
         (FitLoop, "FitLoop()"),
         (lambda: Folds(3, names=()), "Folds(num_folds=3)"),

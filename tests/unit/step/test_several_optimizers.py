@@ -357,7 +357,7 @@ def test_strategies_that_step_themselves_refuse() -> None:
         check_several(optimizers, engine)
     check_several(SGD, engine)
     own = OptimizersByHand(Gan(), {"a": SGD, "b": OTHER})
-    for name, shards in (("xla", False), ("fsdp1", True)):
+    for name, shards in (("xla", False), ("tp", True)):
         strategy: Any = SimpleNamespace(owns=Owns.NOTHING, name=name, world_size=2, shards_model=shards)
         with pytest.raises(StrategyError, match=name):
             own.assemble(strategy, precisions.create("fp32"), SimpleNamespace(max_grad_norm=1.0), None)

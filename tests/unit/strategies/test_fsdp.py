@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.precision.registry import precisions
 from hftrain.strategies import lockstep
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
-from hftrain.strategies.fsdp.units import find_units
+from hftrain.strategies.fsdp.units import check_dtypes, find_units
 
 
 class Block(nn.Module):
@@ -117,6 +118,20 @@ def test_model_that_cannot_be_split_is_refused_before_launch(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=reason):
         FSDPStrategy(use_cpu=True, **options).check_model(model)
+
+
+def test_unit_of_two_dtypes_is_refused_unless_one_trains() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+    check_dtypes(model, [*model], strategy="fsdp")
+    strategy, policy = FSDPStrategy(use_cpu=True), precisions.create("fp32").policy
+    strategy.launch()
+    try:
+        with pytest.raises(ConfigError, match="Sequential trains parameters of bfloat16 and float32"):
+            strategy.setup(model, lambda each: torch.optim.SGD(each.parameters()), policy)
+    finally:
+        strategy.close()
+    model[0].requires_grad_(False)
+    check_dtypes(model, [], strategy="fsdp")
 
 
 def test_plugin_is_the_documented_one_and_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

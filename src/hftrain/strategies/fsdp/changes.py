@@ -8,35 +8,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hftrain.core.log import get_logger
 from hftrain.strategies.trainable_parameters import Follower
-
-logger = get_logger(__name__)
-
-_WRAPPER = "_fsdp_wrapped_module."
 
 
 class SplitParameters(Follower):
-    """The parameters that FSDP has sharded, with either engine."""
-
-    syncs = "_sync_gradients"  # of the older engine only
+    """The parameters that FSDP has sharded."""
 
     def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
         split_again(model)  # otherwise it holds gathered parameters instead of the sharded ones
-        # The older engine may also hold gathered parameters.
-        known = set(map(id, self._parameters))
-        found = [(name.replace(_WRAPPER, ""), p) for name, p in model.named_parameters() if id(p) not in known]
-        return [*zip(self._names, self._parameters, strict=True), *found]
+        return super()._named(model)
 
     def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
         self._refuse_added({name: p for name, p in begun.items() if not isinstance(p, DTensor)})
         super()._act(model, begun, ended)
-        if self._is_within_update:
-            logger.warning(
-                "The set of trained parameters changed between two micro-batches of an update. strategy='fsdp1' "
-                "uses the set at the end of the update for all of it. Make the change in on_step_end, or "
-                "use strategy='fsdp'."
-            )
 
 
 def split_again(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp import states as shards
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
+from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
@@ -130,7 +130,7 @@ class FSDPStrategy(SplittingStrategy):
         if scalars:
             reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
             remedy = "Give them one: torch.zeros(1) in place of torch.zeros(())."
-        stored = stored_in(model) if self.loads_parts else {}
+        stored = stored_in(model)
         hollow = [name for name, tensor in _tensors(model) if tensor.is_meta and name not in stored]
         if hollow and (self.rank == 0 or not self.cpu_ram_efficient_loading):
             reason = f"It is on the meta device, without weights: {listed(hollow, most=3)}."
@@ -149,7 +149,7 @@ class FSDPStrategy(SplittingStrategy):
         A model that is already sharded only gets an optimizer.
 
         Raises:
-            ConfigError: See `check_model`; or the ranks have different models.
+            ConfigError: See `check_model`; the ranks have different models; or a unit trains several dtypes.
         """
         root = self._split_root(model)
         if make_optimizer is None:
@@ -161,6 +161,7 @@ class FSDPStrategy(SplittingStrategy):
             whole = dict(_tensors(model)) if self.is_main else {}
             self._share_out(model)
             units = self._units(model)
+            check_dtypes(model, units, strategy=self.name)
             if self.auto_wrap and not units:
                 logger.warning(
                     "%s is one unit, whose parameters are all gathered at once. Name its repeated layers in "
@@ -170,7 +171,8 @@ class FSDPStrategy(SplittingStrategy):
             if self.activation_checkpointing:
                 recompute_activations(units)
             root = self._split(model, units, policy, whole)
-        SplitParameters.attach(root, self)
+        follower = SplitParameters.attach(root, self)
+        self.follower = follower if self.world_size > 1 and isinstance(root, FSDPModule) else None
         return super().setup(root, make_optimizer, policy)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -192,17 +194,16 @@ class FSDPStrategy(SplittingStrategy):
         super().after_evaluation(model)
         split_again(model)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._without_exchange(model)
-
     @contextmanager
-    def _without_exchange(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             model.set_requires_gradient_sync(True)
+            if self.follower is not None:
+                self.follower.forget_passes()
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         parameters = list(parameters)
@@ -230,8 +231,7 @@ class FSDPStrategy(SplittingStrategy):
         return model.load_state_dict(split, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        state = self._optimizer_state(model, optimizer)
-        found: dict[str, Any] = shards.gather(state, device=self.device, keeps=self.is_main)
+        found: dict[str, Any] = shards.gather(optimizer.state_dict(), device=self.device, keeps=self.is_main)
         return found if self.is_main else {}
 
     def optimizer_shards(
@@ -239,7 +239,7 @@ class FSDPStrategy(SplittingStrategy):
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        plain, split = shards.split_optimizer(self._optimizer_state(model, optimizer))
+        plain, split = shards.split_optimizer(optimizer.state_dict())
         return plain, shards.pieces(split, is_main=self.is_main)
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:
@@ -264,7 +264,8 @@ class FSDPStrategy(SplittingStrategy):
                 cpu_offload=self.offload,
                 state_dict_type=self.state_dict_type,
                 activation_checkpointing=self.activation_checkpointing,
-                **self._engine_options(),
+                fsdp_version=2,
+                reshard_after_forward=bool(self.reshard_after_forward),
             )
         return {**super().accelerator_options(), "fsdp_plugin": self._plugin}
 
@@ -320,17 +321,9 @@ class FSDPStrategy(SplittingStrategy):
         """Return the outermost unit of a sharded model; None if the model is not sharded."""
         return model if isinstance(model, FSDPModule) else None
 
-    def _engine_options(self) -> dict[str, Any]:
-        """Return the documented plugin's options for this engine."""
-        return {"fsdp_version": 2, "reshard_after_forward": bool(self.reshard_after_forward)}
-
     def _state(self, model: nn.Module) -> dict[str, Any]:
         """Return a model's state, sharded tensors as `DTensor` and tied names with the same object. Collective."""
         return dict(self.unwrap(model).state_dict(keep_vars=True))
-
-    def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, sharded tensors as `DTensor`. Collective."""
-        return optimizer.state_dict()
 
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""

@@ -46,6 +46,23 @@ def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num
     return [unit for unit in found if unit is not model and not _shares(unit, homes)]
 
 
+def check_dtypes(model: nn.Module, units: Sequence[nn.Module], *, strategy: str) -> None:
+    """Raise `ConfigError` if parameters of several dtypes train in one unit; units are as `find_units` lists them."""
+    known: set[nn.Parameter] = set()
+    for unit in (*units, model):
+        trained = {parameter for parameter in unit.parameters() if parameter.requires_grad} - known
+        known |= trained
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"Cannot train {type(model).__name__} with strategy={strategy!r}.",
+                f"Its unit {type(unit).__name__} trains parameters of {' and '.join(dtypes)}, and FSDP reduces the "
+                "gradients of a unit together.",
+                "Give them one dtype (model.float()), freeze those of the others, or make units of the parts that "
+                "have one (transformer_layer_cls_to_wrap).",
+            )
+
+
 def recompute_activations(units: Sequence[nn.Module]) -> None:
     """Make each unit recompute its activations in the backward pass instead of storing them; mutates the units.
 

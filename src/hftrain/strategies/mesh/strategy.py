@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -164,9 +164,11 @@ class MeshStrategy(FSDPStrategy):
             return True
         return pipeline.stage.has_head if pipeline.stage.is_last else None
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         # A pipeline exchanges gradients after its last micro-batch.
-        return nullcontext() if self._pipeline is not None else super().no_sync(model)
+        with nullcontext() if self._pipeline is not None else super().no_sync(model):
+            yield
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         if self._pipeline is not None:
