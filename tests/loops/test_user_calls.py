@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, Rows, Stream, make_arguments, make_rows
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainerCallback
 
 
 class Reads(Dataset[dict[str, torch.Tensor]]):
@@ -98,3 +98,52 @@ def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: 
     assert counted == [2, 1, 2, 1]
     # The end of a stream is not known before it is asked for more.
     assert taken == ([2, 1, 2, 1] if kind is Reads else [2, 1, 0, 2, 1])
+
+
+class InPass:
+    """A sampler, and what reads and collates samples, each of which a callback may tell its pass."""
+
+    number = 0
+
+    def __init__(self, samples: Any = ()) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return iter([self.number] * 4 if isinstance(self.samples, range) else self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return {**self.samples[index], "number": torch.tensor(self.number if self.number else index)}
+
+    def __call__(self, samples: Any) -> Any:
+        return default_collate(samples) | {"number": torch.full((len(samples),), self.number)}
+
+
+class StreamInPass(InPass, IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(4))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("changed", ["dataset", "sampler", "collate_fn", "stream"])
+def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, changed: str, num_workers: int) -> None:
+    rows, read = make_rows(4), list[list[int]]()
+    part: Any = {"sampler": InPass(range(4)), "stream": StreamInPass(rows)}.get(changed, InPass(rows))
+    options: dict[str, Any] = {"dataset": InPass(rows)} | {"dataset" if changed == "stream" else changed: part}
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(batch_size=4, num_workers=num_workers, **options)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            read.append(inputs.pop("number").tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    class Tell(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            part.number = round(state.epoch) + 1
+
+    Own(Net(), make_arguments(tmp_path, max_steps=3), callbacks=[Tell()]).train()
+    assert read == [[1] * 4, [2] * 4, [3] * 4]

@@ -192,13 +192,14 @@ class FitLoop(Loop[FitParts]):
         parts, progress, control, events = self.parts, self.parts.progress, self.parts.control, self.parts.events
         hooks, accumulation, max_steps = parts.hooks, parts.config.accumulation, parts.config.max_steps
         num_skipped, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
+        control.should_epoch_stop = False
+        self.is_within_epoch = True
+        # Before the data is opened, because loader workers then have their copies and read ahead.
+        events.fire("on_epoch_begin")
         hooks.before_epoch()
         batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         num_batches = self._num_batches = self._pass_length()
         self._batches_per_epoch = num_batches or max_steps * accumulation
-        control.should_epoch_stop = False
-        self.is_within_epoch = True
-        events.fire("on_epoch_begin")
         is_over = hooks.restore_rng()
         num_steps = 0
         is_exhausted = False
