@@ -147,3 +147,55 @@ def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, changed: 
 
     Own(Net(), make_arguments(tmp_path, max_steps=3), callbacks=[Tell()]).train()
     assert read == [[1] * 4, [2] * 4, [3] * 4]
+
+
+class Place(IterableDataset[Any]):
+    """Begins an iteration anew, or where the last one was left; `read` are the rows that were read."""
+
+    line = first = 0
+
+    def __init__(self, goes_on: bool) -> None:
+        self.rows, self.goes_on, self.read = make_rows(24), goes_on, list[int]()
+
+    def state_dict(self) -> Any:
+        return {"line": self.line}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.line = self.first = state["line"]
+
+    def __iter__(self) -> Any:
+        self.line, self.first = (self.line if self.goes_on else self.first), 0
+        while self.line < 24:
+            self.line += 1
+            self.read.append(self.line)
+            yield self.rows[self.line - 1]
+        self.line = 0
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("call", ["fast_dev_run", "estimate_memory", "loader", "evaluate"])
+def test_trial_leaves_a_stream_where_it_was(tmp_path: Path, call: str, goes_on: bool, is_used: bool) -> None:
+    def make(name: str, stream: Any, **options: Any) -> Trainer:
+        arguments = make_arguments(tmp_path / name, max_steps=3, save_strategy="steps", save_steps=2)
+        return Trainer(Net(), arguments, train_dataset=stream, eval_dataset=stream, **options)
+
+    def next_rows() -> list[int]:
+        stream = Place(goes_on)
+        if is_used:
+            make("used", stream).train()
+        if is_tried:
+            trainer = make("tried", stream, fast_dev_run=call == "fast_dev_run", limit_eval_batches=2)
+            tried: Any = {
+                "fast_dev_run": trainer.train, "estimate_memory": trainer.estimate_memory, "evaluate": trainer.evaluate,
+                "loader": lambda: trainer.tune.loader([0], num_batches=2),
+            }  # fmt: skip
+            tried[call]()
+        stream.read.clear()
+        trainer = make("next", stream)
+        trainer.train()
+        return list(stream.read)
+
+    is_tried = False
+    expected, is_tried = next_rows(), True
+    assert next_rows() == expected
