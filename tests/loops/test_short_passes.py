@@ -118,7 +118,7 @@ class Budget(Sampler[list[int]]):
 
 @pytest.mark.parametrize(("numbers", "steps"), [((5, 5, 4), 14), ((3, 5, 7), 9)])
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:A pass over list had 3 batches when the run began")
+@pytest.mark.filterwarnings("ignore:A pass had 3 batches when the run began")
 def test_pass_may_have_any_length(tmp_path: Path, numbers: tuple[int, ...], steps: int, num_workers: int) -> None:
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.stateful import Lines
 from support.tiny import Net, Rows, Stream, make_arguments, make_rows
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from hftrain import Trainer, TrainerCallback
 
@@ -100,102 +101,57 @@ def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: 
     assert taken == ([2, 1, 2, 1] if kind is Reads else [2, 1, 0, 2, 1])
 
 
-class InPass:
-    """A sampler, and what reads and collates samples, each of which a callback may tell its pass."""
+class InPass(Dataset[Any]):
+    """Says in which pass it is read, as a callback tells it."""
 
     number = 0
-
-    def __init__(self, samples: Any = ()) -> None:
-        self.samples = samples
 
     def __len__(self) -> int:
         return 4
 
-    def __iter__(self) -> Any:
-        return iter([self.number] * 4 if isinstance(self.samples, range) else self.samples)
-
     def __getitem__(self, index: int) -> Any:
-        return {**self.samples[index], "number": torch.tensor(self.number if self.number else index)}
-
-    def __call__(self, samples: Any) -> Any:
-        return default_collate(samples) | {"number": torch.full((len(samples),), self.number)}
+        return {**make_rows(4)[index], "number": self.number}
 
 
 class StreamInPass(InPass, IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return (self[index] for index in range(4))
+        return map(self.__getitem__, range(4))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("changed", ["dataset", "sampler", "collate_fn", "stream"])
-def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, changed: str, num_workers: int) -> None:
-    rows, read = make_rows(4), list[list[int]]()
-    part: Any = {"sampler": InPass(range(4)), "stream": StreamInPass(rows)}.get(changed, InPass(rows))
-    options: dict[str, Any] = {"dataset": InPass(rows)} | {"dataset" if changed == "stream" else changed: part}
-
-    class Own(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(batch_size=4, num_workers=num_workers, **options)
-
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            read.append(inputs.pop("number").tolist())
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
+@pytest.mark.parametrize("data", [InPass(), StreamInPass()])
+def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, data: Any, num_workers: int) -> None:
     class Tell(TrainerCallback):
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            part.number = round(state.epoch) + 1
+            data.number = round(state.epoch)
 
-    Own(Net(), make_arguments(tmp_path, max_steps=3), callbacks=[Tell()]).train()
-    assert read == [[1] * 4, [2] * 4, [3] * 4]
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            assert inputs.pop("number").tolist() == [self.state.global_step] * 4
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
-
-class Place(IterableDataset[Any]):
-    """Begins an iteration anew, or where the last one was left; `read` are the rows that were read."""
-
-    line = first = 0
-
-    def __init__(self, goes_on: bool) -> None:
-        self.rows, self.goes_on, self.read = make_rows(24), goes_on, list[int]()
-
-    def state_dict(self) -> Any:
-        return {"line": self.line}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.line = self.first = state["line"]
-
-    def __iter__(self) -> Any:
-        self.line, self.first = (self.line if self.goes_on else self.first), 0
-        while self.line < 24:
-            self.line += 1
-            self.read.append(self.line)
-            yield self.rows[self.line - 1]
-        self.line = 0
+    arguments = make_arguments(tmp_path, max_steps=3, dataloader_num_workers=num_workers, remove_unused_columns=False)
+    Own(Net(), arguments, train_dataset=data, callbacks=[Tell()]).train()
 
 
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("call", ["fast_dev_run", "estimate_memory", "loader", "evaluate"])
 def test_trial_leaves_a_stream_where_it_was(tmp_path: Path, call: str, goes_on: bool, is_used: bool) -> None:
-    def make(name: str, stream: Any, **options: Any) -> Trainer:
-        arguments = make_arguments(tmp_path / name, max_steps=3, save_strategy="steps", save_steps=2)
-        return Trainer(Net(), arguments, train_dataset=stream, eval_dataset=stream, **options)
-
-    def next_rows() -> list[int]:
-        stream = Place(goes_on)
+    def next_rows(is_tried: bool) -> list[int]:
+        stream = Lines(make_rows(24), goes_on=goes_on)
+        arguments = make_arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=2)
+        trial, trainer = (
+            Trainer(Net(), arguments, train_dataset=stream, eval_dataset=stream, **options)
+            for options in ({"fast_dev_run": call == "fast_dev_run", "limit_eval_batches": 2}, {})
+        )
         if is_used:
-            make("used", stream).train()
+            trainer.train()
         if is_tried:
-            trainer = make("tried", stream, fast_dev_run=call == "fast_dev_run", limit_eval_batches=2)
-            tried: Any = {
-                "fast_dev_run": trainer.train, "estimate_memory": trainer.estimate_memory, "evaluate": trainer.evaluate,
-                "loader": lambda: trainer.tune.loader([0], num_batches=2),
-            }  # fmt: skip
-            tried[call]()
+            tried: Any = {"fast_dev_run": trial.train, "loader": lambda: trial.tune.loader([0], num_batches=2)}
+            tried.get(call, getattr(trial, call, None))()
         stream.read.clear()
-        trainer = make("next", stream)
         trainer.train()
         return list(stream.read)
 
-    is_tried = False
-    expected, is_tried = next_rows(), True
-    assert next_rows() == expected
+    assert next_rows(is_tried=True) == next_rows(is_tried=False)

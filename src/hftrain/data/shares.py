@@ -88,7 +88,8 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
         TaskError: A loader of map-style data gave fewer batches than it has.
     """
     reader = loader.loader if isinstance(loader, DispatchLoader) else loader
-    kind, now = data_name(loader), len(loader) if has_length(loader) else num_batches
+    kind = type(getattr(reader, "dataset", reader)).__name__
+    now = len(loader) if has_length(loader) else num_batches
     if now == num_read or num_batches < num_read < now:
         return
     if num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
@@ -104,12 +105,6 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
             f"A pass over {kind} {gave} batches, but its length is {num_batches}: the logged epochs and the planned "
             "steps are wrong. Correct its __len__, or leave it out and set max_steps."
         )
-
-
-def data_name(loader: Any) -> str:
-    """Return the name of what a loader reads."""
-    reader = loader.loader if isinstance(loader, DispatchLoader) else loader
-    return type(getattr(reader, "dataset", reader)).__name__
 
 
 def _mark(loader: Any) -> Any:

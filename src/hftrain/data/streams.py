@@ -169,21 +169,23 @@ class EvenedStream(StreamWrapper):
 
     def _read_again(self) -> Iterator[Any]:
         is_loaded, self._is_loaded = self._is_loaded, False
+        # After a state of the end a stream gives nothing once or twice, and then starts over.
+        again = (self.dataset, self.dataset)
         # Even if nothing is read: an epoch must consume the loaded state, or the next one would begin with it.
         stream = iter(self.dataset)
         if not is_loaded:
             self._count, self._is_over, self._is_filled = 0, False, False
             self._first_state = copy.deepcopy(self.dataset.state_dict())
         if not self._is_over:
-            yield from self._counted(stream if is_loaded else self._from_start(stream))
+            yield from self._counted(stream, *(() if is_loaded else again))
             self._is_over, self._end = True, copy.deepcopy(self.dataset.state_dict())
         elif self._count % self._unit:
-            yield from self._counted(islice(stream, -self._count % self._unit))
+            yield from islice(self._counted(stream), -self._count % self._unit)
         # More than once if the stream is shorter than what is missing.
         while self._count % self._unit:
             before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
-            yield from self._counted(islice(self._from_start(self.dataset), -self._count % self._unit))
+            yield from islice(self._counted(self.dataset, *again), -self._count % self._unit)
             if self._count == before:
                 raise TaskError(
                     "Cannot fill up a stream from its start, so that all processes get as many samples.",
@@ -194,20 +196,14 @@ class EvenedStream(StreamWrapper):
             # The next pass begins where this one ended, as if it had not been filled up.
             self.dataset.load_state_dict(copy.deepcopy(self._end))
 
-    def _from_start(self, stream: Iterable[Any]) -> Iterator[Any]:
-        """Iterate a pass; after a state of the end the stream gives nothing at first, and then starts over."""
-        for attempt in (stream, self.dataset, self.dataset):
-            has_begun = False
-            for item in attempt:
-                has_begun = True
+    def _counted(self, *attempts: Iterable[Any]) -> Iterator[Any]:
+        before = self._count
+        for items in attempts:
+            for item in items:
+                self._count += 1
                 yield item
-            if has_begun:
+            if self._count != before:
                 return
-
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._count += 1
-            yield item
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state and the data needed to fill it up."""

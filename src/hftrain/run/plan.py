@@ -28,7 +28,6 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -91,7 +90,7 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     args, trainer, loader = parts.args, parts.trainer, feed.loader
     total = trainer.get_total_train_batch_size(args)
     length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
-    check_rounds(parts.strategy, args.gradient_accumulation_steps, length.num_batches, num_left=length.max_steps)
+    check_rounds(parts, length.num_batches, num_left=length.max_steps)
     geometry = _find_geometry(parts, loader, total_batch_size=total)
     whole = RunPlan(
         length=length,
@@ -107,7 +106,7 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
         return _rest(whole, args, folder, loader, parts.progress)
 
 
-def check_rounds(strategy: Strategy, accumulation: int, num_batches: int | None, *, num_left: int) -> None:
+def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> None:
     """Raise if a rank would run out of batches and the others would wait for its gradients. Collective.
 
     Args:
@@ -120,6 +119,7 @@ def check_rounds(strategy: Strategy, accumulation: int, num_batches: int | None,
     Raises:
         ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
     """
+    strategy, accumulation = parts.strategy, parts.args.gradient_accumulation_steps
     by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
     told = strategy.gather_object(num_batches)
     if None in told:

@@ -21,7 +21,7 @@ from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
-from hftrain.data.shares import check_pass, data_name
+from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -199,19 +199,17 @@ class Run:
         check_pass(self._parts.data.feed.loader, num_read, num_batches)
 
     def _check_length(self) -> None:
-        """Check how many batches the pass that is open has, on this rank and the others. Collective."""
-        parts, plan, progress = self._parts, self._plan, self.progress
+        """Check the length of the open pass, on this rank and the others. Collective."""
+        parts, plan = self._parts, self._plan
         num, planned = plan.pass_length(parts.data.feed), plan.length.num_batches
         if plan.length.is_by_epochs and num and planned and num > planned:
             warn_once(
-                f"A pass over {data_name(parts.data.feed.loader)} had {planned} batches when the run began, and has "
-                f"{num} now: the run still ends after its {plan.max_steps} planned updates, before its last pass does. "
-                "Set max_steps to train longer."
+                f"A pass had {planned} batches when the run began, and has {num} now: the run still ends after the "
+                f"{plan.max_steps} updates that were planned. Set max_steps to train longer."
             )
-        left = None if num is None else num - progress.micro_steps_in_epoch
-        num_left = plan.max_steps - progress.step
         if parts.strategy.world_size > 1:
-            check_rounds(parts.strategy, parts.args.gradient_accumulation_steps, left, num_left=num_left)
+            left = None if num is None else num - self.progress.micro_steps_in_epoch
+            check_rounds(parts, left, num_left=plan.max_steps - self.progress.step)
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.loading import build, stream_share
-from support.stateful import Drawing, StatefulRows, StatefulStream
+from support.stateful import Drawing, Lines, StatefulRows, StatefulStream
 from support.tiny import Stream, make_rows
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hftrain.core.errors import TaskError
 from hftrain.data.datasets import has_state
@@ -243,33 +243,11 @@ def test_each_epoch_of_a_filled_stream_is_the_same_in_workers_that_persist(num: 
         assert xs(lasting.open(epoch)) == xs(new.open(epoch))
 
 
-class Lines(IterableDataset[Any]):
-    """Knows its place only while it is read; `passes` counts the complete ones."""
-
-    line = first = passes = 0
-
-    def state_dict(self) -> Any:
-        return {"line": self.line, "passes": self.passes}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.first, self.passes = state["line"], state["passes"]
-
-    def __iter__(self) -> Any:
-        first, self.first = self.first, 0
-        for self.line in range(first + 1, 27):
-            yield self.line + 100 * self.passes
-        if self.counts:
-            self.line, self.passes = 0, self.passes + 1
-
-    def __init__(self, counts: bool) -> None:
-        self.counts = counts
-
-
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_every_pass_of_a_filled_stream_begins_at_its_start(counts: bool, options: Any) -> None:
     def make() -> TrainFeed:
-        loader = build(Lines(counts), batch_size=3, dispatch_batches=True, world_size=2, **options)
+        loader = build(Lines(range(1, 27), counts=counts), batch_size=3, dispatch_batches=True, world_size=2, **options)
         return TrainFeed(resumable_loader(loader, seed=42, rank=0).loader, seed=42)
 
     feed, states = make(), list[Any]()
