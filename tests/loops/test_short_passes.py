@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
-from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from hftrain import Engine, Trainer, TrainerCallback
+from hftrain import Engine, Trainer
 from hftrain.core.errors import TaskError
 
 NUM = 40
@@ -85,7 +85,7 @@ def test_pass_that_ends_early_raises(tmp_path: Path, where: str, call: str, num_
 
 def test_pass_of_an_engine_that_ends_early_raises() -> None:
     engine = Engine()
-    loader: Any = torch.utils.data.DataLoader(Reader(18), batch_size=4)
+    loader: Any = DataLoader(Reader(18), batch_size=4)
     for training in (True, False):
         loader.dataset.source = iter(range(18))
         with pytest.raises(TaskError, match="ended after 4 of 10 batches"):
@@ -99,18 +99,39 @@ def test_stream_of_another_length_than_it_states_warns(tmp_path: Path, num: int,
         Trainer(Net(), arguments, train_dataset=Stream(num, 16)).train()
 
 
-@pytest.mark.parametrize(("start", "later"), [(16, 24), (24, 16)])
-def test_data_of_another_length_than_at_the_start_is_named(tmp_path: Path, start: int, later: int) -> None:
-    rows, data = make_rows(NUM), make_rows(start)
+class Budget(Sampler[list[int]]):
+    """Batches up to a number of tokens: as many in each pass as `numbers` says."""
 
-    class Change(TrainerCallback):
-        def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-            data[:] = rows[:later]
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers, self.epoch = numbers, 0
 
-    trainer = Trainer(Net(), make_arguments(tmp_path, num_train_epochs=3), train_dataset=data, callbacks=[Change()])
-    said = f"list had {start // 4} batches when the run began, and has {later // 4} now"
-    with pytest.warns(UserWarning, match=said) if later > start else pytest.raises(TaskError, match=said):
-        trainer.train()
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.numbers[self.epoch]
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return (torch.randint(NUM, (3,), generator=generator).tolist() for _ in range(len(self)))
+
+
+@pytest.mark.parametrize(("numbers", "steps"), [((5, 5, 4), 14), ((3, 5, 7), 9)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:A pass had 3 batches when the run began")
+def test_pass_may_have_any_length(tmp_path: Path, numbers: tuple[int, ...], steps: int, num_workers: int) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(make_rows(NUM), batch_sampler=Budget(numbers), num_workers=num_workers)
+
+    weights = []
+    for resume in (None, *range(1, steps, 1 + 3 * num_workers), steps):
+        torch.manual_seed(0)
+        trainer = Own(Net(), make_arguments(tmp_path, num_train_epochs=3, save_strategy="steps", save_steps=1))
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
+        assert (trainer.state.global_step, trainer.state.epoch) == (steps, 3.0 if steps == 14 else 2 + 1 / 7)
+        weights.append(trainer.model.layers[0].weight)
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
 @pytest.mark.parametrize("call", ["train", "evaluate"])

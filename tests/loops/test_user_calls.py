@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.stateful import Lines
 from support.tiny import Net, Rows, Stream, make_arguments, make_rows
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainerCallback
 
 
 class Reads(Dataset[dict[str, torch.Tensor]]):
@@ -98,3 +99,59 @@ def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: 
     assert counted == [2, 1, 2, 1]
     # The end of a stream is not known before it is asked for more.
     assert taken == ([2, 1, 2, 1] if kind is Reads else [2, 1, 0, 2, 1])
+
+
+class InPass(Dataset[Any]):
+    """Says in which pass it is read, as a callback tells it."""
+
+    number = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {**make_rows(4)[index], "number": self.number}
+
+
+class StreamInPass(InPass, IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(self.__getitem__, range(4))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("data", [InPass(), StreamInPass()])
+def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, data: Any, num_workers: int) -> None:
+    class Tell(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            data.number = round(state.epoch)
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            assert inputs.pop("number").tolist() == [self.state.global_step] * 4
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    arguments = make_arguments(tmp_path, max_steps=3, dataloader_num_workers=num_workers, remove_unused_columns=False)
+    Own(Net(), arguments, train_dataset=data, callbacks=[Tell()]).train()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("call", ["fast_dev_run", "estimate_memory", "loader", "evaluate"])
+def test_trial_leaves_a_stream_where_it_was(tmp_path: Path, call: str, goes_on: bool, is_used: bool) -> None:
+    def next_rows(is_tried: bool) -> list[int]:
+        stream = Lines(make_rows(24), goes_on=goes_on)
+        arguments = make_arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=2)
+        trial, trainer = (
+            Trainer(Net(), arguments, train_dataset=stream, eval_dataset=stream, **options)
+            for options in ({"fast_dev_run": call == "fast_dev_run", "limit_eval_batches": 2}, {})
+        )
+        if is_used:
+            trainer.train()
+        if is_tried:
+            tried: Any = {"fast_dev_run": trial.train, "loader": lambda: trial.tune.loader([0], num_batches=2)}
+            tried.get(call, getattr(trial, call, None))()
+        stream.read.clear()
+        trainer.train()
+        return list(stream.read)
+
+    assert next_rows(is_tried=True) == next_rows(is_tried=False)

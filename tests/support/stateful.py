@@ -66,6 +66,35 @@ class StatefulStream(IterableDataset[Row]):
         self._next = 0 if not self.starts_over else self._next
 
 
+class Lines(IterableDataset[Any]):
+    """Knows its place only while it is read.
+
+    Args:
+        goes_on: Whether an iteration goes on where the last one was left.
+        counts: Whether it counts its passes and adds hundred times their number.
+    """
+
+    line = first = passes = 0
+
+    def __init__(self, rows: Any, *, goes_on: bool = False, counts: bool = False) -> None:
+        self.rows, self.goes_on, self.counts, self.read = rows, goes_on, counts, list[int]()
+
+    def state_dict(self) -> Any:
+        return {"line": self.line, "passes": self.passes}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.first, self.passes = state["line"], state["passes"]
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first or self.line * self.goes_on, 0
+        for line in range(first, len(self.rows)):
+            self.line = line + 1
+            self.read.append(line)
+            yield self.rows[line] + 100 * self.passes if self.counts else self.rows[line]
+        if self.counts or self.goes_on:
+            self.line, self.passes = 0, self.passes + 1
+
+
 class StatefulRows(Dataset[Row]):
     """Map-style, with a counter of what each copy has given that the samples depend on.
 

@@ -6,6 +6,7 @@ epoch is cut into batches from exactly that sample on, and later epochs from the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,18 +112,17 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
 def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
     """Return the same position in another grid; `saved.num_batches` is that of the pass the position is in."""
     used = progress.micro_steps_in_epoch
-    is_over = saved.num_batches is not None and used >= saved.num_batches
-    if not (used or progress.offset_in_epoch):
+    size, new_size = saved.round_size, current.round_size
+    if not (size and new_size) or size == new_size or not progress.is_within_epoch:
         return progress
-    if not is_over and (saved.round_size == current.round_size or not (saved.round_size and current.round_size)):
-        return progress
-    samples = progress.offset_in_epoch + used * (saved.round_size or 0)
-    is_over = is_over or (saved.num_samples is not None and samples >= saved.num_samples)
+    samples = progress.offset_in_epoch + used * size
+    # A pass may have more samples than the dataset.
+    is_over = used >= saved.num_batches if saved.num_batches is not None else samples >= (saved.num_samples or math.inf)
     if is_over and current.num_batches is not None:
         return replace(progress, micro_steps_in_epoch=current.num_batches, offset_in_epoch=0)
-    if is_over or not (saved.round_size and current.round_size):
+    if is_over:
         return replace(progress, epoch=progress.epoch + 1, micro_steps_in_epoch=0, offset_in_epoch=0)
-    used, offset = divmod(samples, current.round_size)
+    used, offset = divmod(samples, new_size)
     return replace(progress, micro_steps_in_epoch=used, offset_in_epoch=offset)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from hftrain.core.optional import installed_versions
+from hftrain.core.preserve import preserved
 from hftrain.core.tree import batch_size_of
 
 
@@ -63,6 +66,20 @@ def has_state(data: Any) -> bool:
         return False
     source = getattr(data, "_ex_iterable", None)
     return source is None or not (_is_before_datasets_5() or _has_more_than_its_state(source))
+
+
+@contextmanager
+def kept_in_place(*datasets: Any) -> Iterator[None]:
+    """Leave the datasets that have a state where they were before the context, however much of them is read within."""
+    found = [dataset for dataset in map(whole_dataset, datasets) if has_state(dataset)]
+    states = [copy.deepcopy(dataset.state_dict()) for dataset in found]
+    # The attributes last: a stream's own state may be out of date before it is iterated.
+    with preserved(*found):
+        try:
+            yield
+        finally:
+            for dataset, state in zip(found, states, strict=True):
+                dataset.load_state_dict(state)
 
 
 def needs_own_loader(dataset: Any) -> bool:

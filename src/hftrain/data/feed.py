@@ -75,11 +75,18 @@ class TrainFeed:
         self._generators = _generators_of(self.loader)
         found = map(own_seed, self._generators)
         self.own_seeds = [None if own == seed else own for own in found]
+        # The loader of the latest pass, what it skips, and the length that it stated before its first batch.
+        self._opened: tuple[Any, int] = self.loader, 0
+        self._stated = self._length()
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in one epoch of this rank, or None if the loader has no length."""
-        return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
+        """Batches of this rank in the latest pass, those skipped included; None if unknown or stated differently."""
+        return self._stated if self._stated == self._length() else None
+
+    def _length(self) -> int | None:
+        loader, num_skipped = self._opened
+        return len(loader) + num_skipped if has_length(loader) else None
 
     @property
     def is_stream(self) -> bool:
@@ -161,6 +168,8 @@ class TrainFeed:
         for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
             tell_epoch(part, epoch)
         set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
+        self._opened = loader, 0 if to_drop or loader is self.loader else skip
+        self._stated = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
         self._ahead, self._numbers = _END, None

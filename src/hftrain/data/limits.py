@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.datasets import has_length, has_state
+from hftrain.data.datasets import has_length, has_state, kept_in_place
 from hftrain.data.feed import TrainFeed
 from hftrain.data.worker_numbers import DrawingOn
 
@@ -79,7 +79,8 @@ class FirstBatches:
         return min(len(self._loader), self.number)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._loader), self.number)
+        with kept_in_place(getattr(self._loader, "dataset", None)):
+            yield from islice(self._loader, self.number)
 
 
 class LimitedFeed(TrainFeed):

@@ -76,10 +76,12 @@ def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[
 def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: bool = True) -> None:
     """Raise if a pass over map-style data ended early; in training, warn if other data has another length than stated.
 
+    A pass may have any length, if the loader states it when the pass begins or when it ends.
+
     Args:
         loader: This rank's loader.
         num_read: Batches read when it ended, or more than `num_batches`.
-        num_batches: Batches that it states, by its `__len__`.
+        num_batches: Batches that it stated when it began, by its `__len__`.
         is_training: Whether the length is used for more than a progress bar.
 
     Raises:
@@ -88,21 +90,16 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
     reader = loader.loader if isinstance(loader, DispatchLoader) else loader
     kind = type(getattr(reader, "dataset", reader)).__name__
     now = len(loader) if has_length(loader) else num_batches
-    if is_training and (now == num_read or now > num_batches):
-        changed = f"A pass over {kind} had {num_batches} batches when the run began, and has {now} now"
-        if now < num_batches:
-            raise TaskError(
-                f"{changed}.", "A run is planned with the length of its data.", "Change the data between two runs."
-            )
-        warn_once(f"{changed}: the logged epochs and the planned steps are those of the shorter data.")
-    elif num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
+    if now == num_read or num_batches < num_read < now:
+        return
+    if num_read < num_batches and is_plain_loader(reader) and not isinstance(reader.dataset, IterableDataset):
         raise TaskError(
             f"A pass over {kind} ended after {num_read} of {num_batches} batches.",
             "Its __getitem__, the collator or the sampler raised StopIteration, as next() does when it has nothing "
             "left; or a sampler gave less than its __len__.",
             "Open what next() reads again when it is used up, or correct the sampler's __len__.",
         )
-    elif is_training and num_read != num_batches:
+    if is_training and num_read != num_batches:
         gave = f"ended after {num_read}" if num_read < num_batches else f"goes on after {num_batches}"
         warn_once(
             f"A pass over {kind} {gave} batches, but its length is {num_batches}: the logged epochs and the planned "

@@ -107,6 +107,9 @@ class StatefulLoader(RankLoader):
         self._num_batches, self._is_loaded = int(state["num_batches"]), True
         self._num_before = self._num_batches - int(state["num_to_drop"])
 
+    def __len__(self) -> int:
+        return super().__len__() + (self._skipped.skip if self._skipped else 0)
+
     def skip(self, num_batches: int) -> bool:
         """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
         if self._skipped is not None:

@@ -40,6 +40,8 @@ class EpochStream(StreamWrapper):
         self._rank = rank
         self._begun: int | None = None
         self._first_state: Any = None
+        # A state from which nothing was read yet: a stream may not return it before it is iterated.
+        self._unread: Any = None
         self._is_loaded = self._is_over = False
         # Batches of this worker in this epoch; counted if each batch has a state, and part of the next batch's seed.
         self.num_batches = 0
@@ -74,11 +76,15 @@ class EpochStream(StreamWrapper):
             # Also with a loaded state: it is what remains of an epoch that was filled up.
             self.num_batches = 0
             if has_state(self.dataset):
-                self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+                self.load_state_dict({"stream": self._first_state, "is_over": False})
+                self._is_loaded = False
         self._begun = epoch
         self._seed_worker(epoch)
 
     def _until_over(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in islice(items, 1):
+            self._unread = None
+            yield item
         yield from items
         # An incomplete last batch has reached the end; the stream's own state may already be that of a new start.
         self._is_over = True
@@ -95,14 +101,15 @@ class EpochStream(StreamWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream, and whether it was read to its end."""
-        return {"stream": self.dataset.state_dict(), "is_over": self._is_over}
+        stream = self.dataset.state_dict() if self._unread is None else self._unread
+        return {"stream": stream, "is_over": self._is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, for the next iteration."""
         if self._begun is None and not self._is_loaded:
             self._first_state = copy.deepcopy(self.dataset.state_dict())
-        self._is_loaded, self._is_over = True, bool(state["is_over"])
-        self.dataset.load_state_dict(state["stream"])
+        self._is_loaded, self._is_over, self._unread = True, bool(state["is_over"]), state["stream"]
+        self.dataset.load_state_dict(copy.deepcopy(self._unread))
 
 
 class BatchShardStream(StreamWrapper):
@@ -153,6 +160,8 @@ class EvenedStream(StreamWrapper):
         self._unit = unit
         self._count = 0
         self._first_state: Any = None
+        # Where the pass ended, before it was filled up.
+        self._end: Any = None
         self._is_loaded = self._is_over = self._is_filled = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -160,21 +169,23 @@ class EvenedStream(StreamWrapper):
 
     def _read_again(self) -> Iterator[Any]:
         is_loaded, self._is_loaded = self._is_loaded, False
+        # After a state of the end a stream gives nothing once or twice, and then starts over.
+        again = (self.dataset, self.dataset)
         # Even if nothing is read: an epoch must consume the loaded state, or the next one would begin with it.
         stream = iter(self.dataset)
         if not is_loaded:
             self._count, self._is_over, self._is_filled = 0, False, False
             self._first_state = copy.deepcopy(self.dataset.state_dict())
         if not self._is_over:
-            yield from self._counted(stream)
-            self._is_over = True
+            yield from self._counted(stream, *(() if is_loaded else again))
+            self._is_over, self._end = True, copy.deepcopy(self.dataset.state_dict())
         elif self._count % self._unit:
-            yield from self._counted(islice(stream, -self._count % self._unit))
+            yield from islice(self._counted(stream), -self._count % self._unit)
         # More than once if the stream is shorter than what is missing.
         while self._count % self._unit:
             before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
-            yield from self._counted(islice(self.dataset, -self._count % self._unit))
+            yield from islice(self._counted(self.dataset, *again), -self._count % self._unit)
             if self._count == before:
                 raise TaskError(
                     "Cannot fill up a stream from its start, so that all processes get as many samples.",
@@ -182,23 +193,28 @@ class EvenedStream(StreamWrapper):
                     "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
                 )
         if self._is_filled:
-            # The position where it stopped is irrelevant.
-            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+            # The next pass begins where this one ended, as if it had not been filled up.
+            self.dataset.load_state_dict(copy.deepcopy(self._end))
 
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._count += 1
-            yield item
+    def _counted(self, *attempts: Iterable[Any]) -> Iterator[Any]:
+        before = self._count
+        for items in attempts:
+            for item in items:
+                self._count += 1
+                yield item
+            if self._count != before:
+                return
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state and the data needed to fill it up."""
         count = self._count % self._unit
-        own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
-        return {"stream": self._first_state if self._is_filled and not count else self.dataset.state_dict(), **own}
+        own = {"start": self._first_state, "end": self._end, "count": count}
+        own |= {"is_over": self._is_over, "is_filled": self._is_filled}
+        return {"stream": self._end if self._is_filled and not count else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, for the next iteration."""
-        self._first_state, self._count = state["start"], int(state["count"])
+        self._first_state, self._end, self._count = state["start"], state["end"], int(state["count"])
         self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
         self.dataset.load_state_dict(state["stream"])
 

@@ -12,7 +12,7 @@ from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
+from hftrain.data.positions import has_own_shares, samples_per_round
 from hftrain.data.sharding import ShardPlan, end_workers
 from hftrain.data.shares import check_pass
 from hftrain.data.states import resumable_loader
@@ -87,9 +87,8 @@ class ShardedBatches:
         self._progress.load_state_dict({"epoch": progress.epoch + 1, "micro_steps_in_epoch": 0, "offset_in_epoch": 0})
 
     def _check_pass(self, num_read: int) -> None:
-        offset = self._progress.offset_in_epoch if self._is_training else 0
-        num_batches = num_batches_from(self._loader, offset)
-        if num_batches is not None:
+        num_batches = self._feed.num_batches
+        if num_batches not in (None, num_read):
             check_pass(self._loader, num_read, num_batches, is_training=False)
 
     def _open(self) -> Iterator[Any]:

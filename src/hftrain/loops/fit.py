@@ -27,17 +27,15 @@ class FitConfig:
     """Length of the training, and the size of a step.
 
     Units:
-        max_steps: optimizer updates. num_epochs: passes after which a run ends even if callbacks cut some short (None:
+        max_steps: optimizer updates. num_epochs: passes after which a run ends even if some were shorter (None:
         only `max_steps` ends it). accumulation: micro-batches per update. num_batches: of one rank's loader per
-        epoch (None: unknown). num_batches_first: the same for the first pass after a resume with another batch size,
-        which is divided differently. world_size: ranks. empty_cache_every: updates (None: never).
+        epoch, as planned (None: unknown). world_size: ranks. empty_cache_every: updates (None: never).
     """
 
     max_steps: int
     num_epochs: int | None = None
     accumulation: int = 1
     num_batches: int | None = None
-    num_batches_first: int | None = None
     world_size: int = 1
     empty_cache_every: int | None = None
 
@@ -64,6 +62,7 @@ class FitHooks:
             of every step and epoch, and must call its first argument. None costs nothing.
         mark_sync: Called before the first and the last micro-step of a step; its argument is whether the micro-step is
             the last one before the update. None costs nothing.
+        pass_length: Returns the batches of the open pass (None: unknown). None: every pass has those that are planned.
         check_pass: (batches read, batches in a pass), called if they differ: a pass ended early, or goes on.
             None costs nothing.
         read_rate: Returns the learning rate that a step used, before the schedule's step; None reads the optimizer's.
@@ -83,6 +82,7 @@ class FitHooks:
     rewind: Callable[[], Path | None] | None = None
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
+    pass_length: Callable[[], int | None] | None = None
     check_pass: Callable[[int, int], None] | None = None
     read_rate: Callable[[], float] | None = None
 
@@ -159,7 +159,7 @@ class FitLoop(Loop[FitParts]):
         """Set the parts of a run before it starts."""
         super().attach(parts)
         self.is_within_epoch = False
-        self._batches_per_epoch = 1
+        self._num_batches, self._batches_per_epoch = parts.config.num_batches, 1
         self.end_step = self.act if parts.hooks.act is None else self._act_through_hook
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
@@ -175,9 +175,9 @@ class FitLoop(Loop[FitParts]):
         if self.parts.hooks.evaluate_first is not None:
             self.parts.hooks.evaluate_first()
         while progress.step < config.max_steps and not self.parts.control.should_training_stop:
-            self.run_epoch()
-            if progress.cut_epochs and config.num_epochs is not None and progress.epoch >= config.num_epochs:
+            if config.num_epochs is not None and progress.epoch >= config.num_epochs:
                 break
+            self.run_epoch()
 
     def _finish(self, *, ends_epoch: bool) -> None:
         """Finish actions left after the last step; the data stays closed, since a stream would be read to its end."""
@@ -192,13 +192,14 @@ class FitLoop(Loop[FitParts]):
         parts, progress, control, events = self.parts, self.parts.progress, self.parts.control, self.parts.events
         hooks, accumulation, max_steps = parts.hooks, parts.config.accumulation, parts.config.max_steps
         num_skipped, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
-        num_batches = parts.config.num_batches_first if offset else parts.config.num_batches
-        self._batches_per_epoch = num_batches or max_steps * accumulation
-        hooks.before_epoch()
-        batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
         self.is_within_epoch = True
+        # Before the data is opened, because loader workers then have their copies and read ahead.
         events.fire("on_epoch_begin")
+        hooks.before_epoch()
+        batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
+        num_batches = self._num_batches = self._pass_length()
+        self._batches_per_epoch = num_batches or max_steps * accumulation
         is_over = hooks.restore_rng()
         num_steps = 0
         is_exhausted = False
@@ -231,18 +232,23 @@ class FitLoop(Loop[FitParts]):
             raise _no_batch(progress.epoch)
         self._end_epoch(is_exhausted=is_exhausted)
 
+    def _pass_length(self) -> int | None:
+        read = self.parts.hooks.pass_length
+        return self.parts.config.num_batches if read is None else read()
+
     def _check_pass(self, num_read: int, num_batches: int | None) -> None:
         check = self.parts.hooks.check_pass
         if check is not None and num_batches is not None and num_read not in (0, num_batches):
             check(num_read, num_batches)
 
     def _end_epoch(self, *, is_exhausted: bool = False) -> None:
-        config, control, progress = self.parts.config, self.parts.control, self.parts.progress
-        num_batches = config.num_batches_first if progress.offset_in_epoch else config.num_batches
+        control, progress = self.parts.control, self.parts.progress
         self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
+        # A loader may correct its length while it is read.
+        is_over = progress.micro_steps_in_epoch == self._num_batches == self._pass_length()
         # Counted before the event, so that a checkpoint saved here resumes with the next epoch.
-        if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:
+        if is_exhausted or control.should_epoch_stop or is_over:
             progress.epoch += 1
             progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
         self.parts.events.fire("on_epoch_end")

@@ -62,7 +62,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
         expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
     )  # fmt: skip
     stack.callback(data.close)
-    plan = plan_run(parts, resume, data.feed.loader)
+    plan = plan_run(parts, resume, data.feed)
     counts = RunCounts(parts, model)
     trainer._start_state(resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
     if resume is not None and plan.saved is not None and not is_foreign(resume):

@@ -153,9 +153,9 @@ class Contents:
 
     def facts(self) -> list[InManifest]:
         """Return the participants in the manifest."""
-        optimizer = type(self._parts.optimizer).__name__
+        parts, optimizer = self._parts, type(self._parts.optimizer).__name__
         return [
-            InManifest(lambda: self._plan.facts(self._parts.progress, optimizer=optimizer)),
+            InManifest(lambda: self._plan.facts(parts.progress, parts.data.feed, optimizer=optimizer)),
             InManifest(self._to_do, self._take_left),
             InManifest(self._parts.trained.changes, self._parts.trained.repeat),
             InManifest(self.metric.state_dict, self.metric.load_state_dict),

@@ -24,10 +24,10 @@ from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
+from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class RunPlan:
         geometry: Values that a resume compares; see `check_shape`.
         total_batch_size: Samples per update, all ranks together.
         max_steps: The updates after which this run ends; differs if a part of it had another configuration.
-        num_batches_first: Micro-steps of the pass in which it starts.
+        stated: The length that the training data stated then (None: it has none).
         saved: The checkpoint's manifest; None for a new run.
         is_reshaped: Whether the checkpoint had another batch size or number of processes.
     """
@@ -61,32 +61,36 @@ class RunPlan:
     geometry: dict[str, Any]
     total_batch_size: int
     max_steps: int
-    num_batches_first: int | None
+    stated: int | None
     saved: Manifest | None = None
     is_reshaped: bool = False
 
-    def facts(self, progress: Progress, *, optimizer: str) -> dict[str, Any]:
+    def pass_length(self, feed: TrainFeed) -> int | None:
+        """Return the micro-steps of the open pass: as planned, unless the data states another length than then."""
+        return self.length.num_batches if feed.num_batches == self.stated else feed.num_batches
+
+    def facts(self, progress: Progress, feed: TrainFeed, *, optimizer: str) -> dict[str, Any]:
         """Return the facts about position and configuration for a manifest."""
-        num_batches = self.num_batches_first if progress.offset_in_epoch else self.grid.num_batches
+        num_batches = self.pass_length(feed)
         plan = {"max_steps": self.max_steps, "asked": self.length.max_steps, "num_batches": num_batches}
         geometry = {**self.geometry, "optimizer": optimizer}
         return {"progress": progress.state_dict(), "geometry": geometry, "plan": plan}
 
 
-def plan_run(parts: RunParts, folder: Path | None, loader: Any) -> RunPlan:
+def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective.
 
     Args:
-        loader: This rank's batches.
+        feed: This rank's batches.
 
     Raises:
         CheckpointError: The checkpoint's position or state is not valid in this run.
-        ConfigError: See `_check_rounds`.
+        ConfigError: See `check_rounds`.
     """
-    args, trainer = parts.args, parts.trainer
+    args, trainer, loader = parts.args, parts.trainer, feed.loader
     total = trainer.get_total_train_batch_size(args)
     length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
-    _check_rounds(parts.strategy, args.gradient_accumulation_steps, length)
+    check_rounds(parts, length.num_batches, num_left=length.max_steps)
     geometry = _find_geometry(parts, loader, total_batch_size=total)
     whole = RunPlan(
         length=length,
@@ -94,7 +98,7 @@ def plan_run(parts: RunParts, folder: Path | None, loader: Any) -> RunPlan:
         geometry=geometry,
         total_batch_size=total,
         max_steps=length.max_steps,
-        num_batches_first=length.num_batches,
+        stated=feed.num_batches,
     )
     if folder is None:
         return whole
@@ -102,8 +106,12 @@ def plan_run(parts: RunParts, folder: Path | None, loader: Any) -> RunPlan:
         return _rest(whole, args, folder, loader, parts.progress)
 
 
-def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> None:
+def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> None:
     """Raise if a rank would run out of batches and the others would wait for its gradients. Collective.
+
+    Args:
+        num_batches: Of this rank in a pass, or what is left of it (None: unknown).
+        num_left: Updates until the end of the run.
 
     DDP exchanges gradients once per update, so updates may have unequal numbers of micro-batches. Strategies that
     split the model, or count micro-steps themselves, communicate in each micro-step.
@@ -111,13 +119,14 @@ def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> N
     Raises:
         ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
     """
+    strategy, accumulation = parts.strategy, parts.args.gradient_accumulation_steps
     by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
-    told = strategy.gather_object([length.num_batches, length.steps_per_epoch])
-    rounds = [batches if by_batch else updates for batches, updates in told]
-    if any(batches is None for batches, _ in told) or len(set(rounds)) == 1:
+    told = strategy.gather_object(num_batches)
+    if None in told:
         return
-    if length.max_steps > min(rounds) // (accumulation if by_batch else 1):
-        counts = ", ".join(f"{batches} on rank {rank}" for rank, (batches, _) in enumerate(told))
+    rounds = told if by_batch else [-(-batches // accumulation) for batches in told]
+    if len(set(rounds)) > 1 and num_left > min(rounds) // (accumulation if by_batch else 1):
+        counts = ", ".join(f"{batches} on rank {rank}" for rank, batches in enumerate(told))
         raise ConfigError(
             f"Cannot train on unequal numbers of batches: {counts}.",
             "A rank that has run out would leave the others waiting for its gradients.",
@@ -148,12 +157,12 @@ def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, pr
         max_steps = plan["max_steps"] if is_as_planned else progress.step + left
     if changes:
         _say(progress, changes, grid=grid, num_steps=max_steps, plan=plan)
-    elif progress.step >= max_steps:
+    elif progress.step >= max_steps or (length.is_by_epochs and progress.epoch >= length.num_epochs):
         logger.warning(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
         )
     is_reshaped = any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size"))
-    return replace(whole, max_steps=max_steps, num_batches_first=first, saved=manifest, is_reshaped=is_reshaped)
+    return replace(whole, max_steps=max_steps, saved=manifest, is_reshaped=is_reshaped)
 
 
 def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:

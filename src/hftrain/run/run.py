@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
@@ -31,7 +31,7 @@ from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan
+from hftrain.run.plan import RunPlan, check_rounds
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
@@ -154,7 +154,6 @@ class Run:
                 num_epochs=plan.length.num_epochs if plan.length.is_by_epochs else None,
                 accumulation=accumulation,
                 num_batches=plan.length.num_batches,
-                num_batches_first=plan.num_batches_first,
                 world_size=parts.strategy.data.world_size,
                 empty_cache_every=args.torch_empty_cache_steps,
             ),
@@ -173,6 +172,7 @@ class Run:
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=trainer._note_sync if accumulation > 1 else None,
+                pass_length=lambda: plan.pass_length(parts.data.feed),
                 # An override may join or split batches.
                 check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
                 read_rate=trainer._get_learning_rate if trainer._is_overridden("_get_learning_rate") else None,
@@ -197,6 +197,19 @@ class Run:
 
     def _check_pass(self, num_read: int, num_batches: int) -> None:
         check_pass(self._parts.data.feed.loader, num_read, num_batches)
+
+    def _check_length(self) -> None:
+        """Check the length of the open pass, on this rank and the others. Collective."""
+        parts, plan = self._parts, self._plan
+        num, planned = plan.pass_length(parts.data.feed), plan.length.num_batches
+        if plan.length.is_by_epochs and num and planned and num > planned:
+            warn_once(
+                f"A pass had {planned} batches when the run began, and has {num} now: the run still ends after the "
+                f"{plan.max_steps} updates that were planned. Set max_steps to train longer."
+            )
+        if parts.strategy.world_size > 1:
+            left = None if num is None else num - self.progress.micro_steps_in_epoch
+            check_rounds(parts, left, num_left=plan.max_steps - self.progress.step)
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.
@@ -236,6 +249,7 @@ class Run:
     def _restore_rng(self) -> bool:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
         self._parts.data.deaths.watch()
+        self._check_length()
         self.contents.load_numbers()
         control, left = self._parts.control, self.contents.left
         self.contents.left = frozenset()

@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +26,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
+from hftrain.data.datasets import kept_in_place
 from hftrain.run.parts import TrainerHooks
 
 
@@ -106,8 +107,10 @@ def rehearse(
 def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> Iterator[None]:
     """Train copies, into another folder and with an extra callback; restore all attributes of a Trainer afterwards."""
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
+    evaluated = trainer.eval_dataset
+    datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, Mapping) else [evaluated])]
     try:
-        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks):
+        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks), kept_in_place(*datasets):
             _copy_parts(trainer)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.

@@ -28,6 +28,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
+from hftrain.data.datasets import kept_in_place
 from hftrain.run.parts import TrainerHooks
 from hftrain.trainer.rehearsal import clear, copies, existing_part
 
@@ -157,7 +158,8 @@ class Tuner:
         """
         found = {}
         for number in num_workers:
-            with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng():
+            data = self._trainer.train_dataset
+            with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), kept_in_place(data):
                 batches = iter(self._trainer._open_training_data())
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()

@@ -4,29 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.stateful import Lines
 from support.tiny import Net, make_arguments, make_rows
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hftrain import Trainer
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
-
-
-class Counting(IterableDataset[int]):
-    """A stream that saves its position."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Any:
-        return iter(range(self.position, 10))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +73,7 @@ def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
 
 def test_data_with_a_position_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="position"):
-        LimitedFeed(DataLoader(Counting()), seed=0, limits=Limits(limit_train_batches=3))
+        LimitedFeed(DataLoader(Lines(range(10))), seed=0, limits=Limits(limit_train_batches=3))
 
 
 def test_limit_with_workers_that_draw_on_names_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stateful import Lines
 from torch.utils.data import IterableDataset
 
 from hftrain import ConfigError, pack_dataset
@@ -19,26 +20,6 @@ SIZES = torch.randint(1, 20, (60,), generator=torch.Generator().manual_seed(0)).
 DOCUMENTS = [{"input_ids": [1000 * number + place for place in range(size)]} for number, size in enumerate(SIZES, 1)]
 
 TOKENS = list(chain.from_iterable(each["input_ids"] for each in DOCUMENTS))
-
-
-class Counting(IterableDataset[Any]):
-    """A stream that saves its position, and starts over only at the first sample that is read."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows, self.place, self.is_loaded = rows, 0, False
-
-    def __iter__(self) -> Any:
-        self.place = self.place if self.is_loaded else 0
-        self.is_loaded = False
-        while self.place < len(self.rows):
-            self.place += 1
-            yield self.rows[self.place - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place, self.is_loaded = state["place"], True
 
 
 class Stream(IterableDataset[Any]):
@@ -65,7 +46,7 @@ def documents_of(rows: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("source", [DOCUMENTS, Stream(), Counting(DOCUMENTS)], ids=["map", "stream", "stateful"])
+@pytest.mark.parametrize("source", [DOCUMENTS, Stream(), Lines(DOCUMENTS)], ids=["map", "stream", "stateful"])
 @pytest.mark.parametrize("packing", ["bfd", "wrapped"])
 @pytest.mark.parametrize("length", [7, 32])
 def test_every_token_is_in_one_row(source: Any, packing: str, length: int) -> None:
@@ -94,14 +75,14 @@ def test_own_labels_are_kept() -> None:
 @pytest.mark.parametrize("buffer_size", [1, 10, 61])
 def test_stream_goes_on_at_any_row_twice(packing: str, buffer_size: int) -> None:
     options: dict[str, Any] = {"packing": packing, "buffer_size": buffer_size}
-    stream = pack_dataset(Counting(DOCUMENTS), 16, **options)
+    stream = pack_dataset(Lines(DOCUMENTS), 16, **options)
     for _ in range(2):  # the second pass begins in the state that the first one has left
         whole, states = [], [copy.deepcopy(stream.state_dict())]
         for row in stream:
             whole.append(row["input_ids"].tolist())
             states.append(copy.deepcopy(stream.state_dict()))
         for number, state in enumerate(states[1:], 1):
-            other = pack_dataset(Counting(DOCUMENTS), 16, **options)
+            other = pack_dataset(Lines(DOCUMENTS), 16, **options)
             other.load_state_dict(state)
             again = copy.deepcopy(other.state_dict())
             rest = iter(other)
@@ -109,7 +90,7 @@ def test_stream_goes_on_at_any_row_twice(packing: str, buffer_size: int) -> None
             assert (first is None) == (number == len(whole))
             if first is not None:
                 assert first["input_ids"].tolist() == whole[number]
-            third = pack_dataset(Counting(DOCUMENTS), 16, **options)
+            third = pack_dataset(Lines(DOCUMENTS), 16, **options)
             third.load_state_dict(again)
             assert [row["input_ids"].tolist() for row in third] == whole[number:]
             third.load_state_dict(other.state_dict())
@@ -117,7 +98,7 @@ def test_stream_goes_on_at_any_row_twice(packing: str, buffer_size: int) -> None
 
 
 def test_stream_has_a_state_if_its_documents_have() -> None:
-    assert has_state(pack_dataset(Counting(DOCUMENTS), 8))
+    assert has_state(pack_dataset(Lines(DOCUMENTS), 8))
     assert not has_state(pack_dataset(Stream(), 8))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.loading import build, stream_share
 from support.resuming import assert_same
-from support.stateful import Drawing, StatefulRows, StatefulStream
+from support.stateful import Drawing, Lines, StatefulRows, StatefulStream
 from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
@@ -253,6 +253,26 @@ def test_each_epoch_of_a_filled_stream_is_the_same_in_workers_that_persist(num: 
     lasting, new = make_dispatched(num, persistent=True), make_dispatched(num)
     for epoch in range(3):
         assert xs(lasting.open(epoch)) == xs(new.open(epoch))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_every_pass_of_a_filled_stream_begins_at_its_start(counts: bool, options: Any) -> None:
+    def make() -> TrainFeed:
+        loader = build(Lines(range(1, 27), counts=counts), batch_size=3, dispatch_batches=True, world_size=2, **options)
+        return TrainFeed(resumable_loader(loader, seed=42, rank=0).loader, seed=42)
+
+    feed, states = make(), list[Any]()
+    passes = [[batch for batch in feed.open(epoch) if states.append(feed.state_dict()) is None] for epoch in range(4)]  # type: ignore[func-returns-value]
+    for epoch, batches in enumerate(passes):
+        begun = 100 * epoch * (counts and not options)  # a worker begins each epoch as at first
+        assert [line for batch in batches for line in batch] == [begun + line for line in (*range(1, 27), 1, 2, 3, 4)]
+    for place, state in enumerate(states):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert list(resumed.open(place // 10, skip=place % 10 + 1)) == passes[place // 10][place % 10 + 1 :]
+        for epoch in range(place // 10 + 1, 4):
+            assert list(resumed.open(epoch)) == passes[epoch]
 
 
 def test_stream_that_does_not_lead_back_to_its_start_cannot_be_filled_up() -> None:
