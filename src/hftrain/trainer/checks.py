@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
+from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core import replaced
@@ -124,11 +125,19 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     functions = {name: getattr(trainer, name) for name in names}
     functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in sets.items()}
     check_functions(args, functions, computes_loss=trainer._is_overridden("compute_loss"))
+    warn_of_idle(args)
     _check_metric(trainer, sets)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             callback.check_settings(args)
+    averages = [type(callback).__name__ for callback in callbacks if hasattr(callback, "evaluation_weights")]
+    if len(averages) > 1:
+        raise ConfigError(
+            f"Cannot use {' and '.join(averages)} in one training.",
+            "Each would give the model its own weights for evaluations and at the end, and the last one would win.",
+            "Keep one of them.",
+        )
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
     is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
     makes_optimizer = not (is_made or _overrides(trainer, "create_optimizer", "create_optimizer_and_scheduler"))

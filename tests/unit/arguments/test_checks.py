@@ -20,7 +20,7 @@ from hftrain.core.errors import ConfigError
         ("eval_accumulation_steps", 0),
         *(("warmup_steps", value) for value in (-1, -0.1, None)),
         ("past_index", -2),
-        ("save_total_limit", 0),
+        ("save_total_limit", -2),
         ("seed", -1),
         ("data_seed", -1),
         ("local_rank", -2),
