@@ -135,6 +135,11 @@ def own(make: Any, **attributes: Any) -> Any:
     return task()
 
 
+def idle(says: str, **options: Any) -> Mistake:
+    """Return the row of settings of which one has no effect."""
+    return Mistake(says, lambda folder: Trainer(Net(), make_arguments(folder, **options)), says, UserWarning)
+
+
 def under_no_grad(folder: Path) -> None:
     with torch.no_grad():
         train(folder, max_steps=1)
@@ -162,6 +167,19 @@ NAMES = [
     setting("max_length", 128, "tokenizer", **UNKNOWN),
     setting("devices", 2, "torchrun --nproc_per_node", **UNKNOWN),
     setting("xyzzy", 1, "help(TrainingArguments)", **UNKNOWN),
+    setting("accelerator", 1, "use_cpu=True", **UNKNOWN),
+    setting("check_val_every_n_epoch", 1, "eval_strategy='epoch'", **UNKNOWN),
+    setting("default_root_dir", 1, "'output_dir'", **UNKNOWN),
+    setting("device", 1, "use_cpu=True", **UNKNOWN),
+    setting("enable_progress_bar", 1, "disable_tqdm=True", **UNKNOWN),
+    setting("limit_val_batches", 1, "limit_eval_batches", **UNKNOWN),
+    setting("num_sanity_val_steps", 1, "sanity_eval_batches", **UNKNOWN),
+    setting("logger", 1, "report_to", **UNKNOWN),
+    setting("val_check_interval", 1, "eval_steps", **UNKNOWN),
+    trainer_of("collate_fn", "data_collator", collate_fn=1),
+    trainer_of("loss_fn", "training_step", loss_fn=1),
+    trainer_of("val_loader", "eval_dataset", val_loader=1),
+    trainer_of("task", "model=", task=1),
     Mistake(
         "positional settings",
         lambda folder: TrainingArguments("out", True, 5e-5),  # type: ignore[misc]
@@ -264,6 +282,8 @@ PARTS = [
     trainer_of("class of an optimizer", "optimizer_cls_and_kwargs=(SGD", optimizers=(torch.optim.SGD, None)),
     trainer_of("name of a metric", "EvalPrediction", compute_metrics="accuracy"),
     trainer_of("name of a collator", "list of samples", data_collator="default"),
+    trainer_of("dataset as a collator", "train_dataset=", data_collator=make_rows(2)),
+    running("no optimizer to step", "no optimizer", TaskError, model=own(lambda _: None, automatic_optimization=False)),
     running("EMA and SWA", "EMA and SWA in one training", callbacks=[EMA(), SWA()]),
     running("schedule of timm's", "step_update(count)", TaskError,
             model=own(lambda sgd: (sgd, Plain(step=lambda epoch: None)))),
@@ -280,6 +300,7 @@ PARTS = [
 ]  # fmt: skip
 RESUMING = [
     resuming("resume 'true'", "true", "Pass True without quotation marks"),
+    resuming("Lightning's last", "last", "True for the newest in output_dir"),
     resuming("resume from Lightning's file", "last.ckpt", "load them into the model"),
     resuming("resume from a file of a checkpoint", "checkpoint-7/model.safetensors", "Pass its folder"),
     Mistake("resume another optimizer", lambda folder: resume_other(folder, Net(), optim="sgd"),
@@ -342,15 +363,10 @@ WARNED = [
             EarlyStoppingCallback(), EarlyStoppingCallback()]), "two callbacks of the type Early", UserWarning),
     Mistake("setting without effect", lambda folder: TrainingArguments("out", hub_strategy="end"),
             "push_to_hub=True", UserWarning),
-    Mistake("eval_steps alone", lambda folder: make_trainer(folder, max_steps=1, eval_steps=2).train(),
-            "Set eval_strategy='steps'", UserWarning),
-    Mistake("save_steps by the epoch", lambda folder: make_trainer(
-            folder, max_steps=1, save_strategy="epoch", save_steps=2).train(), "save_strategy='steps'", UserWarning),
-    Mistake("epochs and steps", lambda folder: make_trainer(folder, max_steps=1, num_train_epochs=7).train(),
-            "num_train_epochs=7 has no effect", UserWarning),
-    Mistake("direction of a metric", lambda folder: make_trainer(
-            folder, max_steps=1, metric_for_best_model="loss", greater_is_better=True).train(),
-            "Set greater_is_better=False", UserWarning),
+    idle("Set eval_strategy='steps'", eval_steps=2),
+    idle("Set save_strategy='steps'", save_strategy="epoch", save_steps=2),
+    idle("num_train_epochs=7 has no effect", max_steps=1, num_train_epochs=7),
+    idle("Set greater_is_better=False", metric_for_best_model="loss", greater_is_better=True),
     Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[
             type("Own", (TrainerCallback,), {"on_stepend": print})]), "Did you mean 'on_step_end'", UserWarning),
     Mistake("manual optimization without steps", lambda folder: make_trainer(

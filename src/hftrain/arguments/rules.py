@@ -216,7 +216,7 @@ def check_combinations(args: ArgumentFields) -> None:
 
 
 def warn_of_idle(args: ArgumentFields) -> None:
-    """Warn of settings of when to act, and of how long to train, that others make void; called before a training."""
+    """Warn of settings of when to act, and of how long to train, that others make void; called for a Trainer."""
     # logging_steps and 500 are what eval_strategy='steps' and the set_* methods fill in.
     filled = {"eval_steps": (args.logging_steps, 500)}
     for name, strategy in _INTERVALS.items():

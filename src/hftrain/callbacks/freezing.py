@@ -82,8 +82,9 @@ class Freeze(TrainerCallback):
                     "The data has no length, so passes cannot be counted.",
                     "Give the end in updates ('500ba') or shares of the run ('0.1dur').",
                 )
+            named = find_named(model, pattern)
             # Others stay as they are: of a model with adapters, all but these were frozen before.
-            if until is not None and not any(id(p) in held for p in find_named(model, pattern).values()):
+            if until is not None and not any(id(p) in held for p in named.values()):
                 raise ConfigError(
                     f"Cannot unfreeze {pattern!r} at {until!r}.",
                     "The optimizer holds none of it: it was frozen before the optimizer was made.",

@@ -125,8 +125,8 @@ def _read_dict(made: Mapping[str, Any], maker: str) -> tuple[Any, Timed | None]:
         raise _unreadable(
             maker,
             f"its lr_scheduler has interval={timing.get('interval')!r}.",
-            "Write {'scheduler': schedule, 'interval': 'step'} (each update) or 'epoch': the default is 'epoch' in "
-            "Lightning, and a pair (optimizer, schedule) is stepped after each update here.",
+            "Say 'step' (after each update) or 'epoch': the default is 'epoch' in Lightning, and a pair (optimizer, "
+            "schedule) is stepped after each update here.",
         )
     return optimizer, Timed(**timing)
 

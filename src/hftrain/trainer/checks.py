@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
-from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core import replaced
@@ -125,7 +124,6 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     functions = {name: getattr(trainer, name) for name in names}
     functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in sets.items()}
     check_functions(args, functions, computes_loss=trainer._is_overridden("compute_loss"))
-    warn_of_idle(args)
     _check_metric(trainer, sets)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
