@@ -364,7 +364,6 @@ WARNED = [
     Mistake("setting without effect", lambda folder: TrainingArguments("out", hub_strategy="end"),
             "push_to_hub=True", UserWarning),
     idle("Set eval_strategy='steps'", eval_steps=2),
-    idle("Set save_strategy='steps'", save_strategy="epoch", save_steps=2),
     idle("num_train_epochs=7 has no effect", max_steps=1, num_train_epochs=7),
     idle("Set greater_is_better=False", metric_for_best_model="loss", greater_is_better=True),
     Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[

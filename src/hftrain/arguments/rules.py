@@ -216,13 +216,11 @@ def check_combinations(args: ArgumentFields) -> None:
 
 
 def warn_of_idle(args: ArgumentFields) -> None:
-    """Warn of settings of when to act, and of how long to train, that others make void; called for a Trainer."""
-    # logging_steps and 500 are what eval_strategy='steps' and the set_* methods fill in.
-    filled = {"eval_steps": (args.logging_steps, 500)}
-    for name, strategy in _INTERVALS.items():
-        value, kind = getattr(args, name), getattr(args, strategy)
-        if kind != IntervalStrategy.STEPS and value not in (None, -1, getattr(type(args), name), *filled.get(name, ())):
-            warn_once(f"{name}={value!r} has no effect with {strategy}={str(kind)!r}. Set {strategy}='steps'.")
+    """Warn of settings that others make void, and of a metric whose name contradicts its direction."""
+    # logging_steps and 500 are what eval_strategy='steps' and set_evaluate() fill in.
+    if args.eval_strategy != IntervalStrategy.STEPS and args.eval_steps not in (None, -1, 500, args.logging_steps):
+        given, found = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
+        warn_once(f"{given} has no effect with {found}. Set eval_strategy='steps'.")
     if args.max_steps > 0 and args.num_train_epochs not in (None, type(args).num_train_epochs):
         warn_once(
             f"num_train_epochs={args.num_train_epochs!r} has no effect with max_steps={args.max_steps}, which ends the "

@@ -109,10 +109,3 @@ def test_run_without_length_raises_unless_steps_are_given(epochs):
     with pytest.raises(ConfigError, match="num_train_epochs"):
         TrainingArguments("out", num_train_epochs=epochs)
     assert TrainingArguments("out", num_train_epochs=epochs, max_steps=5).max_steps == 5
-
-
-@pytest.mark.parametrize("name", ["bf16", "ddp_find_unused_parameters", "load_best_model_at_end", "tf32"])
-@pytest.mark.parametrize("value", ["false", "no"])
-def test_text_in_place_of_a_yes_or_a_no_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"Cannot use {name}='{value}'. It must be True or False"):
-        TrainingArguments("out", **{name: value})
