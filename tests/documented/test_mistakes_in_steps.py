@@ -172,6 +172,11 @@ class NoLabels(Net):
         return self.layers(x)
 
 
+class PassesOn(Net):
+    def forward(self, **batch: Any) -> Any:
+        return super().forward(**batch)
+
+
 class Vector(Net):
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         return (F.cross_entropy(self.layers(x), labels, reduction="none"),)  # type: ignore[arg-type]
@@ -285,6 +290,7 @@ STEPS = [
         lambda s, b: F.binary_cross_entropy_with_logits(scores_of(s, b)[:, 0], b["labels"]),
         "labels.float()",
     ),
+    Mistake("item count", lambda folder: train(folder, PassesOn()), "accepts_loss_kwargs = False", TypeError),
     stepping("float ids", lambda s, b: F.embedding(b["x"], torch.ones(5, 4)), "ids.long()"),
     stepping("id range", lambda s, b: F.embedding(b["labels"] + 9, torch.ones(5, 4)), "labels go from 0 to"),
     Mistake("too long", bert(input_ids=[1] * 9, labels=0), "max_length=6", RuntimeError),
@@ -645,6 +651,7 @@ def test_error_outside_of_a_step_says_nothing_about_a_batch(tmp_path: Path, wher
         ("FSDP expects uniform original parameter dtype but got {...}", "model.float()"),
         ("CUDA error: device-side assert triggered", "use_cpu=True"),
         ("Torch not compiled with CUDA enabled", "remove .cuda()"),
+        ("Could not run 'aten::linalg_vector_norm' with arguments from the 'SparseCPU' backend.", "max_grad_norm=0"),
         ("RNN input dtype (torch.float64) does not match weight dtype (torch.float32).", "weights are float32"),
         ("'tuple' object has no attribute 'size'", "outputs[0]"),
     ],

@@ -9,17 +9,32 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace as Plain
 from typing import Any
 
 import pytest
 import torch
 from support.forked import free_port
 from support.mistakes import Mistake, check, table
-from support.tiny import Net, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
 from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 import hftrain
-from hftrain import EarlyStoppingCallback, Trainer, TrainingArguments, launch
+from hftrain import (
+    EMA,
+    SWA,
+    EarlyStoppingCallback,
+    FlightLog,
+    Freeze,
+    Mixture,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    launch,
+    pack_dataset,
+)
 from hftrain.core.errors import CheckpointError, MissingDependencyError, StrategyError, TaskError, UnknownArgumentError
 from hftrain.core.launcher import read_launch
 from hftrain.strategies.deepspeed.config import read_config
@@ -114,6 +129,22 @@ def output_dir_is_a_file(folder: Path) -> None:
     train(folder / "out", max_steps=1)
 
 
+def own(make: Any, **attributes: Any) -> Any:
+    """Return a task that makes its optimizers, and a schedule, in its own way."""
+    task = type("Own", (Task,), {"configure_optimizers": lambda self: make(SGD(self.parameters(), 0.1)), **attributes})
+    return task()
+
+
+def idle(says: str, **options: Any) -> Mistake:
+    """Return the row of settings of which one has no effect."""
+    return Mistake(says, lambda folder: Trainer(Net(), make_arguments(folder, **options)), says, UserWarning)
+
+
+def under_no_grad(folder: Path) -> None:
+    with torch.no_grad():
+        train(folder, max_steps=1)
+
+
 UNKNOWN: Any = {"error": UnknownArgumentError}
 NAMES = [
     setting("learning_rte", 1, "Did you mean 'learning_rate'?", **UNKNOWN),
@@ -136,6 +167,19 @@ NAMES = [
     setting("max_length", 128, "tokenizer", **UNKNOWN),
     setting("devices", 2, "torchrun --nproc_per_node", **UNKNOWN),
     setting("xyzzy", 1, "help(TrainingArguments)", **UNKNOWN),
+    setting("accelerator", 1, "use_cpu=True", **UNKNOWN),
+    setting("check_val_every_n_epoch", 1, "eval_strategy='epoch'", **UNKNOWN),
+    setting("default_root_dir", 1, "'output_dir'", **UNKNOWN),
+    setting("device", 1, "use_cpu=True", **UNKNOWN),
+    setting("enable_progress_bar", 1, "disable_tqdm=True", **UNKNOWN),
+    setting("limit_val_batches", 1, "limit_eval_batches", **UNKNOWN),
+    setting("num_sanity_val_steps", 1, "sanity_eval_batches", **UNKNOWN),
+    setting("logger", 1, "report_to", **UNKNOWN),
+    setting("val_check_interval", 1, "eval_steps", **UNKNOWN),
+    trainer_of("collate_fn", "data_collator", collate_fn=1),
+    trainer_of("loss_fn", "training_step", loss_fn=1),
+    trainer_of("val_loader", "eval_dataset", val_loader=1),
+    trainer_of("task", "model=", task=1),
     Mistake(
         "positional settings",
         lambda folder: TrainingArguments("out", True, 5e-5),  # type: ignore[misc]
@@ -175,7 +219,7 @@ VALUES = [
     setting("weight_decay", None, "must be a number"),
     setting("save_steps", 10.5, "save_steps=10"),
     setting("logging_steps", 0, "logging_strategy='no'"),
-    setting("save_total_limit", 0, "at least 1"),
+    setting("save_total_limit", -2, "-1 for none"),
     setting("load_best_model_at_end", "True", "quotation marks"),
     setting("greater_is_better", "yes", "True or False"),
     setting("metric_for_best_model", 3, "must be text"),
@@ -238,11 +282,25 @@ PARTS = [
     trainer_of("class of an optimizer", "optimizer_cls_and_kwargs=(SGD", optimizers=(torch.optim.SGD, None)),
     trainer_of("name of a metric", "EvalPrediction", compute_metrics="accuracy"),
     trainer_of("name of a collator", "list of samples", data_collator="default"),
+    trainer_of("dataset as a collator", "train_dataset=", data_collator=make_rows(2)),
+    running("no optimizer to step", "no optimizer", TaskError, model=own(lambda _: None, automatic_optimization=False)),
+    running("EMA and SWA", "EMA and SWA in one training", callbacks=[EMA(), SWA()]),
+    running("schedule of timm's", "step_update(count)", TaskError,
+            model=own(lambda sgd: (sgd, Plain(step=lambda epoch: None)))),
+    running("schedule in a list", "to say when", TaskError, model=own(lambda sgd: ([sgd], [StepLR(sgd, 1)]))),
+    running("schedule without a state", "save_only_model", save_strategy="epoch",
+            model=own(lambda sgd: (sgd, Plain(step=lambda: None)))),
+    running("mean of losses", "for each sample", flight_log=FlightLog(sample_losses=lambda outputs, _: outputs[0])),
+    Mistake("module to freeze", lambda folder: Freeze(nn.Linear(2, 2), until=1), "named_modules()"),  # type: ignore[arg-type]
+    Mistake("mixture of a list", lambda folder: Mixture([make_rows(2)]), "Pass a dict"),  # type: ignore[arg-type]
+    Mistake("texts to pack", lambda folder: pack_dataset([{"text": "a"}], 8), "Tokenize texts first"),
     running("model without weights", "from_pretrained()", model=without_weights()),
+    Mistake("train() under no_grad", under_no_grad, "outside of torch.no_grad()", TaskError),
     Mistake("train(dataset)", lambda folder: make_trainer(folder).train(make_rows(2)), "a list"),
 ]  # fmt: skip
 RESUMING = [
     resuming("resume 'true'", "true", "Pass True without quotation marks"),
+    resuming("Lightning's last", "last", "True for the newest in output_dir"),
     resuming("resume from Lightning's file", "last.ckpt", "load them into the model"),
     resuming("resume from a file of a checkpoint", "checkpoint-7/model.safetensors", "Pass its folder"),
     Mistake("resume another optimizer", lambda folder: resume_other(folder, Net(), optim="sgd"),
@@ -307,6 +365,14 @@ WARNED = [
             EarlyStoppingCallback(), EarlyStoppingCallback()]), "two callbacks of the type Early", UserWarning),
     Mistake("setting without effect", lambda folder: TrainingArguments("out", hub_strategy="end"),
             "push_to_hub=True", UserWarning),
+    idle("Set eval_strategy='steps'", eval_steps=2),
+    idle("num_train_epochs=7 has no effect", max_steps=1, num_train_epochs=7),
+    idle("Set greater_is_better=False", metric_for_best_model="loss", greater_is_better=True),
+    Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[
+            type("Own", (TrainerCallback,), {"on_stepend": print})]), "Did you mean 'on_step_end'", UserWarning),
+    Mistake("manual optimization without steps", lambda folder: make_trainer(
+            folder, own(lambda sgd: sgd, automatic_optimization=False), max_steps=1).train(),
+            "stepped no optimizer", UserWarning),
     Mistake("old name", lambda folder: TrainingArguments("out", evaluation_strategy="no", per_gpu_eval_batch_size=2),
             "per_gpu_eval_batch_size is deprecated", FutureWarning),
 ]  # fmt: skip

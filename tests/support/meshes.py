@@ -110,7 +110,8 @@ def make(name: str, **options: Any) -> Any:
     if name == "lora":
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False))
+        settings = {"r": 2, "init_lora_weights": False, "lora_dropout": options.get("lora_dropout", 0.0)}
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", **settings))
     with torch.no_grad():  # norms and biases that do something
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -103,7 +103,7 @@ def make_arguments(folder: Path, *, arguments: Any = TrainingArguments, **option
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
-        "num_train_epochs": 2,
+        **({} if "max_steps" in options else {"num_train_epochs": 2}),
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save_strategy": "no",

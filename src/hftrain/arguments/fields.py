@@ -201,7 +201,7 @@ class SavingArguments:
         500, "Optimizer steps between checkpoints. Below 1: a fraction of all steps; -1: never save."
     )
     save_total_limit: int | None = setting(
-        None, "Number of checkpoints to keep. Older ones are deleted, except the best one. None keeps all."
+        None, "Number of checkpoints to keep. Older ones are deleted, except the best one. None, 0 and -1 keep all."
     )
     save_safetensors: bool | None = setting(True, "Write safetensors files instead of pickled state dicts.")
     save_on_each_node: bool = setting(False, "Save on every node. Do not use it if the nodes share storage.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -22,7 +23,7 @@ _COUNTS: dict[str, int] = {
     "torch_empty_cache_steps": 1,
     "eval_accumulation_steps": 1,
     "past_index": -1,
-    "save_total_limit": 1,
+    "save_total_limit": -1,
     "seed": 0,
     "data_seed": 0,
     "local_rank": -1,
@@ -80,6 +81,11 @@ _OF_WORKERS = (
     *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
     "dataloader_timeout",
 )
+# Words in the names of metrics, by the `greater_is_better` that they contradict.
+_CONTRADICTED = {
+    False: {"accuracy", "acc", "auc", "auroc", "bleu", "f", "map", "precision", "recall", "rouge"},
+    True: {"cer", "error", "loss", "mae", "mse", "perplexity", "ppl", "rmse", "wer"},
+}
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
@@ -207,6 +213,25 @@ def check_combinations(args: ArgumentFields) -> None:
         warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
     if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
         get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
+
+
+def warn_of_idle(args: ArgumentFields) -> None:
+    """Warn of settings that others make void, and of a metric whose name contradicts its direction."""
+    # logging_steps and 500 are what eval_strategy='steps' and set_evaluate() fill in.
+    if args.eval_strategy != IntervalStrategy.STEPS and args.eval_steps not in (None, -1, 500, args.logging_steps):
+        given, found = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
+        warn_once(f"{given} has no effect with {found}. Set eval_strategy='steps'.")
+    if args.max_steps > 0 and args.num_train_epochs not in (None, type(args).num_train_epochs):
+        warn_once(
+            f"num_train_epochs={args.num_train_epochs!r} has no effect with max_steps={args.max_steps}, which ends the "
+            "training. Leave one of the two out."
+        )
+    is_greater, words = args.greater_is_better, re.findall(r"[a-z]+", (args.metric_for_best_model or "").lower())
+    if is_greater is not None and {*words} & _CONTRADICTED[is_greater]:
+        warn_once(
+            f"metric_for_best_model={args.metric_for_best_model!r} with greater_is_better={is_greater} keeps the worst "
+            f"model, if the metric is what its name says. Set greater_is_better={not is_greater}."
+        )
 
 
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:

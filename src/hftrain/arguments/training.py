@@ -168,6 +168,8 @@ def _derive(args: ArgumentFields) -> None:
         # Fractions below 1 are shares of the run, and stay.
         if isinstance(value, float) and value >= 1 and value.is_integer():
             setattr(args, name, int(value))
+    if args.save_total_limit in (0, -1):
+        args.save_total_limit = None
     if args.save_steps == -1 and args.save_strategy == SaveStrategy.STEPS:
         args.save_strategy = SaveStrategy.NO
     needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in FOLLOW_METRIC

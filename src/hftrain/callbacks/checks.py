@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrain.core.elsewhere import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
-from hftrain.core.errors import HFTrainError, TaskError, a_kind
+from hftrain.core.errors import HFTrainError, TaskError, a_kind, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.notes import add_note
 from hftrain.core.uncalled import warn_of_uncalled
@@ -33,7 +33,10 @@ def check_callback(callback: Any) -> None:
             "on_step_end(self, args, state, control, **kwargs).",
         )
     if lightning_base(kind) is None:
-        warn_of_uncalled(kind, CALLBACK_METHODS)
+        # What several classes define is an event of another library's base class.
+        names = [name for each in kind.__mro__ for name in vars(each) if name.startswith("on_")]
+        own = {name for name in names if names.count(name) == 1} - {*EVENTS}
+        warn_of_uncalled(kind, {**{name: suggest(name, EVENTS) for name in sorted(own)}, **CALLBACK_METHODS})
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
         if isinstance(callback, (list, tuple)):

@@ -40,7 +40,7 @@ class Freeze(TrainerCallback):
 
     Raises:
         ConfigError: A pattern names nothing, `until` cannot be read or counts passes of a stream without a length, or
-            a parameter to unfreeze is not in the optimizer, because it was frozen before.
+            the optimizer holds nothing of what is to be unfrozen, because it was frozen before.
         StrategyError: The engine fixes what is trained (DeepSpeed).
 
     Example:
@@ -48,14 +48,14 @@ class Freeze(TrainerCallback):
     """
 
     def __init__(self, modules: str | list[str] | Mapping[str, Any], until: str | float | None = None) -> None:
-        names = [modules] if isinstance(modules, str) else modules
+        names = [modules] if isinstance(modules, (str, nn.Module)) else modules
         given = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, until)
         wrong = [each for each in given.values() if each is not None and not _split(each)[0]]
-        if wrong or not given:
+        if wrong or not given or not all(isinstance(each, str) for each in given):
             raise ConfigError(
                 f"Cannot freeze {', '.join(map(repr, given)) or 'no module'} until {wrong[0] if wrong else until!r}.",
-                "The end is a number of updates, or a length in 'ep', 'ba' or 'dur'.",
-                "Write it like '1ep', '500ba' or '0.1dur', or leave it out.",
+                "Modules are named by their paths; the end is a number of updates, or a length in 'ep', 'ba' or 'dur'.",
+                "Write a path of model.named_modules(); the end like '1ep', '500ba' or '0.1dur', or leave it out.",
             )
         self.modules = given
         self._frozen: list[_Frozen] = []
@@ -82,13 +82,14 @@ class Freeze(TrainerCallback):
                     "The data has no length, so passes cannot be counted.",
                     "Give the end in updates ('500ba') or shares of the run ('0.1dur').",
                 )
-            for name, parameter in find_named(model, pattern).items():
-                if until is not None and id(parameter) not in held:
-                    raise ConfigError(
-                        f"Cannot unfreeze {name!r} at {until!r}.",
-                        "The optimizer does not hold it: it was frozen before the optimizer was made.",
-                        "Leave requires_grad on: Freeze turns it off.",
-                    )
+            named = find_named(model, pattern)
+            # Others stay as they are: of a model with adapters, all but these were frozen before.
+            if until is not None and not any(id(p) in held for p in named.values()):
+                raise ConfigError(
+                    f"Cannot unfreeze {pattern!r} at {until!r}.",
+                    "The optimizer holds none of it: it was frozen before the optimizer was made.",
+                    "Leave requires_grad on: Freeze turns it off.",
+                )
         parameters = {name: p for name, p in find_named(model, "*").items() if id(p) in held or p.requires_grad}
         # Those with running statistics: they would change although nothing is trained.
         norms = {path: m for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None}

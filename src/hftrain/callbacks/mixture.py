@@ -68,7 +68,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
     def __init__(
         self, sets: Mapping[str, Any], *, mode: str = "min_size", window: int = 100, epoch_size: int | None = None
     ) -> None:
-        given = list(map(_split, sets.values()))
+        given = list(map(_split, sets.values() if isinstance(sets, Mapping) else ()))
         self.names, self.datasets = list(sets), [dataset for dataset, _ in given]
         self.mode, self.window, self.epoch_size, self.seed = mode, window, epoch_size, 42
         self._check_arguments([weight for _, weight in given])
@@ -91,7 +91,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
             raise ConfigError(
                 f"Cannot mix {len(weights)} sets by mode={self.mode!r}, window={sizes[0]} and epoch_size={sizes[1]}.",
                 "There is at least one set, sizes are above 0, and 'sequential' takes the datasets alone, unweighted.",
-                f"The modes are {', '.join(MODES)}.",
+                f"Pass a dict, {{'a': dataset, 'b': (another, 0.25)}}. The modes are {', '.join(MODES)}.",
             )
         is_stream = isinstance(self, IterableDataset)
         for name, each in zip(self.names, self.datasets, strict=True):

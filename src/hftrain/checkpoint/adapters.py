@@ -27,8 +27,11 @@ def saves_adapters(model: torch.nn.Module) -> bool:
 def _saved_adapters(model: Any) -> list[str]:
     if any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         return list(model.peft_config)
-    # A transformers model with `add_adapter` saves its active adapter, in the folder itself.
-    return list(model.active_adapters()) if _has_loaded_adapters(model) else []
+    try:
+        # A transformers model with `add_adapter` saves its active adapter, in the folder itself.
+        return list(model.active_adapters()) if _has_loaded_adapters(model) else []
+    except ValueError:
+        return []  # PEFT's inject_adapter_in_model added them, of which transformers knows nothing: saved whole
 
 
 def _has_loaded_adapters(model: Any) -> bool:

@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Union
 
 from hftrain.arguments.normalize import LENGTHS
+from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.cli.answer import Answer
@@ -262,7 +263,8 @@ def _path_of(made: Any) -> str:
 def _near(key: str, known: set[str]) -> str:
     """Return similar keys of the same section."""
     beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
-    hint = suggest(key, beside)
+    section, _, name = key.rpartition(".")
+    hint = suggest(f"{section}.{COMMON_NAMES.get(name, name)}" if section == "args" else key, beside)
     return hint if hint.startswith("Did") or len(beside) < 20 else "See hftrain fit --help."
 
 

@@ -150,6 +150,7 @@ def _advice(best: Candidate, memory: float) -> list[str]:
     left = memory * USABLE - best.device
     arguments = f"per_device_train_batch_size={best.micro_batch}, gradient_accumulation_steps={best.accumulation}"
     return [
+        *(["from hftrain.strategies.registry import create_strategy"] if options else []),
         f"Trainer(strategy={strategy}), TrainingArguments({arguments}, gradient_checkpointing={best.checkpointing})",
         f"It fits with {readable_bytes(int(left))} to spare ({1 - USABLE:.0%} of the memory is left to the runtime), "
         "and of those that fit with as little recomputing, waiting and offloading it communicates least.",

@@ -230,11 +230,13 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
         raise _no_lengths(
             dataset,
             f"A sample has no {config.input_name!r} with a length{found}.",
-            "Name a column of lengths of a datasets.Dataset in length_column_name, or leave the setting out.",
+            "Tokenize texts first (dataset.map), name a column of lengths in length_column_name, or leave it out.",
         )
     return len(value)
 
 
 def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
-    asked = f"Cannot order {type(dataset).__name__} by length (group_by_length or sortish_sampler)."
+    asked = (
+        f"Cannot read the lengths of {type(dataset).__name__} (to pack it, or for group_by_length or sortish_sampler)."
+    )
     return ConfigError(asked, reason, remedy)

@@ -214,7 +214,8 @@ class EvenedStream(StreamWrapper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, for the next iteration."""
-        self._first_state, self._end, self._count = state["start"], state["end"], int(state["count"])
+        self._first_state, self._count = state["start"], int(state["count"])
+        self._end = state.get("end", self._first_state)  # as older checkpoints had it
         self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
         self.dataset.load_state_dict(state["stream"])
 

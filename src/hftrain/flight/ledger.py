@@ -172,7 +172,7 @@ class _Recorder:
             seconds["forward"] -= seconds["backward"] - before
             micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
             if sample_losses is not None and self._outputs is not None:
-                micro_step["each"] = sample_losses(self._outputs, batch).detach()
+                micro_step["each"] = _losses_of(sample_losses(self._outputs, batch), micro_step["samples"])
                 self._outputs = None
             self._micro_steps.append(micro_step)
             return loss
@@ -315,6 +315,17 @@ class _Timed(ContextDecorator):
         if self._name in self._recorder.seconds:
             self._recorder.seconds[self._name] += time.perf_counter() - self._start_s
         self._recorder.phase.begin(self._outer)
+
+
+def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
+    """Return what `sample_losses` returned; raise unless it is a tensor of one loss for each sample."""
+    if not hasattr(losses, "shape") or len(losses.shape) != 1 or len(losses) != len(samples or losses):
+        raise ConfigError(
+            f"Cannot log what FlightLog's sample_losses returned ({getattr(losses, 'shape', losses)}):",
+            "it must be a tensor of one loss for each sample.",
+            "Compute it with reduction='none', and take the mean of each sample, not of the batch.",
+        )
+    return losses.detach()
 
 
 def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,16 +61,19 @@ class OpenBatches(Sampler[list[Any]]):
                 self.noted.append((position, list(left)))
             yield left
 
-    def _next_after(self, index: Any) -> int:
-        if not isinstance(index, Integral):
+    def _next_after(self, index: Any) -> Any:
+        *sets, place = index if isinstance(index, tuple) else (index,)  # of a Mixture: the next one of the same set
+        num = self._dataset.lengths[sets[0]] if sets else len(self._dataset)
+        following = ((int(place) + step) % num for step in range(1, num)) if isinstance(place, Integral) else ()
+        found = ((*sets, other) if sets else other for other in following)
+        left = next((other for other in found if other not in self._excluded), None)
+        if left is None:
             raise TaskError(
                 "A batch has nothing left.",
-                f"All its samples are in exclude_samples, and which one comes after {index} is not known.",
+                f"All its samples are in exclude_samples, and so is what comes after {index}, or that is not known.",
                 "Use larger batches, or leave the samples out of the datasets themselves.",
             )
-        num = len(self._dataset)
-        following = ((int(index) + step) % num for step in range(1, num))
-        return next(other for other in following if other not in self._excluded)
+        return left
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

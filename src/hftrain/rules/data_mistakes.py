@@ -8,6 +8,7 @@ from typing import Any
 
 from hftrain.core.errors import listed
 from hftrain.core.notes import describe, facts_of
+from hftrain.data.datasets import has_length
 from hftrain.data.workers import names_of_the_fetch, open_samples
 
 # The lines in a traceback with which torch calls a dataset or a collator.
@@ -40,7 +41,7 @@ def locate_in_data(error: BaseException) -> str | None:
             end = f" The first: {describe(samples[0])}."
         return f"{where} in the data_collator {_name(collator)}, for {which or 'a batch'}.{end}"
     which = f"sample {known['idx']} of " if "idx" in known else f"one of {which} of " if which else ""
-    if isinstance(error, IndexError) and hasattr(dataset, "__len__") and not worker:
+    if isinstance(error, IndexError) and has_length(dataset) and not worker:
         end = f" Its __len__ is {len(dataset)}."
     return f"{where} while reading {which}{type(dataset).__name__}.{end}"
 

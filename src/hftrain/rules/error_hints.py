@@ -28,6 +28,13 @@ _HINTS = {
     r"StepOutput\S* got an unexpected keyword argument 'num_items'": (
         "Items are counted before the backward pass: define count_items(batch) in the task."
     ),
+    r"got an unexpected keyword argument 'num_items_in_batch'": (
+        "The model's forward takes any keyword, so it got the number of items, and passed it on. Set "
+        "accepts_loss_kwargs = False in its class, or let it take num_items_in_batch and divide its loss by that."
+    ),
+    r"'aten::linalg_vector_norm' with arguments from the 'Sparse": (
+        "Gradients of an embedding with sparse=True have no norm to clip by: set max_grad_norm=0, or sparse=False."
+    ),
     r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|on the same device|on the expected device": (
         "The Trainer places the model and the batch: remove .cuda() and .to('cuda'), create other tensors on the "
         "device of the batch, or register them as buffers of the model."

@@ -23,6 +23,7 @@ _CALLS: dict[str, tuple[int, str, str]] = {
         "",
         "(samples), with a list of samples; datasets go by name (train_dataset=...)",
     ),
+    "schedule.step": (0, "", "(), after each update; make timm's step_update(count) the step() of an object around it"),
     "preprocess_logits_for_metrics": (2, "", "(logits, labels)"),
 }
 

@@ -115,6 +115,8 @@ def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
         return TaskError(asked, "it is complex, but a loss must be real.", "Return its abs() or its real part.")
     if loss.requires_grad:
         return None
+    if not torch.is_grad_enabled():  # here too, outside of the step
+        return TaskError(asked, "no gradients are computed.", "Call train() outside of torch.no_grad().")
     return TaskError(
         asked,
         "it does not depend on any trainable parameter.",

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.callbacks.schedules import Schedules, Timed
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.optim.several import Optimizers
+from hftrain.rules.functions import check_call
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.task.module import TaskModule
 
@@ -39,6 +40,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
             "it changes the learning rate of another optimizer than the one that trains.",
             "Make it from the optimizer that you pass.",
         )
+    if hasattr(schedule, "step") and not isinstance(schedule, ReduceLROnPlateau):
+        check_call("schedule.step", schedule.step)
 
 
 def check_step(kind: type[torch.optim.Optimizer]) -> None:
@@ -141,6 +144,8 @@ def _remedy(made: Any) -> str:
     parts = made if isinstance(made, (tuple, list)) else (made,)
     if isinstance(made, type):
         return f"Call it: return {made.__name__}(self.model.parameters(), lr=...)."
+    if len(parts) == 2 and all(isinstance(part, (tuple, list)) and len(part) == 1 for part in parts):
+        return "Return (optimizer, schedule), or {'optimizer': ..., 'lr_scheduler': ...} to say when it is stepped."
     if len(parts) > 1 and any(isinstance(part, (Optimizer, list, tuple, Mapping)) for part in parts[1:]):
         return "Return several optimizers by name: {'generator': optimizer, 'critic': (optimizer, schedule)}."
     if len(parts) == 1 and hasattr(made, "optimizer") and hasattr(made, "step"):

@@ -116,7 +116,8 @@ def watch_states(
             whole = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
             states[f"the state of {type(optimizer).__name__}"] = whole
             if schedule is not None:
-                states[f"the state of {type(schedule).__name__}"] = schedule.state_dict
+                # Without a state_dict(), it cannot be saved itself.
+                states[f"the state of {type(schedule).__name__}"] = getattr(schedule, "state_dict", lambda: schedule)
         _check_states(states)
 
     def check_again() -> None:

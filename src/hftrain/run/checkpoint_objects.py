@@ -41,6 +41,10 @@ _NUM_COMPARED = 256
 _LIBRARIES = ("hftrain", "transformers", "accelerate", "datasets", "torch", "builtins")
 
 
+# Those of all runs of this process, in other threads or in a callback, of which each saves its own.
+_OF_RUNS: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
 class CheckpointObjects:
     """Save and restore what the user declares, for one run, and warn of other optimizers."""
 
@@ -67,6 +71,7 @@ class CheckpointObjects:
         if not strategy.saves_objects and (strategy.shards_model or is_partitioned(self._parts.model)):
             self._refuse_weights()
         self._hooks.append(note_steps(self._stepped))
+        _OF_RUNS.update(each for each in self.saved() if isinstance(each, Optimizer))
         missing = sorted(self.find().keys() - self._awaited.keys())
         if missing and self._path.name:
             warn_once(f"The checkpoint has no state for {', '.join(missing)}: they start from scratch.")
@@ -123,7 +128,7 @@ class CheckpointObjects:
     def _others(self) -> list[Optimizer]:
         known = set(map(id, self.saved()))
         stepped = [each() for each in self._stepped.values()]
-        return [each for each in stepped if each is not None and id(each) not in known]
+        return [each for each in stepped if each is not None and id(each) not in known and each not in _OF_RUNS]
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return their states by name, without the generators; None if there are none to save."""

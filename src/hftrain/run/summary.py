@@ -154,7 +154,7 @@ def announce_training(parts: RunParts, plan: RunPlan) -> None:
     """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
     limits = ", ".join(f"{name}={value}" for name, value in parts.trainer.limits.facts.items())
     if limits and parts.strategy.is_main:
-        logger.warning("Not all of the data is read: %s.", limits)
+        logger.warning("At most this much of the data is read: %s.", limits)
     if not logger.isEnabledFor(logging.INFO):
         # Counting parameters is not free.
         return

@@ -324,5 +324,10 @@ class OptimizersByHand(Optimizers):
                 "backward() was called, and step() was not: a checkpoint would not hold them.",
                 "Call step() after each backward(); gradient_accumulation_steps adds up gradients of several batches.",
             )
+        if not self.outcomes and not any(handle.num_updates for handle in self._handles.values()):
+            warn_once(
+                "The first step changed nothing: training_step stepped no optimizer. With automatic_optimization = "
+                "False, call self.optimizers[name].minimize(loss) in it; leave that out to have the Trainer step."
+            )
         self.step()  # schedules notice it
         return any(self.outcomes) or not self.outcomes

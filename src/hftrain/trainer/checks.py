@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     for callback in callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             callback.check_settings(args)
+    _check_averages(callbacks)
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
     is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
     makes_optimizer = not (is_made or _overrides(trainer, "create_optimizer", "create_optimizer_and_scheduler"))
@@ -155,6 +156,17 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
             lists = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
             raise ConfigError(asked, "it has no parameters.", lists)
         raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
+
+
+def _check_averages(callbacks: Sequence[Any]) -> None:
+    """Raise if several callbacks give the model weights of their own."""
+    averages = [type(callback).__name__ for callback in callbacks if hasattr(callback, "evaluation_weights")]
+    if len(averages) > 1:
+        raise ConfigError(
+            f"Cannot use {' and '.join(averages)} in one training.",
+            "Each would give the model its own weights for evaluations and at the end, and the last one would win.",
+            "Keep one of them.",
+        )
 
 
 def _overrides(trainer: TrainerHooks, *names: str) -> bool:

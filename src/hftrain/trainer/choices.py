@@ -11,6 +11,7 @@ from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
 from hftrain.arguments.enums import DebugOption
+from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
@@ -36,6 +37,7 @@ def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
     args = TrainingArguments("tmp_trainer") if args is None else args
     check_arguments(args)
     resolve(args)
+    warn_of_idle(args)
     resolve_sharing(args)
     check_local_rank(args)
     return args
@@ -129,12 +131,7 @@ def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
 
 
 def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
-    """Return the callbacks that `debug` selects.
-
-    Raises:
-        MissingDependencyError: XLA's metrics are requested without torch_xla.
-        ConfigError: They are requested in a run that does not use XLA.
-    """
+    """Return the callbacks that `debug` selects; raise for XLA's metrics without torch_xla or its strategy."""
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []
     callback = XLAMetricsCallback()

@@ -16,7 +16,7 @@ from hftrain.core.errors import TaskError
 
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with tensors and NumPy values converted to plain numbers and lists, ready for JSON."""
-    return {str(name): _plain(value) for name, value in metrics.items()}
+    return {str(name): _plain(value, str(name)) for name, value in metrics.items()}
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def store_metrics(folder: Path, split: str, metrics: Mapping[str, Any], *, combi
         path.write_text(json.dumps({**known, **plain}, indent=4, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, numpy.generic):
@@ -85,12 +85,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return to_plain(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, name) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TaskError(
-        "A number was reported.",
-        f"It is a {type(value).__name__}, which no log or checkpoint can hold.",
+        f"Cannot report {name!r}:",
+        f"it is a {type(value).__name__}, which no log or checkpoint can hold.",
         "Report numbers, text, or lists and dicts of them.",
         value=value,
     )

@@ -28,7 +28,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
-from hftrain.data.datasets import kept_in_place
+from hftrain.data.datasets import has_length, kept_in_place
 from hftrain.run.parts import TrainerHooks
 from hftrain.trainer.rehearsal import clear, copies, existing_part
 
@@ -129,7 +129,7 @@ class Tuner:
                 "Look for it in one process, or set auto_find_batch_size=True, which agrees before the first step.",
             )
         size, data = trainer.args.per_device_train_batch_size, trainer.train_dataset
-        largest = min(most, len(data)) if hasattr(data, "__len__") else most
+        largest = min(most, len(data)) if has_length(data) else most
         while size <= largest:
             try:
                 with self._trial(TrainerCallback(), max_steps=2, per_device_train_batch_size=size):

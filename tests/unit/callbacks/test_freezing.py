@@ -131,11 +131,15 @@ def test_names_are_checked(tmp_path: Path) -> None:
         make(tmp_path, Freeze("backbon")).train()
     model = Deep()
     model.head.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"'head\.weight'"):
+    with pytest.raises(ConfigError, match="'head' at '1ep'"):
         make(tmp_path, Freeze("head", "1ep"), model=model).train()
     trainer = make(tmp_path, Freeze("head"), model=model, max_steps=1)
     trainer.train()
     assert not model.head.weight.requires_grad  # as it was before
+    model = Deep()  # as with adapters, around which all is frozen
+    model.backbone[0].requires_grad_(False)
+    make(tmp_path, Freeze("backbone", until=1), model=model, max_steps=2).train()
+    assert not model.backbone[0].weight.requires_grad
 
 
 def test_rates_per_layer() -> None:

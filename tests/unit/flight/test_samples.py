@@ -123,6 +123,10 @@ def test_samples_of_a_mixture_are_left_out_by_their_pair(tmp_path: Path) -> None
     for whole, part in zip(lines(tmp_path / "all"), lines(tmp_path / "some"), strict=True):
         assert part["samples"] == [[each for each in samples if each not in excluded] for samples in whole["samples"]]
     assert len(told(tmp_path / "some")) < len(told(tmp_path / "all"))
+    # A batch of one gets the next sample of the same set.
+    options = {"per_device_train_batch_size": 1, "num_train_epochs": 1}
+    make(tmp_path / "one", rows=mixture(), exclude_samples=excluded, **options).train()
+    assert not {(0, 3), (1, 3)} & set(map(tuple, told(tmp_path / "one")))
 
 
 @pytest.mark.parametrize(

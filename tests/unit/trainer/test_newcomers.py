@@ -18,10 +18,8 @@ from hftrain import (
     ConfigError,
     StepOutput,
     TaskError,
-    TaskModule,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 
@@ -147,25 +145,6 @@ def test_iterator_that_is_used_up_after_one_pass_is_named(tmp_path: Path) -> Non
         trainer(3).train()
 
 
-def test_manual_optimization_without_optimizers_is_refused(tmp_path: Path) -> None:
-    class Manual(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(TaskError, match=r"Manual.configure_optimizers.*no optimizer"):
-        Trainer(Manual(), make_arguments(tmp_path), train_dataset=make_rows()).train()
-
-
-def test_a_task_without_its_constructor_is_refused(tmp_path: Path) -> None:
-    class Bare(TaskModule):
-        def __init__(self) -> None:
-            self.width = 3
-
-    with pytest.raises(TaskError, match=r"Cannot use Bare.*Call super\(\).__init__\(\)"):
-        Trainer(Bare(), make_arguments(tmp_path))
-
-
 def test_a_child_that_a_method_hides_is_refused(tmp_path: Path) -> None:
     class Named(Task):
         def __init__(self) -> None:
@@ -174,47 +153,6 @@ def test_a_child_that_a_method_hides_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match=r"Cannot use Named.metrics.*another name"):
         Trainer(Named(), make_arguments(tmp_path))
-
-
-def test_the_dataset_in_the_collators_place_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Cannot use a list as data_collator.*train_dataset=") as caught:
-        Trainer(Task(), make_arguments(tmp_path), make_rows())  # type: ignore[arg-type]
-    assert len(str(caught.value)) < 200
-
-
-def test_lightnings_last_is_told_to_be_true(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, Task())
-    with pytest.raises(CheckpointError, match=r"True for the newest in output_dir"):
-        trainer.train(resume_from_checkpoint="last")
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("accelerator", "use_cpu=True"),
-        ("check_val_every_n_epoch", "eval_strategy='epoch'"),
-        ("default_root_dir", "'output_dir'"),
-        ("device", "use_cpu=True"),
-        ("enable_progress_bar", "disable_tqdm=True"),
-        ("limit_val_batches", "limit_eval_batches"),
-        ("num_sanity_val_steps", "sanity_eval_batches"),
-        ("logger", "report_to"),
-        ("patience", "EarlyStoppingCallback"),
-        ("val_check_interval", "eval_steps"),
-    ],
-)
-def test_lightnings_settings_are_answered_with_ours(name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        TrainingArguments("out", **{name: 1})
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [("collate_fn", "data_collator"), ("loss_fn", "training_step"), ("val_loader", "eval_dataset"), ("task", "model=")],
-)
-def test_keywords_from_memory_are_answered_with_ours(tmp_path: Path, name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        Trainer(Task(), make_arguments(tmp_path), **{name: 1})
 
 
 def test_a_tasks_own_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_plain_values_are_ready_for_json(value: Any, plain: Any) -> None:
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, [b"bytes"]])
 def test_value_that_no_file_can_hold_is_named(value: Any) -> None:
-    with pytest.raises(TaskError, match=r"A number was reported\. It is a (object|set|bytes), which no log"):
+    with pytest.raises(TaskError, match=r"Cannot report 'name': it is a (object|set|bytes), which no log"):
         to_plain({"name": value})
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_rows, make_trainer
+from support.tiny import Net, Stream, make_rows, make_trainer
 
-from hftrain import EMA, ConfigError, set_seed
+from hftrain import EMA, ConfigError, Mixture, set_seed
 
 
 def make(folder: Path, *callbacks: Any, **options: Any) -> Any:
@@ -77,6 +77,8 @@ def test_largest_batch_size_that_works_is_found(tmp_path: Path) -> None:
     assert trainer.args.per_device_train_batch_size == 4
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert make_trainer(tmp_path, Net(), train_dataset=make_rows(64)).tune.batch_size() == 64
+    streams = Mixture({"a": Stream(make_rows()), "b": Stream(make_rows())})
+    assert make_trainer(tmp_path, Net(), train_dataset=streams).tune.batch_size(most=8) == 8
     with pytest.raises(ConfigError, match="per_device_train_batch_size=32"):
         make_trainer(tmp_path, Full(), train_dataset=make_rows(64), per_device_train_batch_size=32).tune.batch_size()
 

@@ -68,7 +68,7 @@ class SplitAttention(TorchFunctionMode):
             raise StrategyError(
                 "Cannot split this attention over ranks.",
                 f"Its mask is not one of the whole sequence of {self._length}: the layer itself makes or cuts it.",
-                "Use cp_size=1 for this model.",
+                "Use cp_size=1 for this model, or transformers 5.3 or newer, whose layers leave it whole.",
                 mask=tuple(attn_mask.shape),
             )
         divides = query.shape[1] % self._mesh.size() == 0

@@ -146,8 +146,9 @@ def layout_of(
         open_dims.remove("dp_shard")
     named = math.prod(size or 1 for size in sizes.values())
     if len(open_dims) > 1 and named < world_size:
-        names = " and ".join(ARGUMENTS[dim] for dim in open_dims[1:])
-        raise _refusal(given, f"{world_size} processes can be shared out in several ways.", f"Set {names}.")
+        names = ", ".join(f"{ARGUMENTS[dim]}=..." for dim in open_dims[1:])
+        remedy = f"Say it: strategy=MeshStrategy({names}), from hftrain.strategies; other processes share out the rest."
+        raise _refusal(given, f"{world_size} processes can be shared out in several ways.", remedy)
     fill = open_dims[0] if open_dims else "dp_shard"
     if world_size % named or (fill in sizes and named != world_size):
         reason = f"They describe {named} processes, and the launcher started {world_size}."

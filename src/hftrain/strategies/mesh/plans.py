@@ -195,6 +195,9 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
                 for name in _COUNTS.get(type(owner).__name__, ()):
                     setattr(owner, name, getattr(owner, name) // own.size)
         if placing.opens:
+            if hasattr(placing.module, "base_layer"):
+                # Its adapter drops parts of the whole input, and a module before it may have opened (queries, of keys).
+                placing.module.register_forward_pre_hook(own.meet)
             placing.module.register_forward_hook(own.part)
         if placing.closes:
             placing.module.register_forward_hook(own.meet)

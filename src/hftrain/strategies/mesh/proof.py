@@ -59,7 +59,7 @@ class Proof:
             if unequal:
                 raise StrategyError(
                     f"The tensor ranks have different {listed(unequal, most=3)}, which each holds whole:",
-                    "the plan leaves out where their computations part or meet.",
+                    "the plan leaves out where their computations part or meet (transformers' before 5.3 do).",
                     "Give these modules the style 'replicated_with_grad_allreduce', or split what surrounds them "
                     "column-wise first and row-wise last.",
                 )

@@ -157,7 +157,7 @@ class _Kept(_StandIn):
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
                 f"{self.name} returns a {type(value).__name__}; one tensor can cross from stage to stage.",
-                "Let the layers return hidden states only (newer versions of transformers do), or use pp_size=1.",
+                "Let the layers return hidden states only (as in transformers 5.3 and newer), or use pp_size=1.",
             )
         self.value, self.stage._place = value, "after"
         return value
