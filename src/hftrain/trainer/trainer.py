@@ -34,7 +34,6 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.nested import nested_numpify
 from hftrain.core.notes import keep_facts
-from hftrain.core.parameters import is_partitioned
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
@@ -83,7 +82,6 @@ from hftrain.run.writing import make_manager, saved_tool, write_model
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
-from hftrain.storage.remote import is_url
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
@@ -1208,8 +1206,8 @@ class Trainer:
                 if not _internal_call:
                     logger.info("Saving model checkpoint to %s", folder)
                 self._save(str(folder), state_dict=weights)
-        is_sharded = self.strategy.shards_model or is_partitioned(self.model)
-        is_uploaded = self.args.push_to_hub or is_url(output_dir or str(self.args.output_dir))
+        is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
+        is_uploaded = self.args.push_to_hub or self._output.url_of(folder) is not None
         if not (_internal_call or is_sharded or is_uploaded):
             return  # so that the main process may save alone
         if not (_internal_call and output_dir):
