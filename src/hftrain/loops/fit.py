@@ -152,6 +152,8 @@ class FitLoop(Loop[FitParts]):
     stage = "fit"
     # True from the start of an epoch until its end is processed.
     is_within_epoch = False
+    # Batches in the latest pass, as its data stated when it began; None if unknown.
+    num_batches: int | None = None
     # Performs requested actions at the end of a step or an epoch: `act`, or a hook that wraps it.
     end_step: Callable[[], None]
 
@@ -159,7 +161,7 @@ class FitLoop(Loop[FitParts]):
         """Set the parts of a run before it starts."""
         super().attach(parts)
         self.is_within_epoch = False
-        self._num_batches, self._batches_per_epoch = parts.config.num_batches, 1
+        self.num_batches, self._batches_per_epoch = parts.config.num_batches, 1
         self.end_step = self.act if parts.hooks.act is None else self._act_through_hook
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
@@ -198,7 +200,7 @@ class FitLoop(Loop[FitParts]):
         events.fire("on_epoch_begin")
         hooks.before_epoch()
         batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
-        num_batches = self._num_batches = self._pass_length()
+        num_batches = self.num_batches = self._pass_length()
         self._batches_per_epoch = num_batches or max_steps * accumulation
         is_over = hooks.restore_rng()
         num_steps = 0
@@ -246,7 +248,7 @@ class FitLoop(Loop[FitParts]):
         self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
         # A loader may correct its length while it is read.
-        is_over = progress.micro_steps_in_epoch == self._num_batches == self._pass_length()
+        is_over = progress.micro_steps_in_epoch == self.num_batches == self._pass_length()
         # Counted before the event, so that a checkpoint saved here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or is_over:
             progress.epoch += 1

@@ -155,7 +155,9 @@ class Contents:
         """Return the participants in the manifest."""
         parts, optimizer = self._parts, type(self._parts.optimizer).__name__
         return [
-            InManifest(lambda: self._plan.facts(parts.progress, parts.data.feed, optimizer=optimizer)),
+            InManifest(
+                lambda: self._plan.facts(parts.progress, num_batches=parts.loop.num_batches, optimizer=optimizer)
+            ),
             InManifest(self._to_do, self._take_left),
             InManifest(self._parts.trained.changes, self._parts.trained.repeat),
             InManifest(self.metric.state_dict, self.metric.load_state_dict),

@@ -69,9 +69,8 @@ class RunPlan:
         """Return the micro-steps of the open pass: as planned, unless the data states another length than then."""
         return self.length.num_batches if feed.num_batches == self.stated else feed.num_batches
 
-    def facts(self, progress: Progress, feed: TrainFeed, *, optimizer: str) -> dict[str, Any]:
-        """Return the facts about position and configuration for a manifest."""
-        num_batches = self.pass_length(feed)
+    def facts(self, progress: Progress, *, num_batches: int | None, optimizer: str) -> dict[str, Any]:
+        """Return the facts about position and configuration for a manifest; `num_batches` are the latest pass's."""
         plan = {"max_steps": self.max_steps, "asked": self.length.max_steps, "num_batches": num_batches}
         geometry = {**self.geometry, "optimizer": optimizer}
         return {"progress": progress.state_dict(), "geometry": geometry, "plan": plan}
