@@ -494,6 +494,14 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session
+def figures(session: nox.Session) -> None:
+    """Measure the overhead of a step, and write it into README.md and docs/performance.md; wants a quiet machine."""
+    install(session, "transformers")
+    session.install(*CONSTRAINTS, "lightning")
+    session.run("python", "benchmarks/overhead.py", "--write", *session.posargs, env=ENV)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the tests that measure, then every script in benchmarks/ next to its peers; wants a quiet machine."""
     install(session, "test", "transformers")

@@ -3,6 +3,7 @@
     python benchmarks/overhead.py                            # the table, a few minutes
     python benchmarks/overhead.py --sizes 1ms --repeats 1    # one model size, once
     python benchmarks/overhead.py --frames hftrain-task      # the Python functions that make the difference
+    python benchmarks/overhead.py --write                    # put the figures into the pages that show them
 
 Everybody does the same work on the same batches: float32, AdamW (decay on matrices only; the table says in which of
 torch's forms), gradients clipped to norm 1 (torch's `clip_grad_norm_`, which is foreach), linear schedule, the data
@@ -45,6 +46,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -61,6 +63,9 @@ NUM_WARMUP_TURNS = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 Contenders = Mapping[str, Callable[[Job], None]]
+
+# The contenders in README.md's table; all with fused AdamW.
+_SHOWN = ("hftrain-task", "hftrain-module", "accelerate-fused", "transformers", "lightning-fused")
 
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 
@@ -283,6 +288,36 @@ def verdicts(results: Sequence[Result]) -> Iterator[str]:
             yield f"{result.contender} at {result.size}: {result.ratio:.3f}, {verdict} the budget of {budget:.2f}"
 
 
+def write_pages(head: str, results: Sequence[Result]) -> None:
+    """Put the table into docs/performance.md, and its main ratios into README.md; `tests/docs` compares the two."""
+    root = Path(__file__).resolve().parents[1]
+    _replace(root / "docs/performance.md", "printed by: python benchmarks/overhead.py", f"{head}\n\n{table(results)}\n")
+    lines = [
+        "| step of the plain loop | hftrain, task | hftrain, plain model | accelerate | transformers | Lightning |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    found = {(result.size, result.contender): result for result in results}
+    for size in SIZES:
+        plain_ms = found[size, "plain"].step_ms
+        shown = f"{plain_ms:.1f} ms" if plain_ms < 10 else f"{plain_ms:.0f} ms"
+        shown += f", {size[:-8]} parameter tensors" if size.endswith(" tensors") else ""
+        lines.append(f"| {shown} | {' | '.join(f'{found[size, name].ratio:.2f}' for name in _SHOWN)} |")
+    _replace(root / "README.md", "written by: nox -s figures", "\n".join(lines) + "\n")
+
+
+def _replace(page: Path, mark: str, text: str) -> None:
+    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+    _, _, after = rest.partition("<!-- end of what")
+    page.write_text(f"{before}<!-- {mark} -->\n{text}<!-- end of what{after}", encoding="utf-8")
+
+
+def versions() -> str:
+    """Return what was measured with, as a sentence."""
+    packages = {name: version(name) for name in ("torch", "accelerate", "transformers", "lightning")}
+    shown = ", ".join(f"{name} {number}" for name, number in packages.items())
+    return f"Python {platform.python_version()}, {shown}, on one core; thread CPU time, medians of alternating rounds:"
+
+
 def frames(name: str, size: Size) -> str:
     """Return a Markdown table of the Python functions that a contender calls more or less often than the plain loop."""
     mine, plain = count_calls(name, size), count_calls("plain", size)
@@ -306,6 +341,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="how often all start anew")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="cpu: time on the core; wall: on the wall clock")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
+    parser.add_argument("--write", action="store_true", help="put what is measured into README.md and docs/")
     parser.add_argument("--frames", choices=CONTENDERS, help="list functions instead of measuring time")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -324,6 +360,8 @@ def main() -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, clock: {options.clock}\n")
     print(table(results))
     print("\n" + "\n".join(verdicts(results)))
+    if options.write:
+        write_pages(versions(), results)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
 
