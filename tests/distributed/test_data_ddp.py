@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -202,17 +203,27 @@ def sort(
         def __len__(self) -> int:
             return 23
 
+    class Drawn(Backwards):
+        def __iter__(self) -> Any:
+            left = list(range(23))
+            while left:
+                yield left.pop(random.randrange(len(left)))
+
     class Own(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            made = {"backwards": Backwards(), "random": torch.utils.data.RandomSampler(range(23))}
+            made = {"backwards": Backwards(), "drawn": Drawn(), "random": torch.utils.data.RandomSampler(range(23))}
             return made[sampler] if sampler else super()._get_train_sampler(train_dataset)
+
+    def collate(rows: Any) -> Any:
+        random.sample(range(9), k=int(os.environ["RANK"]) + 1)  # so that the ranks' generators differ
+        return pad(rows)
 
     model = Reader()
     arguments = make_arguments(
         Path(folder), arguments=Seq2SeqTrainingArguments, per_device_train_batch_size=2, per_device_eval_batch_size=2,
         learning_rate=0.0, save_strategy="steps", save_steps=100, **options,
     )  # fmt: skip
-    trainer = Own(model, arguments, data_collator=pad, train_dataset=Words(), callbacks=[StopAt(stop)])
+    trainer = Own(model, arguments, data_collator=collate, train_dataset=Words(), callbacks=[StopAt(stop)])
     trainer.train(resume_from_checkpoint=resume)
     seen = list(model.seen)
     output = trainer.predict(Words())
@@ -240,13 +251,16 @@ def test_order_by_length_is_shared_out_and_resumed(
     assert (is_sorted == sorted(is_sorted, reverse=True)) == ("sortish_sampler" in options)
 
 
-@pytest.mark.parametrize("sampler", ["backwards", "random"])
-def test_samplers_of_the_user_are_shared_out(tmp_path: Path, run_distributed: Any, sampler: str) -> None:
-    both = run_distributed(sort, folder=str(tmp_path), sampler=sampler)
+@pytest.mark.parametrize("sampler", ["backwards", "random", "drawn"])
+def test_samplers_of_the_user_are_shared_out_and_resumed(tmp_path: Path, run_distributed: Any, sampler: str) -> None:
+    both = run_distributed(sort, folder=str(tmp_path / "whole"), sampler=sampler, num_train_epochs=2)
     rounds = [i for pair in zip(both[0]["seen"], both[1]["seen"], strict=True) for batch in pair for i in batch]
-    assert sorted(rounds[:23]) == list(range(23))
-    if sampler == "backwards":
-        assert rounds[:23] == list(range(22, -1, -1))
+    # The last batch of a pass is filled up.
+    assert [sorted(rounds[:23]), sorted(rounds[24:47])] == [list(range(23))] * 2
+    assert (rounds[:23] == list(range(22, -1, -1))) == (sampler == "backwards")
+    run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, stop=8)
+    parts = run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, resume=True)
+    assert [each["seen"] for each in parts] == [each["seen"][8:] for each in both]
 
 
 # -- loaders that accelerate has prepared ------------------------------------------------------------------------------

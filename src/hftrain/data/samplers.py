@@ -12,9 +12,11 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length
-from hftrain.data.seeding import SeededBatches, new_generator
+from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, with_own_numbers
 
 # The first item and the end (exclusive); None for the sampler's end.
+# Packages whose samplers draw from a generator of their own, which has a seed.
+_OWN_GENERATORS = frozenset({"accelerate", "builtins", "hftrain", "torch"})
 Span = tuple[int, int | None]
 
 _EVERYTHING: Span = (0, None)
@@ -132,6 +134,40 @@ class ContiguousShard(Sampler[Any]):
     def __len__(self) -> int:
         start, stop = self._bounds()
         return stop - start
+
+
+class SharedOrder(Sampler[Any]):
+    """A user's order for ranks that cut it into shares: numbers drawn for it follow from the data seed and the pass.
+
+    The global generators may differ between ranks, whose samples and dropout draw from them, too.
+    """
+
+    passes_batches_on = True
+
+    def __init__(self, batch_sampler: Any, *, seed: int) -> None:
+        self.batch_sampler, self._seed, self._epoch = batch_sampler, seed, 0
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the pass whose order is drawn next."""
+        self._epoch = epoch
+
+    def begin(self, start: int) -> None:
+        """Return None: the items before must be drawn, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return with_own_numbers(lambda: iter(self.batch_sampler), seed=derive_seed(self._seed, self._epoch))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def shared_order(sampler: Any, *, seed: int) -> Any:
+    """Return an order that is the same on all ranks: the sampler, or a `SharedOrder` if a user's class is in it."""
+    parts = (sampler, *samplers_of(sampler))
+    is_users = any(type(part).__module__.partition(".")[0] not in _OWN_GENERATORS for part in parts)
+    return SharedOrder(sampler, seed=seed) if is_users else sampler
 
 
 class RankBatches(Sampler[Any]):
