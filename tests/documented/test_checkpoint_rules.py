@@ -215,7 +215,8 @@ def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None
     saved = json.loads(path.read_text())
     assert (saved["max_steps"], saved["num_train_epochs"]) == (6, 1)
     saved.update(is_world_process_zero=False, is_local_process_zero=False)
-    trainer = make(tmp_path, max_steps=-1, num_train_epochs=2, logging_steps=5, save_steps=4, eval_steps=3)
+    steps = {"logging_steps": 5, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make(tmp_path, max_steps=-1, num_train_epochs=2, **steps)
     found: dict[str, Any] = {}
     look = at("on_train_begin", lambda args, state, control, **kwargs: found.update({**vars(state)}))
     # As if another process had saved it: the manifest holds the file's digest, so the reader is given the text.

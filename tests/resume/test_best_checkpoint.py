@@ -26,7 +26,8 @@ def make(folder: Path, *callbacks: Any, scores: dict[int, float] | None = None, 
     """Return a trainer of 4 steps a pass, evaluated at the end of each, with a score that its step decides."""
     set_seed(1)
     policy = options.pop("save_policy", None)
-    defaults = {"eval_strategy": "epoch", "save_strategy": "steps", "num_train_epochs": 4}
+    defaults = {"eval_strategy": "epoch", "save_strategy": "steps"}
+    defaults |= {} if "max_steps" in options else {"num_train_epochs": 4}
     arguments = make_arguments(folder, metric_for_best_model="score", greater_is_better=True, **(defaults | options))
 
     def score(prediction: Any) -> dict[str, float]:

@@ -29,7 +29,7 @@ def make_run(folder: Path, *callbacks: Any, bad_steps: Any = (), policy: Any = "
     for step in bad_steps:
         rows[4 * step - 2] = {**rows[0], "x": torch.full((4,), math.nan)}
     policy = SavePolicy(on_nonfinite=policy) if isinstance(policy, str) else policy
-    defaults = {"save_steps": 2, "max_steps": 12, "num_train_epochs": 1, "train_sampling_strategy": "sequential"}
+    defaults = {"save_steps": 2, "max_steps": 12, "train_sampling_strategy": "sequential"}
     return make_resumable(folder, *callbacks, train_dataset=rows, save_policy=policy, **{**defaults, **options})
 
 

@@ -58,7 +58,9 @@ class Output:
 
     def url_of(self, folder: Path) -> str | None:
         """Return the URL of a mirror; None if the folder is not a mirror."""
-        return self.url if folder == self.folder else None
+        if folder == self.folder:
+            return self.url
+        return next((url for url in self._mirrors if local_folder(url, start=self._start) == folder), None)
 
     def text_of(self, folder: Path) -> str:
         """Return a checkpoint's path for the state: its URL if remote, because the mirror may be deleted."""

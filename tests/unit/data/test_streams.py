@@ -138,3 +138,13 @@ def test_evaluation_shares_with_several_workers_raise():
     with pytest.raises(ConfigError, match="dataloader_num_workers=1"):
         share(Stream(4), rank=0, world_size=2, num_workers=2)
     assert list(share(Stream(4), rank=1, world_size=2, num_workers=1)) == [2, 3]
+
+
+def test_epoch_stream_reaches_persistent_workers():
+    stream = EpochStream(EpochAware(), seed=0, rank=0)
+    loader = DataLoader(stream, batch_size=4, num_workers=1, persistent_workers=True)
+    seen = []
+    for epoch in (0, 1, 2):
+        stream.set_epoch(epoch)
+        seen += [batch.tolist() for batch in loader]
+    assert seen == [[0] * 4, [1] * 4, [2] * 4]

@@ -107,7 +107,8 @@ def test_stop_does_not_wait_for_an_evaluation_which_the_resumed_run_does_first(
     tmp_path: Path, strategy: str, event: str
 ) -> None:
     options: dict[str, Any] = {
-        "eval_strategy": strategy, "eval_steps": 3, "save_strategy": strategy, "save_steps": 3, "max_steps": 14,
+        "eval_strategy": strategy, "eval_steps": 3 if strategy == "steps" else None, "save_strategy": strategy,
+        "save_steps": 3, "max_steps": 14,
         "load_best_model_at_end": True, "metric_for_best_model": "loss", "train_dataset": Noisy(make_rows()),
     }  # fmt: skip
     whole = make_trainer(tmp_path / "whole", **options)

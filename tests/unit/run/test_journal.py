@@ -180,7 +180,7 @@ def test_torn_line_is_passed_over_and_ended(tmp_path: Path) -> None:
 def test_full_disk_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(tmp_path, eval_strategy="no", save_steps=2, max_steps=6)
+    trainer = make(tmp_path, eval_strategy="no", eval_steps=None, save_steps=2, max_steps=6)
     opened = open
 
     def full(file: Any, mode: str = "r", **options: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net
+from support.tiny import Net, make_rows
 from support.writes import At, Gate, make_trainer, same_files
 
 from hftrain import CheckpointError, SavePolicy, Trainer
@@ -119,7 +119,8 @@ def test_first_async_save_finds_its_memory_taken(
     monkeypatch.setattr(
         writing, "expected_state_bytes", lambda optimizer: next(tries) < num_skipped or expected(optimizer)
     )
-    trainer = make_trainer(tmp_path, At(5, 7, do={4: join}), policy=ASYNC)
+    # Whole batches: none of their tensors has the size of a parameter.
+    trainer = make_trainer(tmp_path, At(5, 7, do={4: join}), policy=ASYNC, train_dataset=make_rows(24))
     trainer.train()
     sizes = sorted(parameter.numel() for parameter in trainer.model.parameters())
     assert {name for name, _ in reserved} == {"hftrain-reserve"}

@@ -64,7 +64,7 @@ def test_each_set_has_its_own_cadence_in_steps(tmp_path: Path) -> None:
 
 def test_each_set_has_its_own_cadence_in_epochs(tmp_path: Path) -> None:
     sets = {"often": make_rows(3), "seldom": EvalSet(make_rows(3), every=3)}
-    trainer = make_trainer(tmp_path, sets, eval_strategy="epoch", max_steps=-1, num_train_epochs=6)
+    trainer = make_trainer(tmp_path, sets, eval_strategy="epoch", eval_steps=None, max_steps=-1, num_train_epochs=6)
     trainer.train()
     assert evaluated(trainer, "often") == [2, 4, 6, 8, 10, 12]
     assert evaluated(trainer, "seldom") == [6, 12]
