@@ -108,7 +108,7 @@ class StatefulLoader(RankLoader):
         self._num_before = self._num_batches - int(state["num_to_drop"])
 
     def __len__(self) -> int:
-        return super().__len__() + (self._skipped.skip if self._skipped else 0)
+        return super().__len__() + (0 if self._skipped is None else self._skipped.skip)
 
     def skip(self, num_batches: int) -> bool:
         """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
