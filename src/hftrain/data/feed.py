@@ -168,7 +168,9 @@ class TrainFeed:
         for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
             tell_epoch(part, epoch)
         set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
-        self._opened = loader, 0 if to_drop or loader is self.loader else skip
+        # A state leads to the position without an offset, which the length does not count.
+        measured = begin_at(loader, offset=offset)[0] if is_placed else loader
+        self._opened = measured, 0 if to_drop or loader is self.loader else skip
         self._stated = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
