@@ -106,8 +106,10 @@ def save_together(folder: str) -> dict[str, Any]:
 
     trainer = make(Path(folder), kind=Watched, max_steps=2)
     trainer.train()
-    trainer.save_model(str(Path(folder) / "final"))
-    # All processes come out of the end of the training with the files there.
+    # All processes come out of the end of the training with the files there; a whole model the main one saves alone.
+    if trainer.is_world_process_zero():
+        trainer.save_model(str(Path(folder) / "final"))
+    trainer.strategy.barrier()
     found = {path.parent.name + "/" + path.name for path in Path(folder).glob("*/*")}
     return {"writes": len(writers), "found": sorted(found)}
 
