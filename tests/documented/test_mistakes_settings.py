@@ -135,11 +135,6 @@ def own(make: Any, **attributes: Any) -> Any:
     return task()
 
 
-def idle(says: str, **options: Any) -> Mistake:
-    """Return the row of settings of which one has no effect."""
-    return Mistake(says, lambda folder: Trainer(Net(), make_arguments(folder, **options)), says, UserWarning)
-
-
 def under_no_grad(folder: Path) -> None:
     with torch.no_grad():
         train(folder, max_steps=1)
@@ -365,9 +360,6 @@ WARNED = [
             EarlyStoppingCallback(), EarlyStoppingCallback()]), "two callbacks of the type Early", UserWarning),
     Mistake("setting without effect", lambda folder: TrainingArguments("out", hub_strategy="end"),
             "push_to_hub=True", UserWarning),
-    idle("Set eval_strategy='steps'", eval_steps=2),
-    idle("num_train_epochs=7 has no effect", max_steps=1, num_train_epochs=7),
-    idle("Set greater_is_better=False", metric_for_best_model="loss", greater_is_better=True),
     Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[
             type("Own", (TrainerCallback,), {"on_stepend": print})]), "Did you mean 'on_step_end'", UserWarning),
     Mistake("manual optimization without steps", lambda folder: make_trainer(
@@ -383,3 +375,16 @@ def test_warning_points_at_the_line_of_the_mistake(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(mistake, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_steps": 1, "num_train_epochs": 7}, "num_train_epochs=7 has no effect with max_steps=1"),
+        ({"eval_steps": 2}, "Set eval_strategy='steps'"),
+        ({"metric_for_best_model": "loss", "greater_is_better": True}, "Set greater_is_better=False"),
+    ],
+)
+def test_setting_without_effect_is_logged(tmp_path: Path, caplog: Any, options: dict[str, Any], says: str) -> None:
+    Trainer(Net(), make_arguments(tmp_path, **options))
+    assert says in caplog.text

@@ -118,7 +118,6 @@ def test_schedule_and_optimizer_go_on(tmp_path: Path, first: Any, then: Any, opt
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.filterwarnings("ignore:metric_for_best_model='loss' with greater_is_better=True")
 @DIRECTIONS
 def test_the_best_model_and_patience_go_on(tmp_path: Path, first: Any, then: Any) -> None:
     def options(library: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from hftrain.core.errors import ConfigError, shorten, suggest
 from hftrain.core.lengths import read_length
 from hftrain.core.log import get_logger, warn_once
 
+logger = get_logger(__name__)
+
 # The smallest accepted values; None is also accepted, except for settings in _NEEDED.
 _COUNTS: dict[str, int] = {
     "per_device_train_batch_size": 1,
@@ -212,23 +214,23 @@ def check_combinations(args: ArgumentFields) -> None:
     if not config.get("xla") and any(config.get(key) for key in _XLA_KEYS):
         warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
     if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
-        get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
+        logger.info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
 
 
 def warn_of_idle(args: ArgumentFields) -> None:
-    """Warn of settings that others make void, and of a metric whose name contradicts its direction."""
+    """Log settings that others make void, and a metric whose name contradicts its direction."""
     # logging_steps and 500 are what eval_strategy='steps' and set_evaluate() fill in.
     if args.eval_strategy != IntervalStrategy.STEPS and args.eval_steps not in (None, -1, 500, args.logging_steps):
         given, found = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
-        warn_once(f"{given} has no effect with {found}. Set eval_strategy='steps'.")
+        logger.warning(f"{given} has no effect with {found}. Set eval_strategy='steps'.")
     if args.max_steps > 0 and args.num_train_epochs not in (None, type(args).num_train_epochs):
-        warn_once(
+        logger.warning(
             f"num_train_epochs={args.num_train_epochs!r} has no effect with max_steps={args.max_steps}, which ends the "
             "training. Leave one of the two out."
         )
     is_greater, words = args.greater_is_better, re.findall(r"[a-z]+", (args.metric_for_best_model or "").lower())
     if is_greater is not None and {*words} & _CONTRADICTED[is_greater]:
-        warn_once(
+        logger.warning(
             f"metric_for_best_model={args.metric_for_best_model!r} with greater_is_better={is_greater} keeps the worst "
             f"model, if the metric is what its name says. Set greater_is_better={not is_greater}."
         )

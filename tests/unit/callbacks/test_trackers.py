@@ -243,7 +243,6 @@ def test_checkpoints_are_uploaded_as_asked(tmp_path: Path, asked: str, folders: 
     assert recorder.folders == folders
 
 
-@pytest.mark.filterwarnings("ignore:metric_for_best_model='loss' with greater_is_better=True")
 def test_best_checkpoint_is_uploaded_at_the_end(tmp_path: Path) -> None:
     recorder = Recorder(artifacts="end")
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}

@@ -38,7 +38,6 @@ def losses(trainer: Trainer) -> dict[int, float]:
     return {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
 
 
-@pytest.mark.filterwarnings("ignore:metric_for_best_model='loss' with greater_is_better=True")
 def test_each_checkpoint_gives_its_own_loss_and_the_live_weights_return(tmp_path: Path) -> None:
     trainer = make(tmp_path, metric_for_best_model="loss", greater_is_better=True)
     trainer.train()
