@@ -344,6 +344,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put what is measured into README.md and docs/")
     parser.add_argument("--frames", choices=CONTENDERS, help="list functions instead of measuring time")
     options = parser.parse_args()
+    if options.write and (options.sizes != list(SIZES) or not all(map(is_installed, _SHOWN))):
+        parser.error("--write needs every size, accelerate, transformers and lightning")
     torch.set_num_threads(1)
     keep_memory()
     if options.frames:

@@ -115,6 +115,10 @@ class TrainFeed:
             state["numbers"] = plain_rng(self._numbers)
         elif self._ahead is not _END:
             state["ahead"] = tensors_of(self._ahead)
+            if not _is_made_of_tensors(self._ahead):
+                _logger.warning(
+                    "The next batch is not made of tensors alone, as the first was: a resume may change it."
+                )
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -224,9 +228,12 @@ class TrainFeed:
                 if "numbers" in saved:
                     restore_rng(saved["numbers"])
                 self._ahead = next(batches, _END)
-            values = iter(saved.get("ahead", ()))
-            if len(tensors_of(self._ahead)) == len(saved.get("ahead", ())):
+            values = saved.get("ahead", [])
+            if len(tensors_of(self._ahead)) == len(values):
+                values = iter(values)
                 self._ahead = map_tensors(self._ahead, lambda own: next(values).to(own.device))
+            elif values:
+                _logger.warning("The checkpoint's next batch does not fit the data, so it is collated again.")
         devices, is_stored = rng_devices(), _is_made_of_tensors(self._ahead)
         while self._ahead is not _END:
             batch = self._ahead

@@ -14,9 +14,9 @@ from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length
 from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, with_own_numbers
 
-# The first item and the end (exclusive); None for the sampler's end.
 # Packages whose samplers draw from a generator of their own, which has a seed.
 _OWN_GENERATORS = frozenset({"accelerate", "builtins", "hftrain", "torch"})
+# The first item and the end (exclusive); None for the sampler's end.
 Span = tuple[int, int | None]
 
 _EVERYTHING: Span = (0, None)
