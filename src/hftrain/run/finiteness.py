@@ -54,7 +54,11 @@ class Rewind:
         return rewind
 
     def __call__(self) -> Path | None:
-        """Load weights, optimizers and loss scale from the newest finite planned checkpoint; None without one."""
+        """Load weights, optimizers and loss scale from the run's newest finite checkpoint that was planned; collective.
+
+        Returns:
+            The checkpoint; None if there is none yet, and nothing was changed.
+        """
         parts, strategy = self._parts, self._parts.strategy
         can_restore = finite_of(parts.manager.run_id)
         newest = parts.manager.latest(lambda each: each.is_planned and can_restore(each)) if strategy.is_main else None

@@ -131,7 +131,12 @@ def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
 
 
 def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
-    """Return the callbacks that `debug` selects; raise for XLA's metrics without torch_xla or its strategy."""
+    """Return the callbacks that `debug` selects.
+
+    Raises:
+        MissingDependencyError: XLA's metrics are requested without torch_xla.
+        ConfigError: They are requested in a run that does not use XLA.
+    """
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []
     callback = XLAMetricsCallback()

@@ -1112,7 +1112,9 @@ class Trainer:
         """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
         session = self._running_session("_evaluate")
         with session.evaluating():
-            metrics = self._own_evaluation.metrics_of_main(self.evaluate(ignore_keys=ignore_keys_for_eval))
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            if self._is_overridden("evaluate"):  # the method itself returns rank 0's
+                metrics = self._own_evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             follow_metric(
