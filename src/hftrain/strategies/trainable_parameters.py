@@ -182,8 +182,8 @@ class _Agreement:
 class Follower(Trained):
     """Let an engine train what requires a gradient, looked at before each forward pass that records gradients.
 
-    All ranks must change the same parameters; an error names a rank that does not. So is a step whose gradients were
-    not exchanged, where each process would train a model of its own, or wait for one that exchanges nothing.
+    All ranks must change the same parameters; an error names a rank that does not. A step whose gradients were not
+    exchanged is an error, too: each process would train a model of its own, or wait for one that exchanges nothing.
 
     Attributes:
         has_run: Whether a backward pass has run since `forget_passes`.
