@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, TrainingArguments, set_seed
-from hftrain.flight.fingerprint import Fingerprint
-from hftrain.flight.invariants import Invariants
-from hftrain.flight.ledger import _Recorder
+from hftrain.extras.flight.fingerprint import Fingerprint
+from hftrain.extras.flight.invariants import Invariants
+from hftrain.extras.flight.ledger import _Recorder
 
 BUDGET_MS, BUDGET_BYTES = 0.4, 1024
 

@@ -33,7 +33,7 @@ from hftrain.core.tree import pytree, uncompiled
 
 # What has no public way, by the file that it stands in.
 FOREIGN = {
-    "callbacks/chunked_loss.py": {"_loss_function"},
+    "extras/chunked_loss.py": {"_loss_function"},
     "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
     "cli/parser.py": {"_argument_group_name", "_option_string_actions"},
@@ -50,8 +50,8 @@ FOREIGN = {
         *("_collate_fn", "_index_sampler", "_rcvd_idx", "_send_idx", "_task_info", "_timeout", "_utils"),
         "_worker_init_fn",
     },
-    "flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
-    "flight/surroundings.py": {"_fingerprint"},
+    "extras/flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
+    "extras/flight/surroundings.py": {"_fingerprint"},
     "optim/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
     "optim/extras/low_rank.py": {"_initialize_projector"},
     "optim/greedy.py": {"_reset"},
@@ -76,7 +76,7 @@ FOREIGN = {
     "task/model_call.py": {"_call_impl", "_compiled_call_impl"},
     "task/quantized.py": {"_hf_peft_config_loaded"},
     "trainer/acceleration.py": {"_mixed_precision"},
-    "trainer/hub.py": {"_name_or_path"},
+    "extras/hub/trainer_hub.py": {"_name_or_path"},
 }
 NAMES = set().union(*FOREIGN.values())
 # Public, though they look private: of named tuples, of `os` and of `sys`.

@@ -198,6 +198,12 @@ def test_package_has_no_files_outside_rooms() -> None:
     assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
 
 
+def test_extras_do_not_know_each_other() -> None:
+    """An extra is a file or a folder below `extras`; the core imports none, since its floors are below theirs."""
+    guests = [(i, i.module.name.split(".")[2:3], i.target.split(".")[2:3]) for i in IMPORTS if i.room == "extras"]
+    assert [str(i) for i, own, other in guests if i.module.room == "extras" and own != other] == []
+
+
 def test_imports_are_absolute() -> None:
     relative = [i for i in IMPORTS if isinstance(i.node, ast.ImportFrom) and i.node.level]
     assert [str(i) for i in relative] == []

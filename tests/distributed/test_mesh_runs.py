@@ -13,7 +13,7 @@ from support.resuming import StopAt
 from support.tiny import make_arguments
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.flight.fingerprint import Fingerprint
+from hftrain.extras.flight.fingerprint import Fingerprint
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ import pytest
 from hftrain.cli.bisect import show_bisect
 from hftrain.cli.blame import show_blame
 from hftrain.cli.replay import show_replay
-from hftrain.flight.reading import read_ledger
+from hftrain.extras.flight.reading import read_ledger
 
 SCRIPT = Path(__file__).parents[1] / "support" / "flight_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]

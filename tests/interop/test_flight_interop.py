@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hftrain import FlightLog, Trainer, set_seed
 from hftrain.cli.blame import show_blame
-from hftrain.flight.reading import read_ledger, write_parquet
+from hftrain.extras.flight.reading import read_ledger, write_parquet
 
 pytestmark = pytest.mark.interop
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "my", "dog", "who", "ran", "off"]

@@ -12,7 +12,7 @@ from support.resuming import Stop
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import EMA, SWA, CheckpointError, ConfigError, Freeze, SavePolicy, TrainerCallback, set_seed
-from hftrain.callbacks.averaging import WeightAverage
+from hftrain.extras.averaging import WeightAverage
 
 
 class Note(TrainerCallback):

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from hftrain.core.optional import is_available
-from hftrain.hub.uploads import REQUIREMENT
+from hftrain.extras.hub.uploads import REQUIREMENT
 
 LARGE = (".safetensors", ".bin", ".pt", ".pth")
 

@@ -18,11 +18,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("preemption",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
-    ("loops", "hub", "search", "engine", "flight"),
+    ("loops", "engine"),
     ("adapter",),
     ("rules", "evaluation"),
     ("run",),
     ("trainer",),
+    ("extras",),
     ("cli",),
     ("compat",),
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hftrain.adapter import deepspeed, fsdp
 from hftrain.adapter.mesh import mesh_request
-from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.arguments.enums import ParallelMode
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import is_set, lacks_processes
@@ -21,8 +20,8 @@ logger = get_logger(__name__)
 _DEFAULT_TIMEOUT_S = 1800
 # Variables that `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {
-    fsdp.LAUNCHED: "fsdp",
-    deepspeed.LAUNCHED: "deepspeed",
+    "ACCELERATE_USE_FSDP": "fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
 }
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
@@ -50,15 +49,15 @@ def strategy_request(
     engines = _engines_of(strategy if is_object else name)
     wanted = _process_options(args)
     if "fsdp" in engines:
-        wanted.update(fsdp.fsdp_options(args, chosen))
+        wanted.update(extra("fsdp").fsdp_options(args, chosen))
         name = "fsdp" if name == "fsdp1" else name
         wanted.update(sizes)
     elif args.fsdp_config and not args.fsdp:
         logger.warning("fsdp_config has no effect with strategy=%r: set fsdp too, or strategy='fsdp'.", name)
     if "deepspeed" in engines:
-        wanted.update(deepspeed.deepspeed_options(args))
+        wanted.update(extra("deepspeed").deepspeed_options(args))
     if "xla" in engines:
-        wanted.update(xla_options(args))
+        wanted.update(extra("xla").xla_options(args))
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if not is_object:
         _check_preset(name, wanted)
@@ -148,7 +147,7 @@ def _engines_of(strategy: str | Strategy | None) -> set[str]:
 
 def _engine_meant_by(args: Any, field: str) -> str:
     """Return the engine that a field of the arguments configures."""
-    is_xla = field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args))
+    is_xla = field == "tpu_num_cores" or (field == "fsdp" and _has_xla_config(args))
     return "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
 
 
@@ -185,13 +184,24 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
 
 def _automatic(args: Any) -> str:
     """Return the default strategy of a run."""
-    if asks_for_xla(args):
+    if _asks_for_xla(args):
         return "xla"
-    if args.deepspeed or is_set(deepspeed.LAUNCHED):
+    if args.deepspeed or is_set("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
-    if args.fsdp or is_set(fsdp.LAUNCHED):
+    if args.fsdp or is_set("ACCELERATE_USE_FSDP"):
         return "fsdp"
     return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
+
+
+def _asks_for_xla(args: Any) -> bool:
+    """Return whether the arguments or the machine select XLA devices."""
+    is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
+    return bool(args.tpu_num_cores or (args.fsdp and _has_xla_config(args)) or is_tpu)
+
+
+def _has_xla_config(args: Any) -> bool:
+    """Return whether `fsdp_config` is about FSDP on XLA devices."""
+    return bool(args.fsdp_config and extra("fsdp").read_fsdp_config(args.fsdp_config).get("xla"))
 
 
 def _name_of(strategy: str | Strategy | None) -> str | None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
-from hftrain.callbacks.clipping import GradientClipping
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.freezing import Freeze
 from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
-from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.progress import PrinterCallback, ProgressCallback
 from hftrain.callbacks.rich_progress import RichProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
-from hftrain.callbacks.spikes import SpikeGuard
 from hftrain.callbacks.summary import SummaryCallback
 from hftrain.core.replaced import default_of
 
@@ -23,14 +19,10 @@ __all__ = [
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "ExportableState",
-    "Freeze",
-    "GradientClipping",
     "NotebookProgressCallback",
-    "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
     "RichProgressCallback",
-    "SpikeGuard",
     "SummaryCallback",
     "TrainerCallback",
     "default_callbacks",

@@ -10,8 +10,8 @@ from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_rank
 from hftrain.cli.rounding import first_apart, first_module_apart
 from hftrain.cli.runs import read_run
 from hftrain.core.errors import ConfigError
-from hftrain.flight.observing import first_difference
-from hftrain.flight.reading import first_parting, read_ledger, read_sessions, shortened
+from hftrain.extras.flight.observing import first_difference
+from hftrain.extras.flight.reading import first_parting, read_ledger, read_sessions, shortened
 
 # What rounds all numbers differently, and a unit in the last place of 1 in types coarser than float32.
 _ROUNDED = ("argument bf16", "argument fp16", "argument tf32", "precision", "strategy", "world_size")

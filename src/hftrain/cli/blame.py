@@ -16,7 +16,7 @@ import torch
 
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step_apart, ledger_with, read_ranks
-from hftrain.flight.reading import (
+from hftrain.extras.flight.reading import (
     FOLDER,
     MIN_STEPS,
     WINDOW,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
-from hftrain.trainer.estimating import MemoryEstimate
+from hftrain.extras.rehearsal.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.cli.blame import find_spikes, picture_path, show_blame
-from hftrain.flight.reading import flight_folder, read_ledger
-from hftrain.flight.split import PHASES, read_split
+from hftrain.extras.flight.reading import flight_folder, read_ledger
+from hftrain.extras.flight.split import PHASES, read_split
 
 _MOST = 8
 

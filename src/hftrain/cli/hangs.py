@@ -9,9 +9,9 @@ from typing import Any
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
-from hftrain.flight.reading import flight_folder, read_ledger, read_sessions
-from hftrain.flight.split import PHASES, read_split
-from hftrain.flight.stacks import Stack, read_phases, read_stacks
+from hftrain.extras.flight.reading import flight_folder, read_ledger, read_sessions
+from hftrain.extras.flight.split import PHASES, read_split
+from hftrain.extras.flight.stacks import Stack, read_phases, read_stacks
 
 _MOST_FRAMES = 8
 

@@ -26,11 +26,11 @@ from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
 from hftrain.core.preserve import temporarily
-from hftrain.flight.ledger import FlightLog
-from hftrain.flight.observing import Observer, first_not_finite
-from hftrain.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
+from hftrain.extras.flight.ledger import FlightLog
+from hftrain.extras.flight.observing import Observer, first_not_finite
+from hftrain.extras.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
 from hftrain.storage.remote import is_url
-from hftrain.trainer.rehearsal import without_trackers
+from hftrain.trainer.choices import without_trackers
 from hftrain.trainer.trainer import Trainer
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.flight.observing import Calls, in_backward, in_words, innermost, own_part
-from hftrain.flight.reading import Lines, shortened, total_loss
+from hftrain.extras.flight.observing import Calls, in_backward, in_words, innermost, own_part
+from hftrain.extras.flight.reading import Lines, shortened, total_loss
 
 # Times the distance that a perturbed run has had so far; relative, and at least the floor.
 _FACTOR, _FLOOR = 10, 1e-5

@@ -14,9 +14,9 @@ from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 from hftrain.core.types import Owns
-from hftrain.flight.observing import Observer, own_part
+from hftrain.extras.batch_size.micro_batches import split_batch
+from hftrain.extras.flight.observing import Observer, own_part
 from hftrain.run.parts import TrainerHooks
-from hftrain.trainer.micro_batches import split_batch
 
 
 class SampleObserver(Observer):

@@ -138,3 +138,30 @@ class TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     metrics: dict[str, float]
+
+
+class BestRun(NamedTuple):
+    """The best trial of a hyperparameter search.
+
+    Args:
+        run_id: The backend's identifier of the trial; for Optuna the trial's number as a string.
+        objective: The trial's objective; a list for several objectives.
+        hyperparameters: The trial's hyper-parameters, by name.
+        run_summary: Ray Tune's `ExperimentAnalysis`; None with the other backends.
+
+    Source: the documented `BestRun`.
+    """
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+class HPSearchBackend(str, enum.Enum):
+    """The documented names of search backends. Source: the documented `HPSearchBackend`."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+    SIGOPT = "sigopt"
+    WANDB = "wandb"

@@ -18,7 +18,6 @@ from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
 from hftrain.storage.remote import check_url, is_url
 from hftrain.strategies.base import Strategy, has_engine
-from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # Settings that cast the model for evaluations, or change how these run it.
 _NOT_IN_PARTS = ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval")
@@ -29,7 +28,7 @@ def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: t
     if not type(strategy).__module__.startswith("hftrain."):
         check_overrides(type(strategy), Strategy)
     refuse(_of_devices(args, strategy))
-    if isinstance(strategy, DeepSpeedStrategy):
+    if has_engine(strategy, "deepspeed"):
         refuse(_of_deepspeed(args, strategy))
     check_url(args.output_dir or "")
     refuse(_of_checkpoints(args, strategy))
@@ -141,7 +140,7 @@ def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row
         "All machines would write the same files of the same store.",
         "Leave save_on_each_node out: a remote folder is one that all machines share.",
     )
-    is_split = strategy.shards_model or isinstance(strategy, DeepSpeedStrategy)
+    is_split = strategy.shards_model or has_engine(strategy, "deepspeed")
     yield (
         is_split and args.save_only_model and args.load_best_model_at_end,
         f"Cannot use save_only_model=True with load_best_model_at_end=True and strategy={strategy.name!r}.",

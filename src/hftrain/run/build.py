@@ -12,6 +12,7 @@ from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
+from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
 from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
@@ -27,7 +28,6 @@ from hftrain.run.run import Run
 from hftrain.run.saving import Saver
 from hftrain.run.training_checks import TrainingChecks, check_schedule
 from hftrain.strategies.base import Strategy
-from hftrain.task.overflow import DebugUnderflowOverflow
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     checks = TrainingChecks(parts, contents.objects)
     stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        stack.callback(DebugUnderflowOverflow(parts.model).remove)
+        stack.callback(extra("underflow_overflow").DebugUnderflowOverflow(parts.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
     stack.enter_context(saver.writes)
     return Run(parts, plan=plan, counts=counts, saver=saver, checks=checks, grace=grace, resume=resume)

@@ -174,3 +174,26 @@ def _find_refusal(strategy: str, policy: PrecisionPolicy, kind: str, capability:
 
 def _label(kind: str, capability: Capability | None) -> str:
     return kind if capability is None else f"{kind} {capability[0]}.{capability[1]}"
+
+
+def check_gradients_at_hand(callback: Any, optimizer: Any, strategy: Any) -> None:
+    """Raise unless a callback can change the gradients of a step between backward pass and update.
+
+    Raises:
+        ConfigError: The optimizer updates during the backward pass, or the task steps it by hand.
+        StrategyError: The strategy's engine updates itself.
+    """
+    name = type(callback).__name__
+    if strategy.owns & (Owns.BACKWARD | Owns.STEP | Owns.CLIP):
+        raise StrategyError(
+            f"Cannot use {name} with strategy={strategy.name!r}.",
+            "Its engine averages, unscales and applies the gradients itself.",
+            "Use what the engine's configuration offers, or another strategy.",
+        )
+    is_by_hand = hasattr(optimizer, "update_scale")
+    if is_by_hand or isinstance(optimizer, UpdatesInBackward):
+        raise ConfigError(
+            f"Cannot use {name} with {type(optimizer).__name__}.",
+            "The task steps its optimizers by hand." if is_by_hand else "It updates during the backward pass.",
+            "Do it in training_step." if is_by_hand else "Use an optimizer that steps after the backward pass.",
+        )

@@ -253,3 +253,8 @@ def _fsync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot flush folders
             raise
+
+
+def existing_part(folder: Path) -> Path:
+    """Return a folder if it exists, else its nearest existing parent."""
+    return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)

@@ -17,6 +17,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
@@ -37,9 +38,7 @@ from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
-from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.module import TaskModule
-from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
@@ -263,11 +262,11 @@ def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module,
     """Raise if the model does not work with the settings, and apply Liger kernels; called at construction."""
     check_not_sharded(model)
     if noise_alpha is not None:
-        find_embeddings(model)
+        extra("neftune").find_embeddings(model)
     if args.use_cache is not None:
         _set_cache(model, use_cache=args.use_cache)
     if args.use_liger_kernel:
-        apply_liger_kernels(model, args.liger_kernel_config)
+        extra("liger").apply_liger_kernels(model, args.liger_kernel_config)
     if is_quantized(model):
         # Moving quantized weights fails or loses them.
         strategy.place_model = False

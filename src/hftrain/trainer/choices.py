@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hftrain.adapter.deepspeed import fill_deepspeed_config
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing
@@ -15,8 +14,9 @@ from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
-from hftrain.callbacks.xla_metrics import XLAMetricsCallback
+from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.lengths import Length, read_length
 from hftrain.core.log import get_verbosity, warn_once
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
@@ -29,7 +29,23 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.module import TaskModule
-from hftrain.trainer.rehearsal import without_trackers
+
+
+def number_of_batches(fast_dev_run: bool | int | None) -> int:
+    """Return the number of batches per stage of a rehearsal, 0 for a real run; True means one."""
+    if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
+        return int(fast_dev_run or 0)
+    raise ConfigError(
+        f"Cannot use Trainer(fast_dev_run={fast_dev_run!r}).",
+        "It says how many batches of every stage to rehearse.",
+        "Pass a whole number such as 2, or None for a real run.",
+    )
+
+
+def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks, given as classes or instances, without those that report to a tracker."""
+    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
+    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
 
 
 def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
@@ -62,7 +78,8 @@ def choose_backends(
     if not isinstance(precision, Precision):
         precision = precisions.create(precision_name, **precision_options)
     note_devices(args, strategy)
-    fill_deepspeed_config(args, strategy, precision)
+    if hasattr(strategy, "fill_config"):
+        extra("deepspeed").fill_deepspeed_config(args, strategy, precision)
     check_strategy(args, strategy, optimizers=optimizers)
     check_legal(strategy, precision)
     strategy.non_blocking = non_blocking_copies(args)
@@ -139,7 +156,7 @@ def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Traine
     """
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []
-    callback = XLAMetricsCallback()
+    callback = extra("xla_metrics").XLAMetricsCallback()
     if strategy.name != "xla":
         raise ConfigError(
             "Cannot use debug='tpu_metrics_debug'.",

@@ -13,6 +13,7 @@ from torch import nn
 
 from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
@@ -24,8 +25,6 @@ from hftrain.data.grouping import reading_order
 from hftrain.data.limits import FirstBatches, first_batches
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.generating import generates
-from hftrain.evaluation.recurrence import read_memory
-from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_evaluating
@@ -186,7 +185,8 @@ class Evaluation:
         trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
         self._announce(loader, description)
         events.refresh(eval_dataloader=loader)
-        jit = JitModel(trainer.torch_jit_model_eval, trainer.task.model) if args.jit_mode_eval else None
+        trace = trainer.torch_jit_model_eval
+        jit = extra("jit_mode_eval").JitModel(trace, trainer.task.model) if args.jit_mode_eval else None
         is_prediction = self._stages.name == "predict"
         # A callback that writes the predictions may request that they are not returned.
         is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
@@ -237,7 +237,7 @@ class Evaluation:
     def _hooks(
         self,
         shares: LossShares,
-        jit: JitModel | None,
+        jit: Any,
         *,
         loss_only: bool,
         ignore_keys: list[str] | None,
@@ -306,7 +306,7 @@ class Evaluation:
             return _parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:
-            computing.past = read_memory(outputs, trainer.args.past_index, has_loss=False)
+            computing.past = extra("past_index").read_memory(outputs, trainer.args.past_index, has_loss=False)
 
         with torch.no_grad(), trainer.compute_loss_context_manager():
             if isinstance(task, ModelTask):

@@ -23,7 +23,6 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
-from hftrain.callbacks.profiling import make_profiler
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.participants import InManifest
@@ -31,6 +30,7 @@ from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.nested import nested_numpify
 from hftrain.core.notes import keep_facts
@@ -41,7 +41,7 @@ from hftrain.core.signatures import accepts, call_with, in_context, takes_trial,
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import map_tensors
-from hftrain.core.types import EvalLoopOutput, Owns, PredictionOutput, TrainOutput
+from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
 from hftrain.data.columns import signature_columns
 from hftrain.data.datasets import has_length, num_examples
 from hftrain.data.eval_sets import split_eval_sets
@@ -49,9 +49,6 @@ from hftrain.data.limits import Limits
 from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.evaluation.casting import cast_inputs
 from hftrain.evaluation.generating import align_special_tokens
-from hftrain.evaluation.recurrence import read_memory, with_memory
-from hftrain.evaluation.tracing import trace_model
-from hftrain.flight.ledger import make_flight
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
@@ -79,9 +76,9 @@ from hftrain.run.plan import start_state
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
 from hftrain.run.writing import make_manager, saved_tool, write_model
-from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
+from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
@@ -91,31 +88,25 @@ from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output, task_state
-from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
 from hftrain.trainer.checks import check_before_training, prepare_model
 from hftrain.trainer.choices import (
     all_callbacks,
     choose_backends,
     default_collator,
+    number_of_batches,
     one_of,
     resolved_arguments,
     with_trackers,
 )
 from hftrain.trainer.data import TrainerData
-from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.evaluated_weights import other_weights
 from hftrain.trainer.evaluation import Evaluation
-from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.loss_kinds import CountItemsCheck
 from hftrain.trainer.loss_normalization import LossHooks, LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
-from hftrain.trainer.micro_batches import SMALLER_BATCH, MicroBatches, found_size, with_smaller_batches
-from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
-from hftrain.trainer.searching import SPACES, TrialRun, check_search, default_objective, search, trying
 from hftrain.trainer.stages import Stages
-from hftrain.trainer.tuning import Tuner
 
 logger = get_logger(__name__)
 
@@ -297,8 +288,11 @@ class Trainer:
         self.loops = create_loops(loop)
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
         self._start_idle()
-        guests = (*make_profiler(profiler), *make_flight(flight_log, exclude_samples))
-        callbacks = [*as_list(callbacks), *as_list(callback), *guests]
+        callbacks = [*as_list(callbacks), *as_list(callback)]
+        if profiler is not None:
+            callbacks += extra("profiler").make_profiler(profiler)
+        if flight_log or exclude_samples is not None:
+            callbacks += extra("flight_log").make_flight(flight_log, exclude_samples)
         callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=bool(self.fast_dev_run))
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
@@ -433,7 +427,8 @@ class Trainer:
         self.compiler = Compiler(compile_config(self.args))
         self._computing = Computing(self.precision.backward, self.precision.autocast)
         self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
-        self._hub = TrainerHub(self, self._output)
+        # Its pushes to the Hub, once there is one.
+        self._hub_pushes: Any = None
         self._own_stages = Stages(self, self._computing, self._memory)
         self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
         # A subclass may have set these two earlier. The first are loaders with workers that persist, by their set.
@@ -444,7 +439,7 @@ class Trainer:
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
         # The current trial of a search, with its results.
-        self._trial_run: TrialRun | None = None
+        self._trial_run: Any = None
         # The current run, once it is built, and its parts, which exist earlier.
         self._session: Run | None = None
         self._run_parts: RunParts | None = None
@@ -512,11 +507,12 @@ class Trainer:
         found, owned = existing_part(self.output_dir), (self._own_data, self._own_evaluation, self._output)
         resume = check_before_training(self, *owned, resume_from_checkpoint)
         run = partial(self._train_once, ignore_keys=ignore_keys_for_eval)
-        if self.args.auto_find_batch_size == SMALLER_BATCH:
-            run = partial(with_smaller_batches, self, run)
+        if self.args.auto_find_batch_size == "smaller_batch":
+            run = partial(extra("smaller_batches").with_smaller_batches, self, run)
         with self._own_stages.running("train"):
             if num_batches := self._num_rehearsed:
-                return rehearse(self, run, num_batches=num_batches, resume=resume, found=found)
+                options = {"num_batches": num_batches, "resume": resume, "found": found}
+                return extra("rehearsal").rehearse(self, run, **options)  # type: ignore[no-any-return]
             return run(resume)
 
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
@@ -622,7 +618,7 @@ class Trainer:
             return self._shares.take, self.optimizer.stepping(self._slot_training_step, self._shares.weighing)
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
-        fitting = MicroBatches(self, self._shares, self._run_parts.logs, found_size(self.args, resume))
+        fitting = extra("smaller_batches").make_micro_batches(self, self._shares, self._run_parts.logs, resume)
         return fitting.take, fitting.step
 
     def _end_steps(self) -> None:
@@ -729,7 +725,8 @@ class Trainer:
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
-                self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
+                has_loss = self.task.returns_loss
+                self._computing.past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
             if self._shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
                 loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
@@ -818,7 +815,7 @@ class Trainer:
         inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
         computing = self._computing
         if computing.past is not None:
-            inputs = with_memory(inputs, computing.past)
+            inputs = extra("past_index").with_memory(inputs, computing.past)
         dtype = computing.input_dtype
         return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
 
@@ -1061,7 +1058,9 @@ class Trainer:
         if training:
             return model
         context = self.compute_loss_context_manager
-        return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
+        prepare = self._prepare_inputs
+        traced: nn.Module = extra("jit_mode_eval").trace_model(model, dataloader, prepare=prepare, context=context)
+        return traced
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -1584,14 +1583,20 @@ class Trainer:
         self.callback_handler.remove(callback)
 
     @property
+    def _hub(self) -> Any:
+        if self._hub_pushes is None:
+            self._hub_pushes = extra("hub").TrainerHub(self, self._output)
+        return self._hub_pushes
+
+    @property
     def hub_model_id(self) -> str | None:
         """The full name of the repository on the Hub, once created or found; set on the main process only."""
-        return None if self._hub.uploads is None else self._hub.uploads.repo_id
+        return None if self._hub_pushes is None else self._hub_pushes.repo_id
 
     @property
     def push_in_progress(self) -> Any:
         """The future of the newest background push, possibly done; None before the first push."""
-        return None if self._hub.uploads is None else self._hub.uploads.newest
+        return None if self._hub_pushes is None else self._hub_pushes.newest
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create or find the repository on the Hub, on the main process.
@@ -1850,23 +1855,27 @@ class Trainer:
 
         Source: the documented `Trainer.hyperparameter_search`.
         """
+        searching = extra("search")
         has_data = self.eval_dataset is not None or any(map(self._is_overridden, ("get_eval_dataloader", "evaluate")))
-        check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
-        chosen = self.hp_search_backend = choose_backend(backend)
+        searching.check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
+        chosen = self.hp_search_backend = searching.choose_backend(backend)
         try:
-            config = SearchConfig(
-                space=hp_space or SPACES[chosen],
+            config = searching.SearchConfig(
+                space=hp_space or searching.SPACES[chosen],
                 num_trials=n_trials,
-                directions=check_directions(direction, chosen),
+                directions=searching.check_directions(direction, chosen),
                 options=kwargs,
                 scope=self.args.ray_scope or "last",
             )
-            objective = compute_objective or default_objective(self.task, config)
+            objective = compute_objective or searching.default_objective(self.task, config)
             attempt = partial(self._attempt, compute_objective=objective, directions=config.directions, hp_name=hp_name)
             # Each trial creates its own, and Ray's processes must not receive these.
             self.accelerator = None
             evaluates, handler = self.args.eval_strategy != "no", self.callback_handler
-            return search(config, chosen, attempt, strategy=self.strategy, handler=handler, evaluates=evaluates)
+            found: BestRun | list[BestRun] = searching.search(
+                config, chosen, attempt, strategy=self.strategy, handler=handler, evaluates=evaluates
+            )
+            return found
         finally:
             self.hp_search_backend = None
 
@@ -1880,11 +1889,11 @@ class Trainer:
             return run.objectives(len(directions))
 
     @contextmanager
-    def _trying(self, trial: Any, **options: Any) -> Iterator[TrialRun]:
+    def _trying(self, trial: Any, **options: Any) -> Iterator[Any]:
         """Train with a trial's values; see `trying`."""
         noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
         try:
-            with trying(self.args, self._output, self.model_init, trial, **options) as run:
+            with extra("search").trying(self.args, self._output, self.model_init, trial, **options) as run:
                 if self.args.neftune_noise_alpha != given:
                     self.neftune_noise_alpha = self.args.neftune_noise_alpha
                 self._trial_run, self.hp_name = run, options.get("hp_name")
@@ -1906,8 +1915,8 @@ class Trainer:
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
 
-    def estimate_memory(self) -> MemoryEstimate:
-        """Return the peak device memory of a training step in this process; collective.
+    def estimate_memory(self) -> Any:
+        """Return a `MemoryEstimate`: the peak device memory of a training step in this process; collective.
 
         Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
         reserved by a caching allocator is not included.
@@ -1918,12 +1927,12 @@ class Trainer:
         Units:
             bytes.
         """
-        return estimate_memory(self, type(self).train)
+        return extra("memory_estimate").estimate_memory(self, type(self).train)
 
     @property
-    def tune(self) -> Tuner:
-        """Finders of a learning rate, a batch size and loader workers, such as ``trainer.tune.lr().suggestion``."""
-        return Tuner(self, type(self).train)
+    def tune(self) -> Any:
+        """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
+        return extra("tuner").Tuner(self, type(self).train)
 
     @property
     def _num_rehearsed(self) -> int:
@@ -1977,7 +1986,9 @@ class Trainer:
     def _activate_neftune(self, model: nn.Module) -> nn.Module:
         """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
         assert self.neftune_noise_alpha is not None
-        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        noise = extra("neftune")
+        embeddings = noise.find_embeddings(self.strategy.unwrap(model))
+        self._neftune_hook = noise.add_noise(embeddings, self.neftune_noise_alpha)
         return model
 
     def _deactivate_neftune(self, model: nn.Module) -> None:

@@ -54,7 +54,7 @@ def test_callbacks_get_what_the_micro_step_used_and_gave(tmp_path: Path, kind: A
 
 
 def test_run_without_one_wraps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hftrain.callbacks.batches._Events.fire", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hftrain.extras.batches._Events.fire", lambda *_, **__: 1 / 0)
     train(tmp_path, Net())
 
 

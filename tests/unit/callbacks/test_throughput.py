@@ -12,7 +12,7 @@ from support.tiny import make_arguments
 from torch import nn
 
 from hftrain import Throughput, Trainer, TrainerCallback
-from hftrain.callbacks.throughput import known_peak
+from hftrain.extras.profiling.throughput import known_peak
 
 
 class Words(nn.Module):

@@ -18,7 +18,7 @@ from hftrain import ConfigError, FlightLog, Trainer, set_seed
 from hftrain.cli.blame import find_spikes, show_blame
 from hftrain.cli.commands import main
 from hftrain.cli.report import show_report
-from hftrain.flight.reading import read_ledger
+from hftrain.extras.flight.reading import read_ledger
 
 BAD = (17, 90, 133)
 

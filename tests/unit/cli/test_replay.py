@@ -15,8 +15,8 @@ import torch
 from hftrain import ConfigError
 from hftrain.cli.bisect import show_bisect
 from hftrain.cli.replay import show_replay
-from hftrain.flight.observing import first_difference, first_not_finite
-from hftrain.flight.reading import first_parting, read_ledger
+from hftrain.extras.flight.observing import first_difference, first_not_finite
+from hftrain.extras.flight.reading import first_parting, read_ledger
 
 SCRIPT = """
 import argparse

@@ -12,7 +12,7 @@ import pytest
 
 from hftrain import ConfigError
 from hftrain.cli.replay import do_step_apart, show_replay
-from hftrain.flight.reading import first_parting, read_ledger
+from hftrain.extras.flight.reading import first_parting, read_ledger
 
 SCRIPT = """
 import os, sys

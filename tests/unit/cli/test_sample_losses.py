@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from hftrain import Trainer, TrainerCallback, set_seed
 from hftrain.cli.sample_losses import SampleObserver
-from hftrain.flight.observing import Observer
-from hftrain.flight.reading import EXACT, read_ledger
+from hftrain.extras.flight.observing import Observer
+from hftrain.extras.flight.reading import EXACT, read_ledger
 
 
 class Inner(NamedTuple):

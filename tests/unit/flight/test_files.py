@@ -17,8 +17,8 @@ from unit.flight.test_flight import Fail
 from hftrain import ConfigError, FlightLog
 from hftrain.cli.blame import show_blame
 from hftrain.cli.replay import show_replay
-from hftrain.flight.files import Ledger
-from hftrain.flight.reading import flight_folder, read_ledger, read_sessions
+from hftrain.extras.flight.files import Ledger
+from hftrain.extras.flight.reading import flight_folder, read_ledger, read_sessions
 from hftrain.storage.remote import mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")

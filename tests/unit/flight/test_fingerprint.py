@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hftrain.flight.fingerprint import Fingerprint
+from hftrain.extras.flight.fingerprint import Fingerprint
 
 
 def total(prints: Fingerprint) -> int:

@@ -17,7 +17,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch.nn import functional as F
 
 from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback, set_seed
-from hftrain.flight.reading import read_ledger, read_sessions
+from hftrain.extras.flight.reading import read_ledger, read_sessions
 
 NUM_ROWS, SIZE = 50, 4
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from unit.flight.test_flight import NUM_ROWS, SIZE, make
 
 from hftrain import FlightLog, HFTrainError, Mixture, Trainer, TrainerCallback, set_seed
-from hftrain.flight.invariants import Reads, draws_once
-from hftrain.flight.samples import noted
+from hftrain.extras.flight.invariants import Reads, draws_once
+from hftrain.extras.flight.samples import noted
 
 LOG = {"flush_every": 3}
 

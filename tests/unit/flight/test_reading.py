@@ -15,7 +15,7 @@ from torch import nn
 
 from hftrain import ConfigError, Trainer, set_seed
 from hftrain.cli.blame import show_blame
-from hftrain.flight.reading import FOLDER, read_ledger
+from hftrain.extras.flight.reading import FOLDER, read_ledger
 
 
 def write(run: Path, name: str, lines: list[dict[str, Any]]) -> Path:

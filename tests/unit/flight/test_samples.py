@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from unit.flight.test_flight import NUM_ROWS, SIZE, lines, make
 
 from hftrain import ConfigError, Mixture, TaskError, Trainer
-from hftrain.flight.identities import hash_of
+from hftrain.extras.flight.identities import hash_of
 
 ROWS = make_rows(NUM_ROWS)
 HASHES = [hash_of(row) for row in ROWS]

@@ -17,7 +17,7 @@ from support.tiny import Net, Noisy, make_arguments, make_rows
 
 from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback
 from hftrain.cli.hangs import show_hangs
-from hftrain.flight.stacks import Phase, read_phases
+from hftrain.extras.flight.stacks import Phase, read_phases
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGQUIT"), reason="Windows has no SIGQUIT")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hftrain.core.optional import is_available
-from hftrain.hub.card import CardFacts, write_card
-from hftrain.hub.uploads import REQUIREMENT
+from hftrain.extras.hub.card import CardFacts, write_card
+from hftrain.extras.hub.uploads import REQUIREMENT
 
 pytestmark = pytest.mark.skipif(not is_available(REQUIREMENT), reason=f"{REQUIREMENT} is not installed")
 

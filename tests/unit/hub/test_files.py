@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.hub import files as hub_files
-from hftrain.hub.files import drop_abandoned, folder_files, model_files, output_files, take_snapshot
+from hftrain.extras.hub import files as hub_files
+from hftrain.extras.hub.files import drop_abandoned, folder_files, model_files, output_files, take_snapshot
 from hftrain.storage.files import discard
 
 

@@ -19,7 +19,7 @@ from support.tiny import Task, make_arguments, make_rows
 from hftrain import Trainer, TrainerCallback
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.cli.runs import THROUGHPUT, read_run
-from hftrain.hub.files import output_files
+from hftrain.extras.hub.files import output_files
 from hftrain.run import journal
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hftrain import BestRun, ConfigError, HPSearchBackend, MissingDependencyError
-from hftrain.search import config
-from hftrain.search.config import check_directions, choose_backend
+from hftrain.extras.search import config
+from hftrain.extras.search.config import check_directions, choose_backend
 
 
 def with_installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hftrain import ConfigError
-from hftrain.search.defaults import (
+from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
     default_hp_space_ray,

@@ -13,8 +13,8 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import BestRun, Trainer, TrainerCallback
 from hftrain.callbacks import ProgressCallback
-from hftrain.search.config import SearchConfig
-from hftrain.search.ray_tune import search_with_ray
+from hftrain.extras.search.config import SearchConfig
+from hftrain.extras.search.ray_tune import search_with_ray
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hftrain import ConfigError
-from hftrain.search.config import SearchConfig
-from hftrain.search.wandb_sweep import search_with_wandb
+from hftrain.extras.search.config import SearchConfig
+from hftrain.extras.search.wandb_sweep import search_with_wandb
 
 
 class StandIn:

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, bool]]]:
     monkeypatch.setitem(sys.modules, "liger_kernel", package)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", ModuleType("liger_kernel.transformers"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", table)
-    monkeypatch.setattr("hftrain.task.liger.require", lambda *args, **kwargs: None)
+    monkeypatch.setattr("hftrain.extras.liger.require", lambda *args, **kwargs: None)
     return seen
 
 

@@ -14,7 +14,7 @@ from support.tiny import Net, make_arguments
 from torch import nn
 
 from hftrain import ConfigError, TaskModule, Trainer, set_seed
-from hftrain.task.noise import add_noise, find_embeddings
+from hftrain.extras.neftune import add_noise, find_embeddings
 
 
 class Words(nn.Module):

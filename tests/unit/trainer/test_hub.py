@@ -17,8 +17,8 @@ from support.tiny import Net, Task, make_arguments, make_rows, train
 
 from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback, TrainingArguments
 from hftrain.checkpoint.manifest import verify
-from hftrain.hub import uploads
-from hftrain.hub.files import drop_abandoned
+from hftrain.extras.hub import uploads
+from hftrain.extras.hub.files import drop_abandoned
 
 # huggingface_hub's own upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -15,7 +15,7 @@ from torch import nn
 
 from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainingArguments, set_seed
 from hftrain.core.types import Owns
-from hftrain.trainer.micro_batches import split_batch
+from hftrain.extras.batch_size.micro_batches import split_batch
 
 
 class Limited(Net):

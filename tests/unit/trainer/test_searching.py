@@ -14,7 +14,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from hftrain import BestRun, ConfigError, EvalSet, StepOutput, Trainer, TrainerCallback
-from hftrain.search.defaults import default_compute_objective
+from hftrain.extras.search.defaults import default_compute_objective
 
 
 class Look(TrainerCallback):

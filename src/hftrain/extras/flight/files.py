@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.log import warn_once
-from hftrain.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of
+from hftrain.extras.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of
 from hftrain.storage.remote import RemoteFolder, is_url, local_folder
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import ConfigError, StrategyError
-from hftrain.core.types import Owns
-from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.core.errors import ConfigError
+from hftrain.step.legality import check_gradients_at_hand
 
 _TYPES = ("value", "group", "adaptive")
 # The weights of a unit count at least this much, so that those that start at zero can grow; and no division by zero.
@@ -83,29 +82,6 @@ class GradientClipping(TrainerCallback):
         for parameter, gradient in _trained(groups):
             largest = _unit_norms(parameter).clamp(min=_SMALLEST_WEIGHT) * self.clipping_threshold
             gradient.mul_((largest / _unit_norms(gradient).clamp(min=_SMALLEST_GRADIENT)).clamp(max=1.0))
-
-
-def check_gradients_at_hand(callback: Any, optimizer: Any, strategy: Any) -> None:
-    """Raise unless a callback can change the gradients of a step between backward pass and update.
-
-    Raises:
-        ConfigError: The optimizer updates during the backward pass, or the task steps it by hand.
-        StrategyError: The strategy's engine updates itself.
-    """
-    name = type(callback).__name__
-    if strategy.owns & (Owns.BACKWARD | Owns.STEP | Owns.CLIP):
-        raise StrategyError(
-            f"Cannot use {name} with strategy={strategy.name!r}.",
-            "Its engine averages, unscales and applies the gradients itself.",
-            "Use what the engine's configuration offers, or another strategy.",
-        )
-    is_by_hand = hasattr(optimizer, "update_scale")
-    if is_by_hand or isinstance(optimizer, UpdatesInBackward):
-        raise ConfigError(
-            f"Cannot use {name} with {type(optimizer).__name__}.",
-            "The task steps its optimizers by hand." if is_by_hand else "It updates during the backward pass.",
-            "Do it in training_step." if is_by_hand else "Use an optimizer that steps after the backward pass.",
-        )
 
 
 def _trained(groups: Any) -> Any:

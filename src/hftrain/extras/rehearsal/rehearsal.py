@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -20,36 +19,14 @@ import torch
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
-from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 from hftrain.data.datasets import kept_in_place
 from hftrain.run.parts import TrainerHooks
-
-
-def number_of_batches(fast_dev_run: bool | int | None) -> int:
-    """Return the number of batches per stage of a rehearsal, 0 for a real run; True means one."""
-    if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
-        return int(fast_dev_run or 0)
-    raise ConfigError(
-        f"Cannot use Trainer(fast_dev_run={fast_dev_run!r}).",
-        "It says how many batches of every stage to rehearse.",
-        "Pass a whole number such as 2, or None for a real run.",
-    )
-
-
-def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks, given as classes or instances, without those that report to a tracker."""
-    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
-    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
-
-
-def existing_part(folder: Path) -> Path:
-    """Return a folder if it exists, else its nearest existing parent."""
-    return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)
+from hftrain.trainer.choices import without_trackers
 
 
 def rehearse(

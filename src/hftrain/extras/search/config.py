@@ -4,40 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from hftrain.core.errors import ConfigError, MissingDependencyError, check_known
 from hftrain.core.optional import is_available, require
+from hftrain.core.types import HPSearchBackend
 
 DIRECTIONS = ("minimize", "maximize")
-
-
-class BestRun(NamedTuple):
-    """The best trial of a hyperparameter search.
-
-    Args:
-        run_id: The backend's identifier of the trial; for Optuna the trial's number as a string.
-        objective: The trial's objective; a list for several objectives.
-        hyperparameters: The trial's hyper-parameters, by name.
-        run_summary: Ray Tune's `ExperimentAnalysis`; None with the other backends.
-
-    Source: the documented `BestRun`.
-    """
-
-    run_id: str
-    objective: float | list[float]
-    hyperparameters: dict[str, Any]
-    run_summary: Any = None
-
-
-class HPSearchBackend(str, Enum):
-    """The documented names of search backends. Source: the documented `HPSearchBackend`."""
-
-    OPTUNA = "optuna"
-    RAY = "ray"
-    SIGOPT = "sigopt"
-    WANDB = "wandb"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.clipping import check_gradients_at_hand
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
+from hftrain.step.legality import check_gradients_at_hand
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.core.errors import ConfigError, check_known
-from hftrain.search.config import Attempt, BestRun, SearchConfig
+from hftrain.core.types import BestRun
+from hftrain.extras.search.config import Attempt, SearchConfig
 
 _OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from hftrain.adapter.fsdp import read_fsdp_config
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
+from hftrain.extras.engine_settings.fsdp import read_fsdp_config
 
 logger = get_logger(__name__)
 
@@ -21,17 +20,6 @@ _DECIDED_BY_COMPILER = (
 _DTYPES = ("compute_dtype", "buffer_dtype")
 _READ = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 _WRAPPING = ("min_num_params", "transformer_layer_cls_to_wrap")
-
-
-def has_xla_config(args: Any) -> bool:
-    """Return whether `fsdp_config` is about FSDP on XLA devices."""
-    return bool(read_fsdp_config(args.fsdp_config).get("xla")) if args.fsdp_config else False
-
-
-def asks_for_xla(args: Any) -> bool:
-    """Return whether the arguments or the machine select XLA devices."""
-    is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
-    return bool(args.tpu_num_cores or (args.fsdp and has_xla_config(args)) or is_tpu)
 
 
 def xla_options(args: Any) -> dict[str, Any]:

@@ -31,13 +31,13 @@ import torch
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.parameters import is_partitioned
-from hftrain.flight.files import Ledger, Steps, quiet
-from hftrain.flight.fingerprint import Fingerprint
-from hftrain.flight.invariants import Invariants
-from hftrain.flight.reading import total_loss
-from hftrain.flight.samples import ExcludeSamples, NotedFeed, noted
-from hftrain.flight.stacks import Phase, StackDumps
-from hftrain.flight.surroundings import data_of, environment_of
+from hftrain.extras.flight.files import Ledger, Steps, quiet
+from hftrain.extras.flight.fingerprint import Fingerprint
+from hftrain.extras.flight.invariants import Invariants
+from hftrain.extras.flight.reading import total_loss
+from hftrain.extras.flight.samples import ExcludeSamples, NotedFeed, noted
+from hftrain.extras.flight.stacks import Phase, StackDumps
+from hftrain.extras.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
 _STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports

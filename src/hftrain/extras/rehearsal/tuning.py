@@ -29,8 +29,9 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length, kept_in_place
+from hftrain.extras.rehearsal.rehearsal import clear, copies
 from hftrain.run.parts import TrainerHooks
-from hftrain.trainer.rehearsal import clear, copies, existing_part
+from hftrain.storage.files import existing_part
 
 # They show or judge a run, which a trial is not.
 _LEFT_OUT = (

@@ -13,7 +13,7 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import require
-from hftrain.hub.files import drop, drop_abandoned, folder_files, take_snapshot
+from hftrain.extras.hub.files import drop, drop_abandoned, folder_files, take_snapshot
 from hftrain.storage.locks import FolderLock
 
 REQUIREMENT = "huggingface_hub>=0.34"

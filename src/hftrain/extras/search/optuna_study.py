@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from hftrain.core.errors import ConfigError, StrategyError, suggest
-from hftrain.search.config import Attempt, BestRun, SearchConfig
+from hftrain.core.types import BestRun
+from hftrain.extras.search.config import Attempt, SearchConfig
 from hftrain.strategies.base import Strategy
 
 Result = BestRun | list[BestRun]

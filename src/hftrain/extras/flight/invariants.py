@@ -24,7 +24,7 @@ from hftrain.data.samplers import (
     RankBatches,
     samplers_of,
 )
-from hftrain.flight.samples import open_batches_of
+from hftrain.extras.flight.samples import open_batches_of
 
 # Samplers that draw each sample once in a pass, and what shares their samples and fills up the last batches.
 _ONCE = (SequentialSampler, RandomSampler, EpochShuffleSampler, GlobalShuffleSampler, LengthShuffledSampler)

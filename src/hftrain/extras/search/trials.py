@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.search import apply_hyperparameters
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, ProgressCallback
 from hftrain.core.errors import ConfigError
@@ -17,21 +16,35 @@ from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
-from hftrain.run.output import Output
-from hftrain.search.config import Attempt, BestRun, HPSearchBackend, Report, SearchConfig
-from hftrain.search.defaults import (
+from hftrain.core.types import BestRun, HPSearchBackend
+from hftrain.extras.search.config import Attempt, Report, SearchConfig, check_directions, choose_backend
+from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
     default_hp_space_ray,
     default_hp_space_wandb,
     minimized_objective,
 )
-from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
-from hftrain.search.ray_tune import search_with_ray
-from hftrain.search.wandb_sweep import search_with_wandb
+from hftrain.extras.search.optuna_study import report_to_optuna, search_with_optuna
+from hftrain.extras.search.ray_tune import search_with_ray
+from hftrain.extras.search.values import apply_hyperparameters
+from hftrain.extras.search.wandb_sweep import search_with_wandb
+from hftrain.run.output import Output
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+
+# What a Trainer calls.
+__all__ = [
+    "SPACES",
+    "SearchConfig",
+    "check_directions",
+    "check_search",
+    "choose_backend",
+    "default_objective",
+    "search",
+    "trying",
+]
 
 logger = get_logger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 from hftrain.adapter.configs import told_hyperparameters
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.hub.card import CardFacts, write_card
-from hftrain.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
-from hftrain.hub.uploads import Push, Uploads, reason, require_hub
+from hftrain.extras.hub.card import CardFacts, write_card
+from hftrain.extras.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
+from hftrain.extras.hub.uploads import Push, Uploads, reason, require_hub
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import check_writable
@@ -31,6 +31,16 @@ class TrainerHub:
         self._trainer, self._output = trainer, output
         self.uploads: Uploads | None = None
         self._licenses: dict[str, str | None] = {}
+
+    @property
+    def repo_id(self) -> str | None:
+        """The repository's full name, once created or found."""
+        return None if self.uploads is None else self.uploads.repo_id
+
+    @property
+    def newest(self) -> Any:
+        """The future of the newest background push; None before the first."""
+        return None if self.uploads is None else self.uploads.newest
 
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find an existing one."""

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter import fsdp
 from hftrain.adapter.data import total_batch_size
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
+from hftrain.extras.engine_settings import fsdp
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.config import Fill, find

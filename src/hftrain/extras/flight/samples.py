@@ -18,7 +18,7 @@ from hftrain.data.mixing import MixtureSampler
 from hftrain.data.samplers import pick, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import DispatchLoader, RankLoader, rebuild_loader
-from hftrain.flight.identities import Named, NamingCollator
+from hftrain.extras.flight.identities import Named, NamingCollator
 
 _KINDS: dict[type, str] = {int: "indices", tuple: "pairs of dataset and index", str: "hashes of their content"}
 

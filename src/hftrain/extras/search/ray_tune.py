@@ -10,7 +10,8 @@ import torch
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.core.errors import ConfigError
 from hftrain.core.preserve import preserved_signals
-from hftrain.search.config import Attempt, BestRun, SearchConfig
+from hftrain.core.types import BestRun
+from hftrain.extras.search.config import Attempt, SearchConfig
 
 OBJECTIVE = "objective"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from hftrain.flight.reading import read_ledger, read_sessions
+from hftrain.extras.flight.reading import read_ledger, read_sessions
 
 # In the order from one exchange of gradients, in a backward pass, to the next one.
 _WAY = ("step", "between", "data", "forward")

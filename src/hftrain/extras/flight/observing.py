@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.flight.fingerprint import of_tensor
+from hftrain.extras.flight.fingerprint import of_tensor
 
 
 class Observer(TrainerCallback):

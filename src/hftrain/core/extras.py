@@ -1,0 +1,45 @@
+"""Extras: features in folders of their own, which the core reaches by name and loads when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from hftrain.core.errors import MissingDependencyError
+
+# Deleting an extra's folder and its line here leaves the rest as it is.
+EXTRAS = {
+    "deepspeed": "hftrain.extras.engine_settings.deepspeed",
+    "flight_log": "hftrain.extras.flight.ledger",
+    "fsdp": "hftrain.extras.engine_settings.fsdp",
+    "hub": "hftrain.extras.hub.trainer_hub",
+    "jit_mode_eval": "hftrain.extras.tracing",
+    "liger": "hftrain.extras.liger",
+    "memory_estimate": "hftrain.extras.rehearsal.estimating",
+    "neftune": "hftrain.extras.neftune",
+    "past_index": "hftrain.extras.recurrence",
+    "profiler": "hftrain.extras.profiling.profiling",
+    "rehearsal": "hftrain.extras.rehearsal.rehearsal",
+    "search": "hftrain.extras.search.trials",
+    "smaller_batches": "hftrain.extras.batch_size.micro_batches",
+    "tuner": "hftrain.extras.rehearsal.tuning",
+    "underflow_overflow": "hftrain.extras.overflow",
+    "xla": "hftrain.extras.engine_settings.xla",
+    "xla_metrics": "hftrain.extras.xla_metrics",
+}
+
+
+def extra(name: str) -> Any:
+    """Return the module of an extra, one of ours or another package's entry point in the group ``hftrain.extras``.
+
+    Raises:
+        MissingDependencyError: There is no such extra.
+    """
+    if name in EXTRAS:
+        return importlib.import_module(EXTRAS[name])
+    for point in entry_points(group="hftrain.extras", name=name):
+        return point.load()
+    raise MissingDependencyError(
+        f"Cannot use the extra {name!r}.", "It was taken out of this installation.", "Install hftrain anew."
+    )

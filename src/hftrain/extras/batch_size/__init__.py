@@ -1,0 +1,1 @@
+"""Batches that fit into memory: split, or smaller from the start."""

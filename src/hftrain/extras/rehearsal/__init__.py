@@ -1,0 +1,1 @@
+"""Trainings that leave no trace: dry runs, finders and memory estimates."""
