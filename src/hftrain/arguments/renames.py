@@ -12,7 +12,7 @@ from typing import Any
 from hftrain.arguments.enums import DebugOption, FSDPOption, OptimizerNames, ShardedDDPOption
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError
-from hftrain.core.log import warn_user
+from hftrain.core.log import warn_once
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ArgumentFields)}
 
@@ -81,7 +81,7 @@ def _is_given(args: ArgumentFields, name: str) -> bool:
 
 
 def _deprecate(old: str, new: str) -> None:
-    warn_user(f"{old} is deprecated. Use {new} instead.", FutureWarning)
+    warn_once(f"{old} is deprecated. Use {new} instead.", FutureWarning)
 
 
 def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
