@@ -46,10 +46,6 @@ FOREIGN = {
     "data/samplers.py": {"_distributed"},
     "data/sharding.py": {"_iterator"},
     "data/states.py": {"_utils"},
-    "data/workers.py": {
-        *("_collate_fn", "_index_sampler", "_rcvd_idx", "_send_idx", "_task_info", "_timeout", "_utils"),
-        "_worker_init_fn",
-    },
     "extras/flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
     "extras/flight/surroundings.py": {"_fingerprint"},
     "optim/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
@@ -249,19 +245,11 @@ def nested_structures() -> None:
     assert pytree.tree_map(len, {"a": [1, 2]}, is_leaf=lambda each: isinstance(each, list)) == {"a": 2}
 
 
-@canary(
-    "_iterator", "_collate_fn", "_index_sampler", "_rcvd_idx", "_send_idx", "_task_info", "_timeout", "_worker_init_fn"
-)
+@canary("_iterator")
 def loader_with_workers() -> None:
-    loader: Any = DataLoader([1, 2, 3], num_workers=1, persistent_workers=True, timeout=60)
+    loader: Any = DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
     passing = iter(loader)
     assert loader._iterator is passing
-    assert (passing._rcvd_idx, passing._send_idx, passing._timeout) == (0, 2, 60)
-    assert {number: entry[0] for number, entry in passing._task_info.items()} == {0: 0, 1: 0}
-    assert (passing._index_sampler, passing._worker_init_fn) == (loader.batch_sampler, None)
-    assert passing._collate_fn is loader.collate_fn
-    next(passing)
-    assert passing._rcvd_idx == 1
     workers = passing._workers
     loader._iterator = passing = None
     assert not any(worker.is_alive() for worker in workers)
@@ -422,8 +410,7 @@ TRICKS = {
     "_getframe(1).f_code": "core/lazy.py",  # `from package import name` alone may raise ImportError
     "gc.disable": "core/lazy.py",  # a pass over torch's objects takes as long as our imports
     "frame, level = sys._getframe": "core/log.py",  # Python before 3.12 has no skip_file_prefixes
-    "f_locals": "data/workers.py",  # torch's errors name neither the samples nor the worker's batch
-    "SIGCHLD": "data/workers.py",  # torch's handler raises in the midst of a save
+    "f_locals": "rules/data_mistakes.py",  # an error in a dataset or a collator does not name the samples
     "_compiled_call_impl": "task/model_call.py",  # a compiled model has no other place for its call
     "pthread_kill": "preemption/signals.py",  # a blocking call of the main thread goes on otherwise
     "os._exit": "preemption/exits.py",  # a collective whose partner is gone never ends

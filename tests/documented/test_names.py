@@ -29,7 +29,7 @@ from hftrain import (
     TrainerState,
     TrainingArguments,
 )
-from hftrain.core.elsewhere import TRANSFORMERS_NAMES
+from hftrain.core.elsewhere import names_elsewhere
 
 # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -239,6 +239,9 @@ def test_handler_of_a_subclass_serves_the_run(tmp_path: Path) -> None:
 
 
 # -- names that hftrain does not have -------------------------------------------------------------------------------
+
+
+TRANSFORMERS_NAMES = names_elsewhere("transformers_names")
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_NAMES)

@@ -184,7 +184,7 @@ SLOTS = {
     **dict.fromkeys((*JSON_SLOTS, "model.safetensors.index.json"), "WRITTEN"),
 }
 # Every slot of a kind is read by the same function, so the short form tries large files in one slot of each.
-LARGE = {"compressed", "many", "nested key", "giant", "giant header", "large header"}
+LARGE = {"compressed", "colliding keys", "many", "giant", "giant header", "large header"}
 NO_LOSS = {"absent", "nothing", "other names", "other values"}
 
 # The arguments are read only to say what changed. What cannot be read safely is left alone, and the run goes on: it is

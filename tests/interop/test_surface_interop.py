@@ -20,7 +20,7 @@ from transformers.integrations import integration_utils  # noqa: E402
 
 import hftrain  # noqa: E402
 from hftrain.callbacks.base import TrainerCallback  # noqa: E402
-from hftrain.core.elsewhere import TRANSFORMERS_NAMES  # noqa: E402
+from hftrain.core.elsewhere import names_elsewhere  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -173,4 +173,6 @@ def test_names_of_a_module_are_there_or_answered_with_what_to_use(module: str) -
     own = [name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__]
     names = [name for name in own if not name.startswith("_")]
     assert names
-    assert [name for name in names if name not in TRANSFORMERS_NAMES and name not in dir(hftrain)] == []
+    assert [
+        name for name in names if name not in names_elsewhere("transformers_names") and name not in dir(hftrain)
+    ] == []

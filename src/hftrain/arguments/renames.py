@@ -11,9 +11,8 @@ from typing import Any
 
 from hftrain.arguments.enums import DebugOption, FSDPOption, OptimizerNames, ShardedDDPOption
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.elsewhere import by_name
 from hftrain.core.errors import ConfigError
-from hftrain.core.log import warn_user
+from hftrain.core.log import warn_once
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ArgumentFields)}
 
@@ -82,7 +81,7 @@ def _is_given(args: ArgumentFields, name: str) -> bool:
 
 
 def _deprecate(old: str, new: str) -> None:
-    warn_user(f"{old} is deprecated. Use {new} instead.", FutureWarning)
+    warn_once(f"{old} is deprecated. Use {new} instead.", FutureWarning)
 
 
 def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
@@ -141,28 +140,3 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
         raise _conflict("sharded_ddp", given, "fsdp", args.fsdp)
     args.fsdp = shardings
     _deprecate("sharded_ddp", f"fsdp={' '.join(shardings)!r}")
-
-
-# Names from other libraries or from memory -> the settings; the table has the names of each setting.
-COMMON_NAMES = by_name(
-    {
-        "dataloader_num_workers": "num_workers",
-        "eval_steps": "eval_every eval_interval",
-        "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps grad_accum_steps",
-        "learning_rate": "lr",
-        "logging_steps": "log_every_n_steps log_steps",
-        "lr_scheduler_type": "lr_scheduler scheduler",
-        "max_grad_norm": "clip_grad_norm grad_clip gradient_clip_val gradient_clipping",
-        "max_steps": "num_steps",
-        "num_train_epochs": "epochs max_epochs num_epochs train_epochs",
-        "optim": "optimizer",
-        "output_dir": "default_root_dir out_dir",
-        "per_device_eval_batch_size": "eval_batch_size",
-        "per_device_train_batch_size": "batch_size train_batch_size",
-        "report_to": "use_wandb wandb",
-        "save_steps": "save_every save_interval",
-        "save_total_limit": "save_top_k",
-        "train_sampling_strategy": "shuffle",
-        "weight_decay": "wd",
-    }
-)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields, setting
 from hftrain.arguments.normalize import convert_choices, normalize
-from hftrain.arguments.renames import COMMON_NAMES, apply_renames
+from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
-from hftrain.core.elsewhere import TRAINER_KEYWORDS
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import UnknownArgumentError, suggest
 
 if TYPE_CHECKING:
@@ -30,21 +30,6 @@ _TRAINERS = frozenset(
         "tokenizer", "train_dataset",
     }
 )  # fmt: skip
-_ELSEWHERE = {
-    "early_stopping": "Pass callbacks=[EarlyStoppingCallback(...)] to the Trainer.",
-    "early_stopping_patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
-    "patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
-    "adam_betas": "Set adam_beta1 and adam_beta2.",
-    "betas": "Set adam_beta1 and adam_beta2.",
-    "dtype": "Set bf16=True for mixed precision, or load the model in that dtype.",
-    "fp32": "Leave it out: float32 is the default.",
-    "max_length": "Truncate in the tokenizer; to generate, use Seq2SeqTrainingArguments(generation_max_length=...).",
-    "mixed_precision": "Set bf16=True or fp16=True, or pass precision= to the Trainer.",
-    "momentum": "Set optim='sgd' with optim_args='momentum=0.9'.",
-    "zero_stage": "Pass strategy='deepspeed_stage_2' or '..._3' to the Trainer, or a config as deepspeed=....",
-}
-
-
 _TWINS = {
     f"{first}_checkpointing{end}": f"{second}_checkpointing{end}"
     for first, second in (("gradient", "activation"), ("activation", "gradient"))
@@ -122,11 +107,11 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:
-    if name in COMMON_NAMES:
-        return f"Did you mean {COMMON_NAMES[name]!r}?"
+    if setting := names_elsewhere("settings").get(name):
+        return f"Did you mean {setting!r}?"
     if name in _TRAINERS:
         return f"Pass {name}=... to the Trainer."
-    hint = _ELSEWHERE.get(name) or TRAINER_KEYWORDS.get(name) or suggest(name, known)
+    hint = ({**names_elsewhere("trainer_keywords"), **names_elsewhere("arguments")}).get(name) or suggest(name, known)
     return hint if len(hint) < 500 else "help(TrainingArguments) lists all."
 
 

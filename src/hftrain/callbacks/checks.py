@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hftrain.core.elsewhere import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
+from hftrain.core.elsewhere import lightning_base, names_elsewhere
 from hftrain.core.errors import HFTrainError, TaskError, a_kind, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.notes import add_note
@@ -28,7 +28,7 @@ def check_callback(callback: Any) -> None:
         raise TaskError(
             f"Cannot use {kind.__name__}, a callback of Lightning's:",
             "its methods are called by other names and with other arguments.",
-            LIGHTNING_NAMES.get(kind.__name__)
+            names_elsewhere("lightning_names").get(kind.__name__)
             or "Derive it from hftrain.TrainerCallback; on_train_batch_end becomes "
             "on_step_end(self, args, state, control, **kwargs).",
         )
@@ -36,7 +36,10 @@ def check_callback(callback: Any) -> None:
         # What several classes define is an event of another library's base class.
         names = [name for each in kind.__mro__ for name in vars(each) if name.startswith("on_")]
         own = {name for name in names if names.count(name) == 1} - {*EVENTS}
-        warn_of_uncalled(kind, {**{name: suggest(name, EVENTS) for name in sorted(own)}, **CALLBACK_METHODS})
+        hooks = {name: suggest(name, EVENTS) for name in sorted(own)}
+        for name, event in names_elsewhere("events").items():
+            hooks[name] = f"Define {event}(self, args, state, control, **kwargs)."
+        warn_of_uncalled(kind, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("callback_methods")})
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
         if isinstance(callback, (list, tuple)):

@@ -12,7 +12,7 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
-from hftrain.core.log import warn_user
+from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import without
@@ -271,7 +271,7 @@ class CallbackHandler:
                 else:
                     vars(callback).update(state.get("attributes", {}))
         if missing:
-            warn_user(f"Ignoring the state of callbacks in the checkpoint that this run does not have: {missing}.")
+            warn_once(f"Ignoring the state of callbacks in the checkpoint that this run does not have: {missing}.")
         self._resolve()
 
     def _append(self, callback: Any) -> None:
@@ -279,7 +279,7 @@ class CallbackHandler:
         callback = made_callback(callback)
         name = type(callback).__name__
         if any(type(present) is type(callback) for present in self.callbacks):
-            warn_user(f"There are two callbacks of the type {name}; both will be called.")
+            warn_once(f"There are two callbacks of the type {name}; both will be called.")
         for event in EVENTS:
             check_signature(callback, event, _overridden(callback, event), DOCUMENTED)
         self.callbacks.append(callback)

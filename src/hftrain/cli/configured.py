@@ -16,11 +16,11 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Union
 
 from hftrain.arguments.normalize import LENGTHS
-from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.cli.answer import Answer
 from hftrain.cli.yaml_files import YamlFile, to_yaml
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.optional import require
 from hftrain.core.progress import TrainerControl
@@ -264,7 +264,7 @@ def _near(key: str, known: set[str]) -> str:
     """Return similar keys of the same section."""
     beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
     section, _, name = key.rpartition(".")
-    hint = suggest(f"{section}.{COMMON_NAMES.get(name, name)}" if section == "args" else key, beside)
+    hint = suggest(f"{section}.{names_elsewhere('settings').get(name, name)}" if section == "args" else key, beside)
     return hint if hint.startswith("Did") or len(beside) < 20 else "See hftrain fit --help."
 
 

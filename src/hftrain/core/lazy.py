@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hftrain.core.elsewhere import LIGHTNING_NAMES, TRANSFORMERS_NAMES
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import suggest
 
 
@@ -40,8 +40,9 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
             value = getattr(_imported(home_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
-        lightnings = f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}" if name in LIGHTNING_NAMES else ""
-        remedy = TRANSFORMERS_NAMES.get(name, lightnings)
+        lightnings = names_elsewhere("lightning_names").get(name, "")
+        lightnings = lightnings and f"It is one of Lightning's names. {lightnings}"
+        remedy = names_elsewhere("transformers_names").get(name, lightnings)
         hint = remedy or suggest(name, public)
         message = f"module {package!r} has no attribute {name!r}."
         message = f"{message} {hint}" if remedy or (hint.startswith("Did") and not name.startswith("__")) else message

@@ -77,13 +77,12 @@ def passive_level(library: str = "transformers") -> int:
 
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning the first time a message is seen in this process, unless the log level is above WARNING."""
-    if get_verbosity() <= logging.WARNING:
-        warn_user(message, category)
+    """Issue a warning the first time a message is seen in this process, unless the log level is above WARNING.
 
-
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's line: the innermost one outside of this package, torch and wrappers."""
+    It points at the user's line: the innermost one outside of this package, torch and wrappers.
+    """
+    if get_verbosity() > logging.WARNING:
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1

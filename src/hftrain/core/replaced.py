@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hftrain.core.elsewhere import TRANSFORMERS_NAMES
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.log import warn_once
 
 # Names that hftrain reads; a program creates objects of the others itself.
@@ -55,7 +55,7 @@ def warn_of_unread(*, is_resume: bool) -> None:
             new = getattr(module, name, None)
             if new is not value and new is not None and (is_resume or name not in _IN_RESUMES):
                 owner = getattr(new, "__module__", None) or type(new).__module__
-                remedies = {**TRANSFORMERS_NAMES, **_IN_RESUMES}
+                remedies = {**names_elsewhere("transformers_names"), **_IN_RESUMES}
                 remedy = remedies.get(name, "Override a method of the Trainer, or pass a callback.")
                 place = f"{module.__name__}.{name}"
                 warn_once(f"{place} was replaced (by {owner}), but hftrain's Trainer does not call it. {remedy}")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import random
-import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy
@@ -56,16 +51,6 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None, num_work
         seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
     if get_worker_info() is not None and hasattr(os, "setpgid"):
         os.setpgid(0, 0)
-        # The signal of `dump_signal`; standard error may have no file descriptor in a notebook.
-        with suppress(OSError, ValueError, AttributeError):
-            faulthandler.register(signal.SIGUSR1, all_threads=False)
-
-
-def dump_signal(worker_init_fn: Any) -> int | None:
-    """Return the signal that makes a worker print its stack; None for workers not started by `start_worker`."""
-    inner = getattr(worker_init_fn, "inner", worker_init_fn)
-    is_ours = isinstance(inner, partial) and inner.func is start_worker
-    return signal.SIGUSR1 if is_ours and hasattr(signal, "SIGUSR1") else None
 
 
 def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int | None = None) -> Iterator[Any]:
@@ -152,13 +137,9 @@ class SeededBatches(Sampler[list[Any]]):
 
     Workers prefetch, and after a resume a batch may come from another worker. With a seed that depends only on the
     batch's position, the random numbers of a dataset or collator in a worker are the same in every run.
-
-    Args:
-        num_kept: How many of the last batches to keep in `sent`: as many as workers can hold at a time.
     """
 
-    def __init__(self, batch_sampler: Any, *, seed: int, rank: int, num_kept: int = 0) -> None:
-        self.sent: deque[list[Any]] = deque(maxlen=num_kept)
+    def __init__(self, batch_sampler: Any, *, seed: int, rank: int) -> None:
         self.batch_sampler = batch_sampler
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
@@ -176,7 +157,6 @@ class SeededBatches(Sampler[list[Any]]):
     def seeded(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
         """Send the seeds along with batches; the first has the position `start` in its epoch."""
         for position, batch in enumerate(batches, start):
-            self.sent.append(batch)
             yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
 
     def __len__(self) -> int:

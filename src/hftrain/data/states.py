@@ -55,9 +55,7 @@ def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader
-    # torch requests another batch before it raises the error of the received one.
-    num_kept = loader.num_workers * (loader.prefetch_factor or 0) + 1
-    return rebuild_loader(loader, order=SeededBatches(batches, seed=seed, rank=rank, num_kept=num_kept))
+    return rebuild_loader(loader, order=SeededBatches(batches, seed=seed, rank=rank))
 
 
 class StatefulLoader(RankLoader):

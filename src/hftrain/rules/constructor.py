@@ -10,9 +10,8 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
-from hftrain.core.elsewhere import TRAINER_KEYWORDS
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call, check_callable
@@ -132,7 +131,7 @@ def refusing_unknown(init: Init) -> Init:
 
 def _remedy(name: str, known: list[str]) -> str:
     settings = inspect.signature(Seq2SeqTrainingArguments).parameters
-    setting = name if name in settings else COMMON_NAMES.get(name)
-    if name in TRAINER_KEYWORDS:
-        return TRAINER_KEYWORDS[name]
+    setting = name if name in settings else names_elsewhere("settings").get(name)
+    if answer := names_elsewhere("trainer_keywords").get(name):
+        return answer
     return f"Set {setting} in TrainingArguments." if setting else suggest(name, known)

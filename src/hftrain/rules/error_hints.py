@@ -116,6 +116,11 @@ _HINTS = {
     r"got an empty parameter list": "Check how the parameters were filtered; self.model has them all.",
     r"appear in more than one parameter group": "Leave each parameter in one of the groups.",
     r"can't optimize a non-leaf": "Pass parameters themselves: self.model.parameters().",
+    r"DataLoader worker .* (?:is killed|exited)": (
+        "If the kernel killed it, memory is the likely cause: use fewer workers (dataloader_num_workers), a smaller "
+        "dataloader_prefetch_factor, or smaller samples. dataloader_num_workers=0 shows an error where it happens."
+    ),
+    r"DataLoader timed out": "Look at what loading a batch waits for, or raise dataloader_timeout.",
     r"bootstrapping phase": "Put what the script does under `if __name__ == '__main__':`.",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.elsewhere import MODULE_ATTRIBUTES
+from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import HFTrainError, TaskError
 from hftrain.core.frames import raising_line
 from hftrain.core.notes import add_note, describe, facts_of
@@ -87,8 +87,8 @@ def _refused_call(error: Exception, trainer: type) -> str | None:
 def _missing(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
     """Return an error if a step looked up a column that its batch does not have, or an attribute of Lightning's."""
     kind, name = type(task).__name__, getattr(error, "name", None)
-    if getattr(error, "obj", None) is task and name in MODULE_ATTRIBUTES:
-        return TaskError(f"Cannot use {kind}.{name}:", "a TaskModule does not have it.", MODULE_ATTRIBUTES[name])
+    if getattr(error, "obj", None) is task and (answer := names_elsewhere("module_attributes").get(str(name))):
+        return TaskError(f"Cannot use {kind}.{name}:", "a TaskModule does not have it.", answer)
     column = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(column, str) or not isinstance(batch, Mapping) or column in batch:
         return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.elsewhere import MODULE_METHODS, lightning_base
+from hftrain.core.elsewhere import lightning_base, names_elsewhere
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.uncalled import warn_of_uncalled
@@ -120,8 +120,9 @@ def _check_names(kind: type[TaskModule]) -> None:
     if lightning_base(kind) is not None:
         # The class works with both libraries.
         return
-    hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS}
-    warn_of_uncalled(kind, {**hooks, **MODULE_METHODS})
+    events = {**{event: event for event in EVENTS}, **names_elsewhere("events")}
+    hooks = {name: f"Do it in {event} of a TrainerCallback." for name, event in events.items()}
+    warn_of_uncalled(kind, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("module_methods")})
 
 
 def _check_signatures(task: TaskModule) -> None:

@@ -14,7 +14,6 @@ from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
 from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
-from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
@@ -40,8 +39,7 @@ def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
     with parts.journal.ending(parts.state), ExitStack() as stack:
         try:
             yield _build(parts, resume, stack)
-        except (RuntimeError, OSError, EOFError) as error:
-            report_worker(error)
+        except RuntimeError as error:
             report_late_ranks(parts.strategy, error)  # before the description of what the run does is lost
             raise
 

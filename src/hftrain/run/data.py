@@ -13,7 +13,6 @@ from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
 from hftrain.data.worker_numbers import drawing_on
-from hftrain.data.workers import WorkerDeaths
 from hftrain.strategies.base import Strategy
 
 
@@ -29,7 +28,6 @@ class RunData:
 
     Attributes:
         feed: The batches that the loop reads; a loop may replace them.
-        deaths: Lets loaders report dead workers, until `close`.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class RunData:
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
         self._limits, self._draws_on, self._expects_save = limits, draws_on, expects_save
-        self.deaths = WorkerDeaths()
         self.feed = self._open()
 
     def replace(self, dataset: Any) -> TrainFeed:
@@ -60,7 +57,6 @@ class RunData:
         # Persistent workers live as long as their loader, and torch's optimizers keep a frame that refers to it.
         end_workers(self.feed.loader)
         self.feed.close()
-        self.deaths.close()
 
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed

@@ -248,7 +248,6 @@ class Run:
 
     def _restore_rng(self) -> bool:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
-        self._parts.data.deaths.watch()
         self._check_length()
         self.contents.load_numbers()
         control, left = self._parts.control, self.contents.left

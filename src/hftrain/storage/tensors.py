@@ -6,7 +6,9 @@ import contextlib
 import functools
 import io
 import json
+import re
 import warnings
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,12 +21,18 @@ from safetensors.torch import save
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.tree import map_tensors
-from hftrain.storage.archives import MAX_DEPTH, MAX_INTEGER_BITS, check_archive, is_key
 from hftrain.storage.files import unreadable
 from hftrain.storage.hashing import create
 
 ALIASES = "hftrain.aliases"
 _MAX_HEADER_BYTES = 100_000_000  # of the format's library, which reads no larger ones
+_MAX_DEPTH = 100
+# The instruction for a longer integer is refused by torch's safe reader.
+_MAX_INTEGER_BITS = 255 * 8 - 1
+# Values and tensors that are shared count each time: a short file could stand for billions.
+_MAX_SHARED = 10_000_000
+_MAX_EXPANDED_BYTES = 1 << 28
+_KEYS = (type(None), int, float, str)
 _PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
 _LAYOUTS = frozenset(
     (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -118,13 +126,15 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
     """
     try:
         _check_regular(path)
-        check_archive(path, with_numpy=with_numpy)
+        _check_records(path)
         with _numpy_accepted() if with_numpy else contextlib.nullcontext(), warnings.catch_warnings():
             # torch warns of sparse tensors; a filter that makes errors of warnings would make the file unreadable.
             warnings.simplefilter("ignore", UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            tree = torch.load(path, map_location="cpu", weights_only=True)
+        _check_size(tree, path.stat().st_size)
     except Exception as error:
         raise unreadable_tensors(path, error) from error
+    return tree
 
 
 def check_header(path: Path) -> None:
@@ -208,13 +218,56 @@ def _check_regular(path: Path) -> None:
         raise ValueError("it is not a regular file")
 
 
+def _check_records(path: Path) -> None:
+    """Raise ValueError unless a file is in torch's zip format, and its records take no more bytes than the file."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is not in the zip format of torch.save")
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+        raise ValueError("its records are compressed or encrypted")
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise ValueError("its records overlap")
+
+
+def _check_size(tree: Any, num_bytes: int) -> None:
+    """Raise ValueError for a structure that would take far more memory or time than a file of so many bytes."""
+    counts: dict[int, int | None] = {}
+    expanded_bytes = 0
+
+    def count(node: Any, depth: int) -> int:
+        nonlocal expanded_bytes
+        if isinstance(node, torch.Tensor) and node.layout == torch.strided:
+            stored_bytes = node.untyped_storage().nbytes()
+            expanded_bytes += max(0, node.nbytes - stored_bytes)
+            if stored_bytes > num_bytes or expanded_bytes > _MAX_EXPANDED_BYTES:
+                raise ValueError("a tensor is larger than its memory in the file")
+        if not isinstance(node, (list, tuple, dict)):
+            return 1
+        if id(node) not in counts:
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+            if isinstance(node, dict) and not all(map(_is_key, node)):
+                raise ValueError("a key is not text or a short number")
+            counts[id(node)] = None
+            parts = [*node.keys(), *node.values()] if isinstance(node, dict) else node
+            counts[id(node)] = 1 + sum(count(part, depth + 1) for part in parts)
+        found = counts[id(node)]
+        if found is None:
+            raise ValueError("it holds itself")
+        return found
+
+    if count(tree, 0) > max(_MAX_SHARED, num_bytes):
+        raise ValueError(f"it repeats values more than {_MAX_SHARED} times")
+
+
 def _plain(tree: Any, depth: int = 0) -> Any:
     kind = type(tree)
     if kind in _PLAIN:
         if tree == b"":
             raise _NotPlain("It is an empty bytes object, which torch's safe loader refuses")
-        if kind is int and tree.bit_length() > MAX_INTEGER_BITS:
-            raise _NotPlain(f"It is an integer of more than {MAX_INTEGER_BITS} bits")
+        if kind is int and tree.bit_length() > _MAX_INTEGER_BITS:
+            raise _NotPlain(f"It is an integer of more than {_MAX_INTEGER_BITS} bits")
         return tree
     if kind in (torch.Tensor, torch.nn.Parameter):
         return _plain_tensor(tree.detach())  # drops Python attributes, which would be pickled, too
@@ -222,8 +275,8 @@ def _plain(tree: Any, depth: int = 0) -> Any:
         return tree.item()
     if kind is bytearray:
         return bytearray(tree)
-    if depth > MAX_DEPTH:
-        raise _NotPlain(f"It holds itself, or is nested more than {MAX_DEPTH} deep")
+    if depth > _MAX_DEPTH:
+        raise _NotPlain(f"It holds itself, or is nested more than {_MAX_DEPTH} deep")
     if kind is set:
         return set(map(_key, tree))
     place: Any = None
@@ -273,9 +326,17 @@ def _is_stored(dtype: torch.dtype) -> bool:
 
 def _key(key: Any) -> Any:
     plain = _plain(key)
-    if not is_key(plain):
+    if not _is_key(plain):
         raise _NotPlain("It is a key, which must be None, a number, text or a tuple of them")
     return plain
+
+
+def _is_key(value: Any) -> bool:
+    # Long numbers may all have the same hash, and hashing nested tuples can overflow the stack.
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(
+        isinstance(part, _KEYS) and (not isinstance(part, int) or -(1 << 63) <= part < 1 << 64) for part in parts
+    )
 
 
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
@@ -293,5 +354,8 @@ def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
 
 def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a file that could not be read."""
-    reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
+    # torch's own words advise to load what can run code.
+    refused = re.search(r"GLOBAL \S+|Unsupported \w+ \d+", str(error))
+    told = refused[0] if refused else str(error) or type(error).__name__
+    reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {told}"
     return unreadable(path, reason)

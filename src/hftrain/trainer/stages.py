@@ -11,7 +11,6 @@ import torch
 from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
-from hftrain.data.workers import report_worker
 from hftrain.evaluation.casting import cast_weights
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
@@ -54,7 +53,6 @@ class Stages:
             with sharing_verbosity(), refusing_broadcast():
                 yield
         except Exception as error:
-            report_worker(error)
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
             maker = f"{type(trainer).__name__}.compute_loss" if trainer._is_overridden("compute_loss") else None

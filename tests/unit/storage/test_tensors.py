@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
@@ -16,6 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support import hostile
 
 from hftrain.core.errors import CheckpointError
 from hftrain.storage.tensors import check_tensors, load_containers, load_tensors, save_containers, save_tensors
@@ -295,17 +295,35 @@ def test_names_that_the_format_of_the_weights_has_no_room_for_are_refused_before
     assert load_tensors(tmp_path / "x.safetensors").keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("writer", ["torch", "legacy", "pickle"])
-@pytest.mark.parametrize("with_numpy", [False, True])
-def test_load_containers_refuses_hostile_files_without_running_them(tmp_path, writer, with_numpy):
-    path, boom = tmp_path / "optimizer.pt", tmp_path / "boom"
-    if writer == "pickle":
-        path.write_bytes(pickle.dumps(Bomb(boom)))
-    else:
-        torch.save({"state": Bomb(boom)}, path, _use_new_zipfile_serialization=writer == "torch")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
-        load_containers(path, with_numpy=with_numpy)
-    assert not boom.exists()
+HOSTILE = {
+    "pickle": "not in the zip format",
+    "bomb": "GLOBAL",
+    "bomb in the older format": "not in the zip format",
+    "bomb in the oldest format": "not in the zip format",
+    "module": "GLOBAL torch.nn.modules.linear.Linear",
+    "compressed": "compressed or encrypted",
+    "overlapping": "overlap",
+    "laughs": "repeats values",
+    "endless": "holds itself",
+    "lying size": "larger than its memory|bytes",
+    "reaching beyond": "storage",
+    "reaching one beyond": "storage",
+    "expanded": "larger than its memory",
+    "nested": "100 deep",
+    "colliding keys": "not text or a short number",
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_with_the_reason_and_run_no_code(tmp_cwd, name):
+    path = tmp_cwd / "x.pt"
+    (hostile.ZIPPED | hostile.ANYWHERE)[name](path)
+    for with_numpy in (False, True):
+        with pytest.raises(CheckpointError, match=rf"x\.pt.*({HOSTILE[name]})") as caught:
+            load_containers(path, with_numpy=with_numpy)
+        assert "weights_only" not in str(caught.value)
+    assert not (tmp_cwd / hostile.CANARY).exists()
 
 
 @pytest.mark.parametrize("length", [None, 0, 10, -1])
