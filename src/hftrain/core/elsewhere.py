@@ -201,7 +201,6 @@ TRANSFORMERS_NAMES = by_name(
             "align_special_tokens get_tpu_sampler reissue_pt_warnings remove_dummy_checkpoint "
             "validate_quantization_for_training"
         ),
-        "Neptune closed its service in March 2026; use WandbCallback or another tracker.": "NeptuneCallback",
         "Override _load_rng_state.": "set_rng_state_for_device",
         "Pass the folder to from_pretrained, or override _load_from_checkpoint.": "load_sharded_checkpoint",
         "Read attention_mask.": "is_attention_mask_causal",

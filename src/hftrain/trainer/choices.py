@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hftrain.adapter.deepspeed import fill_deepspeed_config
@@ -15,6 +16,7 @@ from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
+from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import Length, read_length
@@ -25,6 +27,7 @@ from hftrain.precision.registry import precisions
 from hftrain.rules.constructor import check_arguments
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.step.legality import check_legal
+from hftrain.storage.remote import is_url
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
@@ -74,8 +77,14 @@ def with_trackers(args: TrainingArguments, callbacks: Sequence[Any], loggers: An
     trackers = trackers_asked(args, loggers)
     if loggers is None:
         args.report_to = [str(name) for name in trackers]
-    callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
-    return without_trackers(callbacks) if is_rehearsal else callbacks
+    reporting = tracker_callbacks(trackers, besides=callbacks)
+    if is_rehearsal:
+        return without_trackers([*reporting, *callbacks])
+    folder = str(args.output_dir)
+    if not all(isinstance(each, TrackerCallback) for each in reporting) and not is_url(folder):
+        # Callbacks of transformers write to the folder, which its Trainer creates at once.
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return [*reporting, *callbacks]
 
 
 def all_callbacks(

@@ -20,7 +20,7 @@ import torch
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
-from hftrain.callbacks.trackers import TrackerCallback
+from hftrain.callbacks.trackers import reports_to_tracker
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.preserve import preserved
@@ -44,7 +44,7 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
 def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks, given as classes or instances, without those that report to a tracker."""
     kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
-    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
+    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not reports_to_tracker(kind)]
 
 
 def existing_part(folder: Path) -> Path:
