@@ -40,7 +40,7 @@ LIGHTNING_NAMES = by_name(
         "Use Engine for a loop of your own, or Trainer with a TaskModule.": "Fabric",
         "Use hftrain.cli.fit(MyTask), which trains from a YAML file and options.": "LightningCLI",
         "Use PredictionWriter.": "BasePredictionWriter",
-        "Use ProgressCallback or RichProgressCallback.": "RichProgressBar TQDMProgressBar",
+        "Use ProgressCallback.": "RichProgressBar TQDMProgressBar",
         "Use set_seed.": "seed_everything",
         "Use trainer.is_world_process_zero(), or state.is_world_process_zero in a callback.": "rank_zero_only",
     }
@@ -187,7 +187,7 @@ TRAINER_ATTRIBUTES = by_name(
         "Set control.should_training_stop.": "should_stop",
     }
 )
-# Public names of transformers' training modules that hftrain lacks.
+# Public names of transformers' training modules that hftrain lacks, and one that it had.
 TRANSFORMERS_NAMES = by_name(
     {
         "Annotate with collections.abc.Callable.": "DataCollator",
@@ -220,6 +220,7 @@ TRANSFORMERS_NAMES = by_name(
         "Use IntervalStrategy.": "EvaluationStrategy",
         "Use LengthGroupedSampler, or train_sampling_strategy='group_by_length'.": "BatchRebalanceSampler",
         "Use ProgressCallback.": "DEFAULT_PROGRESS_CALLBACK",
+        "Use ProgressCallback, whose bar tqdm draws.": "RichProgressCallback",
         "Use [DefaultFlowCallback].": "DEFAULT_CALLBACKS",
         "Use get_last_checkpoint.": "sort_checkpoints",
         "Use nested_concat, which pads.": (

@@ -80,7 +80,8 @@ class FlyteTracker(HandedOnTracker):
     """Checkpoints and the log of a Flyte task."""
 
     name = "flyte"
-    packages = ("flytekit", "transformers")
+    # transformers looks for a module inside `flytekitplugins`, and fails where there is no such package.
+    packages = ("flytekit", "flytekitplugins", "transformers")
 
     @classmethod
     def joins_all(cls) -> bool:

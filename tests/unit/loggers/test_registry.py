@@ -56,7 +56,7 @@ def test_available_are_those_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         "flytekit",
         "codecarbon",
         "transformers",
-        "neptune",
+        *("flytekitplugins", "neptune"),
     )
     # Azure ML is reported to through MLflow; DagsHub and Flyte are not set up.
     assert available_loggers() == ["codecarbon", "mlflow", "tensorboard", "wandb"]
