@@ -50,12 +50,14 @@ DOCUMENTED: dict[str, str] = {
     "compare_trainer_and_checkpoint_args": (
         "A resume checks the arguments and reports changes by itself; compare more in on_train_begin of a callback."
     ),
+    "init_git_repo": "Override init_hf_repo, or call it.",
     "ipex_optimize_model": "Override _wrap_model: Intel's extension is discontinued.",
     "store_flos": "",
+    "torchdynamo_smart_context_manager": "Set torch_compile=True, which needs no context.",
 }
 
-# Hooks added in version 5, and common names. A class that calls one of them itself has its own helper of that name,
-# older than the hook of transformers.
+# Hooks added in version 5, common names, and the older loop of evaluations. A class that calls one of them itself has
+# its own helper of that name, older than the hook of transformers.
 NEWER: dict[str, str] = {
     "_build_accelerator_args": "Pass strategy= and precision=, or set accelerator_config.",
     "_clip_grad_norm": "Set max_grad_norm, or do it in on_pre_optimizer_step of a callback.",
@@ -72,6 +74,7 @@ NEWER: dict[str, str] = {
     "_update_auto_batch_size": "Set auto_find_batch_size.",
     "_validate_args": "Do it in __init__.",
     "end": "Leave it out: trackers and processes end with the program.",
+    "prediction_loop": "Override evaluation_loop, or call it: it takes the same arguments.",
     "load_generation_config": "Set generation_config in Seq2SeqTrainingArguments to a GenerationConfig.",
 }
 
