@@ -133,8 +133,8 @@ class ProgressCallback(TrainerCallback):
             return
         pace = self._read_pace(state.global_step) if "loss" in logs else ""
         self._logged.update(self._lines.split(logs)[0])
-        values = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
-        self.training_bar.set_postfix_str(self._fitting([self._pace, *values]), refresh=False)
+        shown = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
+        self.training_bar.set_postfix_str(self._fitting([self._pace, *shown]), refresh=False)
         step, whole = state.global_step, (state.max_steps, state.num_train_epochs)
         self._write(self._lines.format(logs, step=step, of=whole, pace=pace, width=columns_of(file)), file)
         for bar in (self.training_bar, self.prediction_bar):
