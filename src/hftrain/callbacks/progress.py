@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import operator
 import sys
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
 from hftrain.callbacks.lines import LogLines, Rows, columns_of, seconds_text, summary_text
@@ -166,10 +167,15 @@ class ProgressCallback(TrainerCallback):
 
     def _open(self, name: str, total: int | None, *, initial: int = 0, unit: str, leave: bool = True) -> Any:
         file = self._file or sys.stderr
-        parts = {"desc": name, "total": total, "initial": initial, "unit": unit, "file": file}
-        if columns_of(file) is None and not in_notebook():
-            return _PlainLines(**parts, miniters=-(-(total or 0) // PLAIN_LINES), mininterval=PLAIN_INTERVAL_S)
-        return _Bar(**parts, leave=leave, dynamic_ncols=True, miniters=1, mininterval=REFRESH_S)
+        has_bar = columns_of(file) is not None or in_notebook()
+        shape = "{desc} {percentage:3.0f}%  " + ("{bar}  " if has_bar else "") + "{n_fmt}/{total_fmt}  "
+        shape = shape + "[{elapsed}<{remaining}{postfix}]" if total else "{desc}  {n_fmt}  [{elapsed}]"
+        options: dict[str, Any] = {"desc": name, "total": total, "initial": initial, "unit": unit, "file": file}
+        options["bar_format"] = shape
+        if not has_bar:
+            return _PlainLines(**options, miniters=-(-(total or 0) // PLAIN_LINES), mininterval=PLAIN_INTERVAL_S)
+        kind = importlib.import_module("tqdm.auto").tqdm if in_notebook() else _Bar
+        return kind(**options, leave=leave, dynamic_ncols=True, miniters=1, mininterval=REFRESH_S)
 
     def _fitting(self, parts: list[str]) -> str:
         """Return as many texts as fit next to the counts of the training bar, so that a bar is left."""
@@ -239,11 +245,6 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
 
-    def __init__(self, **options: Any) -> None:
-        tail = "{n_fmt}/{total_fmt}  [{elapsed}<{remaining}{postfix}]"
-        shape = "{desc} {percentage:3.0f}%  {bar}  " + tail if options["total"] else "{desc}  {n_fmt}  [{elapsed}]"
-        super().__init__(**options, bar_format=shape)
-
 
 class _PlainLines(_Bar):
     """A count that is printed as a line from time to time, and at the end."""
@@ -251,7 +252,6 @@ class _PlainLines(_Bar):
     def __init__(self, **options: Any) -> None:
         self._reported = options["initial"] - 1
         super().__init__(**options)
-        self.bar_format = (self.bar_format or "").replace("{bar}  ", "")
 
     @staticmethod
     def status_printer(file: Any) -> Any:

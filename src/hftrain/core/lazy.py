@@ -15,12 +15,15 @@ from typing import Any
 from hftrain.core.elsewhere import LIGHTNING_NAMES, TRANSFORMERS_NAMES
 from hftrain.core.errors import MissingDependencyError, suggest
 
+# Packages, and the modules of transformers that cannot be imported without them.
+_NEEDED = {"transformers": "transformers.", "IPython": "transformers.utils.notebook"}
+
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
 
     Its ``__init__.pyi``, which type checkers read instead of ``__init__.py``, is the only list of the names. Those that
-    it imports from transformers are listed where transformers is installed, and say elsewhere how to install it.
+    it imports from transformers are listed where they can be imported, and say elsewhere what to install.
 
     Args:
         own: Public names that the package defines itself.
@@ -34,18 +37,19 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     home_of = {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
     handed_on = {name for name, home in home_of.items() if home.startswith("transformers.")}
-    is_whole = not handed_on or importlib.util.find_spec("transformers") is not None
-    public = {*home_of, *own} if is_whole else {*home_of, *own} - handed_on
+    absent = tuple(
+        modules
+        for package_needed, modules in _NEEDED.items()
+        if handed_on and package_needed not in sys.modules and not importlib.util.find_spec(package_needed)
+    )
+    public = {*own, *(name for name, home in home_of.items() if not home.startswith(absent))}
 
     def get(name: str) -> Any:
         if home_of.get(name) == package:
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
-            value = (
-                _from_transformers(home_of[name], name)
-                if name in handed_on
-                else getattr(_imported(home_of[name]), name)
-            )
+            home = home_of[name]
+            value = _from_transformers(home, name) if name in handed_on else getattr(_imported(home), name)
             setattr(sys.modules[package], name, value)
             return value
         lightnings = f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}" if name in LIGHTNING_NAMES else ""
@@ -65,10 +69,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
 
 
 def _from_transformers(home: str, name: str) -> Any:
-    # Imported here because `import hftrain` needs none of it.
-    from hftrain.core.optional import require
-
-    require("transformers", feature=f"hftrain.{name}", extra="transformers")
+    _imported("hftrain.core.optional").require("transformers", feature=f"hftrain.{name}", extra="transformers")
     try:
         return getattr(_imported(home), name)
     except (ImportError, AttributeError) as error:
