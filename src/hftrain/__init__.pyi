@@ -1,5 +1,13 @@
 """The public names and their homes: the only list of them, for type checkers and, by `core/lazy.py`, at runtime."""
 
+from transformers.integrations.integration_utils import AzureMLCallback as AzureMLCallback
+from transformers.integrations.integration_utils import CodeCarbonCallback as CodeCarbonCallback
+from transformers.integrations.integration_utils import DagsHubCallback as DagsHubCallback
+from transformers.integrations.integration_utils import FlyteCallback as FlyteCallback
+from transformers.integrations.integration_utils import KubeflowCallback as KubeflowCallback
+from transformers.integrations.integration_utils import NeptuneCallback as NeptuneCallback
+from transformers.utils.notebook import NotebookProgressCallback as NotebookProgressCallback
+
 from hftrain import loggers as loggers
 from hftrain import loops as loops
 from hftrain import strategies as strategies
@@ -18,21 +26,14 @@ from hftrain.callbacks import CallbackHandler as CallbackHandler
 from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
 from hftrain.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
 from hftrain.callbacks import ExportableState as ExportableState
-from hftrain.callbacks import NotebookProgressCallback as NotebookProgressCallback
 from hftrain.callbacks import PrinterCallback as PrinterCallback
 from hftrain.callbacks import ProgressCallback as ProgressCallback
-from hftrain.callbacks import RichProgressCallback as RichProgressCallback
 from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
-from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback
 from hftrain.callbacks.trackers import ClearMLCallback as ClearMLCallback
-from hftrain.callbacks.trackers import CodeCarbonCallback as CodeCarbonCallback
 from hftrain.callbacks.trackers import CometCallback as CometCallback
-from hftrain.callbacks.trackers import DagsHubCallback as DagsHubCallback
 from hftrain.callbacks.trackers import DVCLiveCallback as DVCLiveCallback
-from hftrain.callbacks.trackers import FlyteCallback as FlyteCallback
-from hftrain.callbacks.trackers import KubeflowCallback as KubeflowCallback
 from hftrain.callbacks.trackers import MLflowCallback as MLflowCallback
 from hftrain.callbacks.trackers import SwanLabCallback as SwanLabCallback
 from hftrain.callbacks.trackers import TensorBoardCallback as TensorBoardCallback

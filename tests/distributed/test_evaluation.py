@@ -156,7 +156,7 @@ def train(folder: str) -> list[Any]:
         Path(folder), train_dataset=make_rows(24),
         eval_dataset={"often": make_rows(5), "seldom": EvalSet(make_rows(7), every=2, metrics=share)},
         callbacks=[Note()], max_steps=4, eval_strategy="steps", eval_steps=1, bf16_full_eval=True,
-        use_legacy_prediction_loop=True, metric_for_best_model="eval_seldom_loss",
+        metric_for_best_model="eval_seldom_loss",
     )  # fmt: skip
     trainer.train()
     return [seen, trainer.state.best_metric, [p.tolist() for p in trainer.model.parameters()]]

@@ -45,7 +45,7 @@ HOOKS = (
     "_set_signature_columns_if_needed", "_get_collator_with_removed_columns", "_nested_gather",
     "_determine_best_metric", "_rotate_checkpoints", "_load_from_checkpoint", "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler", "_get_output_dir", "_evaluate", "_get_num_items_in_batch", "_get_learning_rate",
-    "autocast_smart_context_manager", "torchdynamo_smart_context_manager", "_get_dataloader",
+    "autocast_smart_context_manager", "_get_dataloader",
     "_load_rng_state", "_prepare_context_parallel_inputs", "get_train_dataloader", "get_eval_dataloader",
     "get_test_dataloader", "log", "create_optimizer_and_scheduler", "create_optimizer", "create_scheduler",
     "compute_loss", "training_step", "prediction_step", "evaluate", "predict", "evaluation_loop", "get_batch_samples",

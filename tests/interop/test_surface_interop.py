@@ -70,10 +70,6 @@ SIGNATURES: dict[str, str] = {
     "metrics_format": "a method; there it is a function that happens to be an attribute of the class",
 }
 
-CALLBACKS: dict[str, str] = {
-    "NeptuneCallback": "Neptune's service has closed",
-}
-
 
 # Modules whose public names hftrain has, or answers with what to use.
 MODULES = ("trainer_callback", "trainer_pt_utils", "trainer_utils", "training_args", "optimization")
@@ -156,7 +152,7 @@ def test_every_event_and_callback_is_there() -> None:
     events = {name for name in dir(transformers.TrainerCallback) if name.startswith("on_")}
     assert events == {name for name in dir(TrainerCallback) if name.startswith("on_")}
     kinds = {name for name in dir(integration_utils) if name.endswith("Callback")}
-    assert {name for name in kinds if name not in hftrain.__all__} == CALLBACKS.keys()
+    assert {name for name in kinds if name not in hftrain.__all__} == set()
     for name in ("CallbackHandler", "EarlyStoppingCallback", "ExportableState", "TrainerControl"):
         theirs = {each for each in dir(getattr(transformers.trainer_callback, name)) if not each.startswith("_")}
         assert theirs - set(dir(getattr(hftrain, name))) == set(), name

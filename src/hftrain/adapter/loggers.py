@@ -40,7 +40,9 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
         wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
     # The environment of a Kubeflow TrainJob requests reports.
     job: Any = known_loggers.resolve("kubeflow")[0]
-    if job.why_off() is None:
+    if job.why_off() is None and job.missing_packages():
+        warn_once("The Kubeflow TrainJob hears no progress: install transformers, whose callback reports it.")
+    elif job.why_off() is None:
         wanted.append("kubeflow")
     return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or _replaced(each) or not _is_off(each)]
 
@@ -54,7 +56,8 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
     kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
     fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
     wanted = [each for each in trackers if isinstance(each, Logger) or each not in fed]
-    return [_replaced(each) or tracker_callback(each) for each in wanted]
+    found = [_replaced(each) or tracker_callback(each) for each in wanted]
+    return [each for each in found if not (isinstance(each, type) and any(issubclass(kind, each) for kind in kinds))]
 
 
 def _replaced(tracker: str | Logger) -> Any:

@@ -9,6 +9,7 @@ from hftrain.adapter.mesh import mesh_request
 from hftrain.arguments.enums import ParallelMode
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
+from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import is_set, lacks_processes
@@ -108,22 +109,24 @@ def note_devices(args: Any, strategy: Strategy) -> None:
 
 
 def _check_sagemaker(args: Any) -> None:
-    """Raise for SageMaker's own runtimes, whose processes would each train alone."""
-    asked, runtime = None, "model-parallel"
+    """Raise for SageMaker's own runtimes and its start without torchrun: processes would each train alone."""
+    split, copied = "fsdp='full_shard' (or deepspeed=...), which splits the model", "strategy='ddp'"
+    hosts = os.environ.get("SM_HOSTS", "").split(",")
     if (args.mp_parameters or "{}").strip() not in ("", "{}"):
-        asked = f"Cannot use mp_parameters={args.mp_parameters!r}."
+        asked, what, successor = f"Cannot use mp_parameters={args.mp_parameters!r}.", "model-parallel runtime", split
     elif args.parallel_mode == ParallelMode.SAGEMAKER_MODEL_PARALLEL:
-        asked = "The launcher asked for SageMaker's model parallelism (SM_HP_MP_PARAMETERS)."
+        asked, what, successor = "SM_HP_MP_PARAMETERS asks for model parallelism.", "model-parallel runtime", split
     elif args.parallel_mode == ParallelMode.SAGEMAKER_DATA_PARALLEL:
-        asked, runtime = "The launcher asked for SageMaker's data parallelism (SM_FRAMEWORK_PARAMS).", "data-parallel"
-    if asked is not None:
-        is_split = runtime == "model-parallel"
-        successor = "fsdp='full_shard' (or deepspeed=...), which splits the model" if is_split else "strategy='ddp'"
-        raise ConfigError(
-            asked,
-            f"SageMaker's {runtime} runtime (smdistributed) is not supported.",
-            f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
-        )
+        asked, what, successor = "SM_FRAMEWORK_PARAMS asks for data parallelism.", "data-parallel runtime", copied
+    elif len(hosts) > 1 and read_launch().launcher is None:
+        asked, what, successor = f"SM_HOSTS lists {len(hosts)} machines.", "start of one script per machine", copied
+    else:
+        return
+    raise ConfigError(
+        asked,
+        f"SageMaker's {what} is not supported.",
+        f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
+    )
 
 
 def _check_kind(strategy: Any) -> None:

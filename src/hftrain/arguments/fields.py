@@ -79,7 +79,7 @@ class EvaluationArguments:
         "Input keys that are labels. Defaults to the arguments of the model's forward whose names contain 'label'.",
     )
     past_index: int = setting(-1, "Index of the output to pass to the next step as `mems`; -1 for none.")
-    use_legacy_prediction_loop: bool = setting(False, "Evaluate with prediction_loop instead of evaluation_loop.")
+    use_legacy_prediction_loop: bool = setting(False, "Refused: evaluation_loop has the same results.")
     jit_mode_eval: bool = setting(False, "Trace the model with torch.jit before evaluating.")
     bf16_full_eval: bool = setting(False, "Evaluate entirely in bfloat16.")
     fp16_full_eval: bool = setting(False, "Evaluate entirely in float16.")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
-from hftrain.callbacks.progress import PrinterCallback, ProgressCallback
-from hftrain.callbacks.rich_progress import RichProgressCallback
+from hftrain.callbacks.progress import PrinterCallback, ProgressCallback, SummaryCallback, in_notebook
 from hftrain.callbacks.runner import CallbackHandler
-from hftrain.callbacks.summary import SummaryCallback
+from hftrain.core.optional import is_available
 from hftrain.core.replaced import default_of
 
 __all__ = [
@@ -19,10 +18,8 @@ __all__ = [
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "ExportableState",
-    "NotebookProgressCallback",
     "PrinterCallback",
     "ProgressCallback",
-    "RichProgressCallback",
     "SummaryCallback",
     "TrainerCallback",
     "default_callbacks",
@@ -39,9 +36,14 @@ def default_callbacks() -> list[Any]:
 def progress_callback(*, disable_tqdm: bool) -> Any:
     """Return the callback, or its class, that shows a run's progress, the last of its callbacks.
 
+    In a notebook it is that of transformers, with a table of the metrics, where transformers is installed.
+
     Args:
         disable_tqdm: Print logs instead of showing bars or a notebook's table.
     """
     if disable_tqdm:
         return default_of("PrinterCallback", PrinterCallback)
-    return default_of("DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback if in_notebook() else ProgressCallback)
+    ours: Any = ProgressCallback
+    if in_notebook() and is_available("transformers"):
+        ours = importlib.import_module("transformers.utils.notebook").NotebookProgressCallback
+    return default_of("DEFAULT_PROGRESS_CALLBACK", ours)

@@ -1,13 +1,16 @@
-"""Format log entries as readable text: one aligned line each, folded at the width of a terminal."""
+"""Format log entries and summaries as readable text: aligned lines, folded at the width of a terminal."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+Rows = dict[str, list[str]]
 
 _SHORT = {"learning_rate": "lr"}
 # Times and rates, named `<prefix>_runtime` etc.: shown last, and left out on a narrow terminal.
@@ -20,20 +23,6 @@ _UNITS = {
 _MIN_VALUE = 6
 # Stands for the spaces in a cell while lines are folded.
 _TIED = "\0"
-
-
-def shorten(value: Any, max_str_len: int) -> Any:
-    """Round a float and cut a long text for display: four decimals, or four digits below 1.
-
-    Example:
-        >>> shorten(0.123456, 10), shorten(1234.56789, 10), shorten("a long story", 6)
-        (0.1235, 1234.5679, 'a long... (12 characters)')
-    """
-    if isinstance(value, str) and len(value) > max_str_len:
-        return f"{value[:max_str_len]}... ({len(value)} characters)"
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if abs(value) < 1 else round(float(value), 4)
-    return value
 
 
 def number_text(value: float) -> str:
@@ -97,7 +86,9 @@ class LogLines:
         for name, value in logs.items():
             ending = next((each for each in _UNITS if name.endswith(f"_{each}")), None)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            text = number_text(value) if is_number else str(shorten(value, self._max_str_len))
+            text = number_text(value) if is_number else str(value)
+            if len(text) > self._max_str_len and isinstance(value, str):
+                text = f"{text[: self._max_str_len]}... ({len(text)} characters)"
             if ending == "steps_per_second" and not name.startswith("train_"):
                 continue  # batches per second, which follow from the samples
             if ending is not None:
@@ -151,3 +142,23 @@ def fold(cells: Iterable[str], width: int, *, indent: int = 2) -> list[str]:
     text = "  ".join(cell.replace(" ", _TIED) if len(cell) <= width - indent else cell for cell in cells)
     wrapped = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
     return [line.replace(_TIED, " ").rstrip() for line in wrapped]
+
+
+def summary_text(title: str, rows: Rows, *, width: Any = None) -> str:
+    """Return a summary as text.
+
+    Args:
+        width: Columns of the terminal; None does not fold lines.
+
+    Example:
+        >>> print(summary_text("Trained 9 steps", {"loss": ["0.5", "mean 0.7"], "evaluation": ["eval_loss 0.4"]}))
+        Trained 9 steps
+          loss        0.5  mean 0.7
+          evaluation  eval_loss 0.4
+    """
+    indent = 4 + max(map(len, rows), default=0)
+    lines = fold([title], width or sys.maxsize)
+    for label, cells in rows.items():
+        folded = fold(cells, max((width or sys.maxsize) - indent - 1, 20), indent=0)
+        lines.append(f"{f'  {label}':<{indent}}" + f"\n{'':{indent}}".join(line.rstrip() for line in folded))
+    return "\n".join(lines)

@@ -12,7 +12,8 @@ from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
-from hftrain.loggers.registry import create_logger
+from hftrain.loggers.handed_on import HandedOnTracker
+from hftrain.loggers.registry import create_logger, installed_tracker
 from hftrain.storage.remote import is_url, local_folder
 
 logger = get_logger(__name__)
@@ -225,14 +226,28 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:500]}" + ("" if text.endswith(".") else ".")
 
 
-def tracker_callback(logger: Logger | str) -> TrackerCallback:
-    """Return the callback of a tracker, given by its name or as a logger; each tracker has its own class."""
+def reports_to_tracker(kind: type) -> bool:
+    """Return whether callbacks of a class report to a tracker; those of transformers' integrations do too."""
+    return issubclass(kind, TrackerCallback) or any(
+        base.__module__.startswith("transformers.integrations.") for base in kind.__mro__
+    )
+
+
+def tracker_callback(logger: Logger | str) -> Any:
+    """Return the callback of a tracker, given by its name or as a logger; each tracker has its own class.
+
+    For a tracker that only transformers reports to, it is the class of transformers' callback.
+    """
     name = logger if isinstance(logger, str) else logger.name or type(logger).__name__
     own = None if isinstance(logger, str) else logger
     kind = TrackerCallback.by_tracker.get(name)
     if kind is not None:
         return kind(logger=own)
-    own = own or create_logger(name)
+    if own is None:
+        known = installed_tracker(name)
+        if isinstance(known, type) and issubclass(known, HandedOnTracker):
+            return known.callback_class()
+        own = create_logger(name)
     title = "".join(word[:1].upper() + word[1:] for word in name.replace("-", "_").split("_"))
     # A separate class, so that states in checkpoints and `remove_callback` can distinguish trackers.
     body = {"__doc__": f"Report to {name}.", "__qualname__": f"tracker_callback.<locals>.{title}Callback"}
@@ -241,55 +256,16 @@ def tracker_callback(logger: Logger | str) -> TrackerCallback:
     return made(logger=own)
 
 
-class AzureMLCallback(TrackerCallback, tracker="azure_ml"):
-    """Report to Azure Machine Learning; see `hftrain.loggers.azure_ml`."""
-
-
 class ClearMLCallback(TrackerCallback, tracker="clearml"):
-    """Report to ClearML; see `hftrain.loggers.clearml`."""
-
-
-class CodeCarbonCallback(TrackerCallback, tracker="codecarbon"):
-    """Measure emissions with CodeCarbon; see `hftrain.loggers.codecarbon`."""
+    """Report to ClearML; see `hftrain.loggers.accelerate`."""
 
 
 class CometCallback(TrackerCallback, tracker="comet_ml"):
-    """Report to Comet; see `hftrain.loggers.comet`."""
-
-
-class DagsHubCallback(TrackerCallback, tracker="dagshub"):
-    """Report to MLflow on DagsHub; see `hftrain.loggers.mlflow`."""
+    """Report to Comet; see `hftrain.loggers.accelerate`."""
 
 
 class DVCLiveCallback(TrackerCallback, tracker="dvclive"):
-    """Report to DVCLive; see `hftrain.loggers.dvclive`."""
-
-
-class FlyteCallback(TrackerCallback, tracker="flyte"):
-    """Report to Flyte; see `hftrain.loggers.flyte`."""
-
-
-class KubeflowCallback(TrackerCallback, tracker="kubeflow"):
-    """Report to a Kubeflow TrainJob; see `hftrain.loggers.kubeflow`."""
-
-    @staticmethod
-    def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the metrics unchanged."""
-        return dict(metrics)
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start reporting."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self._report(state, True)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the training progress."""
-        self._report(state)
-
-    def _report(self, state: TrainerState, is_first: bool = False) -> None:
-        if self._is_open:
-            kubeflow: Any = self.logger
-            self._try(kubeflow.log_progress, state.global_step, state.max_steps, state.epoch, is_first)
+    """Report to DVCLive; see `hftrain.loggers.accelerate`."""
 
 
 class MLflowCallback(TrackerCallback, tracker="mlflow"):
@@ -297,7 +273,7 @@ class MLflowCallback(TrackerCallback, tracker="mlflow"):
 
 
 class SwanLabCallback(TrackerCallback, tracker="swanlab"):
-    """Report to SwanLab; see `hftrain.loggers.swanlab`."""
+    """Report to SwanLab; see `hftrain.loggers.accelerate`."""
 
 
 class TensorBoardCallback(TrackerCallback, tracker="tensorboard"):

@@ -32,11 +32,9 @@ _NAMES = (
     (
         "transformers.integrations.integration_utils",
         "hftrain.callbacks.trackers",
-        "AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DagsHubCallback DVCLiveCallback "
-        "FlyteCallback KubeflowCallback MLflowCallback SwanLabCallback TensorBoardCallback TrackioCallback "
-        "WandbCallback",
+        "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
+        "TrackioCallback WandbCallback",
     ),
-    ("transformers.utils.notebook", "hftrain.callbacks", "NotebookProgressCallback"),
     ("transformers.hf_argparser", "hftrain.cli", "HfArgumentParser"),
 )
 
@@ -66,18 +64,9 @@ def watched_modules() -> list[ModuleType]:
 
 
 def replacements() -> Iterator[tuple[str, Any, Any]]:
-    """Import transformers' modules and yield each name with its object there and in hftrain, if both have it.
-
-    `transformers.utils.notebook` needs IPython, so that module may be absent.
-    """
+    """Import transformers' modules and yield each name with its object there and in hftrain, if both have it."""
     for theirs, ours, names in _NAMES:
-        try:
-            module = importlib.import_module(theirs)
-        except ImportError:
-            if theirs != "transformers.utils.notebook":
-                raise
-            continue
-        home = importlib.import_module(ours)
+        module, home = importlib.import_module(theirs), importlib.import_module(ours)
         for name in names.split():
             if hasattr(module, name) and hasattr(home, name):
                 yield name, getattr(module, name), getattr(home, name)

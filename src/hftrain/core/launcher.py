@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -70,7 +69,7 @@ def read_launch() -> Launch:
     """Return the description read from the current environment.
 
     RANK and WORLD_SIZE are used if both are set, as by torchrun, `accelerate launch`, Kubeflow and Ray Train;
-    otherwise the variables of `_LAUNCHERS`, then SageMaker's list of machines.
+    otherwise the variables of `_LAUNCHERS`.
 
     Raises:
         ConfigError: A variable does not hold a number, or a launcher sets the rank but not the number of processes.
@@ -80,8 +79,6 @@ def read_launch() -> Launch:
         for names in _LAUNCHERS:
             if all(_number(name) is not None for name in names[1:4] if name):
                 return Launch() if _is_alone(names) else _read(names)
-        if (found := _read_sagemaker()) is not None:
-            return found
         if os.environ.get("PMIX_RANK") and world_size is None:
             raise ConfigError(
                 f"Cannot run as PMIX_RANK={os.environ['PMIX_RANK']!r}:",
@@ -168,33 +165,10 @@ def _is_in_shell() -> bool:
         return os.isatty(0)
 
 
-def _read_sagemaker() -> Launch | None:
-    """Return the description of a SageMaker job, which starts the script once per machine."""
-    text, host = os.environ.get("SM_HOSTS"), os.environ.get("SM_CURRENT_HOST")
-    if not text or not host:
-        return None
-    try:
-        hosts = sorted(json.loads(text))
-        rank = hosts.index(host)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            "Cannot read SageMaker's list of machines.",
-            "SM_HOSTS must be a list of names in JSON, with SM_CURRENT_HOST among them.",
-            "Correct the two, or unset them outside of a SageMaker job.",
-            SM_HOSTS=text,
-            SM_CURRENT_HOST=host,
-        ) from None
-    if len(hosts) == 1:
-        return None
-    return Launch(launcher="SageMaker", rank=rank, world_size=len(hosts), local_rank=0, local_world_size=1)
-
-
 def _first_machine(launch: Launch) -> str | None:
     """Return the address of rank 0's machine, or None if unknown."""
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
-    if launch.launcher == "SageMaker":
-        return str(min(json.loads(os.environ["SM_HOSTS"])))
     nodes = os.environ.get("SLURM_STEP_NODELIST" if launch.launcher == _SLURM.launcher else "SLURM_JOB_NODELIST")
     if nodes:
         return first_of_node_list(nodes)

@@ -12,24 +12,19 @@ loggers: Registry[Logger] = Registry(
     "tracker",
     group="hftrain.loggers",
     elsewhere={"comet": "comet_ml", "tb": "tensorboard", "azureml": "azure_ml"},
-    gone={
-        "neptune": (
-            "Neptune closed its service in March 2026, and nothing receives what its package sends.",
-            "Use another tracker, such as report_to='wandb', 'mlflow' or 'trackio'.",
-        ),
-    },
 )
 _TABLE = """
-    azure_ml     azure_ml     AzureMLLogger      Azure Machine Learning
-    clearml      clearml      ClearMLLogger      ClearML
-    codecarbon   codecarbon   CodeCarbonLogger   CodeCarbon, emissions
-    comet_ml     comet        CometLogger        Comet
-    dagshub      mlflow       DagsHubLogger      MLflow on DagsHub
-    dvclive      dvclive      DVCLiveLogger      DVCLive
-    flyte        flyte        FlyteLogger        Flyte, inside a task
-    kubeflow     kubeflow     KubeflowLogger     a Kubeflow TrainJob's server
+    azure_ml     handed_on    AzureMLTracker     Azure Machine Learning
+    clearml      accelerate   ClearMLLogger      ClearML
+    codecarbon   handed_on    CodeCarbonTracker  CodeCarbon, emissions
+    comet_ml     accelerate   CometLogger        Comet
+    dagshub      handed_on    DagsHubTracker     MLflow on DagsHub
+    dvclive      accelerate   DVCLiveLogger      DVCLive
+    flyte        handed_on    FlyteTracker       Flyte, inside a task
+    kubeflow     handed_on    KubeflowTracker    a Kubeflow TrainJob's server
     mlflow       mlflow       MLflowLogger       MLflow
-    swanlab      swanlab      SwanLabLogger      SwanLab
+    neptune      handed_on    NeptuneTracker     Neptune, on a server of your own
+    swanlab      accelerate   SwanLabLogger      SwanLab
     tensorboard  tensorboard  TensorBoardLogger  TensorBoard
     trackio      trackio      TrackioLogger      Trackio
     wandb        wandb        WandbLogger        Weights & Biases
@@ -54,8 +49,12 @@ def available_loggers() -> list[str]:
     return [name for name in found if name not in replaced]
 
 
-def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
-    """Create a tracker's logger; starts nothing and does not import its package."""
+def installed_tracker(name: str) -> Any:
+    """Return the class of a tracker.
+
+    Raises:
+        MissingDependencyError: A package that it needs is not installed.
+    """
     kind: Any = loggers.resolve(name)[0]
     missing = kind.missing_packages()
     if missing:
@@ -64,5 +63,10 @@ def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
             f"it needs {' and '.join(missing)}, which cannot be imported.",
             f"Run: pip install 'hftrain[{name}]', or remove {name!r} from report_to.",
         )
-    logger: Logger = kind(*args, **kwargs)
+    return kind
+
+
+def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
+    """Create a tracker's logger; starts nothing and does not import its package."""
+    logger: Logger = installed_tracker(name)(*args, **kwargs)
     return logger

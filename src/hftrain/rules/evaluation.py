@@ -158,6 +158,12 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule) -> None
             bf16_full_eval=args.bf16_full_eval,
             fp16_full_eval=args.fp16_full_eval,
         )
+    if args.use_legacy_prediction_loop:
+        raise ConfigError(
+            "Cannot use use_legacy_prediction_loop=True.",
+            "There is one loop, evaluation_loop, with the results of the older one.",
+            "Leave it out; a subclass overrides evaluation_loop.",
+        )
     plain_only = {"past_index": args.past_index >= 0, "jit_mode_eval": args.jit_mode_eval}
     if any(plain_only.values()) and not isinstance(task, ModelTask):
         name = next(name for name, is_on in plain_only.items() if is_on)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.lines import LogLines, number_text, seconds_text
-from hftrain.callbacks.progress import ProgressCallback
-from hftrain.callbacks.summary import Rows, SummaryCallback
+from hftrain.callbacks.lines import LogLines, Rows, number_text, seconds_text
+from hftrain.callbacks.progress import ProgressCallback, SummaryCallback
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
 from hftrain.core.log import get_logger

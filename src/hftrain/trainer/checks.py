@@ -189,7 +189,7 @@ def _check_metric(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     listeners = (getattr(callback, "on_evaluate", None) for callback in trainer.callback_handler.callbacks)
     # A user callback's on_evaluate may add to the metrics that it receives.
     roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
-    hooks = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
+    hooks = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
     if _overrides(trainer, *hooks) or roots - {"hftrain", "transformers"}:
         return
     own = next((entry.metrics for entry in sets.values() if entry.metrics is not None), None)
@@ -237,7 +237,7 @@ def _check_evaluation(trainer: TrainerHooks, entry: EvalSet | None, name: str, d
     if not trainer._is_overridden("_get_eval_sampler"):
         check_batches(trainer.args, trainer.strategy, name, dataset)
     has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
-    own = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", *_PREPARE)
+    own = ("evaluate", "evaluation_loop", "prediction_step", *_PREPARE)
     if has_metrics and not _overrides(trainer, *own):
         columns = batch_columns(trainer.task, dataset, trainer.data_collator)
         if columns is not None:

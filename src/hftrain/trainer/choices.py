@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
@@ -14,7 +15,7 @@ from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
-from hftrain.callbacks.trackers import TrackerCallback
+from hftrain.callbacks.trackers import TrackerCallback, reports_to_tracker
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.lengths import Length, read_length
@@ -25,6 +26,7 @@ from hftrain.precision.registry import precisions
 from hftrain.rules.constructor import check_arguments
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.step.legality import check_legal
+from hftrain.storage.remote import is_url
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
@@ -45,7 +47,7 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
 def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks, given as classes or instances, without those that report to a tracker."""
     kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
-    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
+    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not reports_to_tracker(kind)]
 
 
 def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
@@ -91,8 +93,14 @@ def with_trackers(args: TrainingArguments, callbacks: Sequence[Any], loggers: An
     trackers = trackers_asked(args, loggers)
     if loggers is None:
         args.report_to = [str(name) for name in trackers]
-    callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
-    return without_trackers(callbacks) if is_rehearsal else callbacks
+    reporting = tracker_callbacks(trackers, besides=callbacks)
+    if is_rehearsal:
+        return without_trackers([*reporting, *callbacks])
+    folder = str(args.output_dir)
+    if not all(isinstance(each, TrackerCallback) for each in reporting) and not is_url(folder):
+        # Callbacks of transformers write to the folder, which its Trainer creates at once.
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return [*reporting, *callbacks]
 
 
 def all_callbacks(

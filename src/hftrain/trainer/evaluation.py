@@ -65,8 +65,6 @@ class Evaluation:
         """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
         check_evaluating(args, strategy=trainer.strategy, task=trainer.task)
-        if trainer._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
-            warn_once(f"{owner}.prediction_loop is not called without use_legacy_prediction_loop=True.")
         if generates(args) and not trainer._is_overridden("prediction_step"):
             warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
@@ -139,8 +137,7 @@ class Evaluation:
         """Call the documented loop on this rank's share of a loader; return its output, and its metrics with speed."""
         trainer, args = self._trainer, self._trainer.args
         start_s = time.perf_counter()
-        loop = trainer.prediction_loop if args.use_legacy_prediction_loop else trainer.evaluation_loop
-        output = loop(loader, metric_key_prefix=metric_key_prefix, **options)
+        output = trainer.evaluation_loop(loader, metric_key_prefix=metric_key_prefix, **options)
         # An override in the older style returns a PredictionOutput, which has no sample count.
         num_samples, num_steps = getattr(output, "num_samples", None), None
         if num_samples is not None:

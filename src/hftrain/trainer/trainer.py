@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -381,9 +381,7 @@ class Trainer:
         self._slot_log = taking(self.log, 1, "start_time")
         self._walks_inputs = self._is_overridden("_prepare_input")
         self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
-        self._makes_contexts = any(
-            map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
-        )
+        self._makes_contexts = self._is_overridden("autocast_smart_context_manager")
         before: LossShares | None = vars(self).get("_shares")
         self._shares = self._make_shares()
         if before is not None:
@@ -750,19 +748,9 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
-        if not self._makes_contexts:
-            return nullcontext() if self._cast is not None else self._computing.autocast()
-        stack = ExitStack()
-        stack.enter_context(self.torchdynamo_smart_context_manager())
-        stack.enter_context(self.autocast_smart_context_manager())
-        return stack
-
-    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: a compiled model needs none.
-
-        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
-        """
-        return nullcontext()
+        if self._makes_contexts:
+            return self.autocast_smart_context_manager()
+        return nullcontext() if self._cast is not None else self._computing.autocast()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the precision's casting context.
@@ -1009,24 +997,6 @@ class Trainer:
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
             finish_outputs=self._find_filler(),
-        )
-
-    def prediction_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Run the model over a loader; called by `evaluate` and `predict` with `use_legacy_prediction_loop`.
-
-        This is the older name of `evaluation_loop`, for subclasses that override it; results are identical.
-
-        Source: the documented `Trainer.prediction_loop`.
-        """
-        return Trainer.evaluation_loop(
-            self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
     def prediction_step(
@@ -1612,14 +1582,6 @@ class Trainer:
         Source: the documented `Trainer.init_hf_repo`.
         """
         self._hub.open(token=token, private=private)
-
-    def init_git_repo(self, at_init: bool = False) -> None:
-        """Same as `init_hf_repo`; pushes need no git clone, and no file is ever deleted.
-
-        Source: the documented `Trainer.init_git_repo` (4.24).
-        """
-        warn_once("init_git_repo is deprecated; use init_hf_repo.", FutureWarning)
-        self.init_hf_repo()
 
     def create_model_card(
         self,

@@ -15,7 +15,7 @@ def test_empty_model_parallel_parameters_pass(tmp_path: Path, value: str) -> Non
 
 def test_model_parallel_parameters_are_refused_with_the_successor(tmp_path: Path) -> None:
     args = make_arguments(tmp_path, mp_parameters='{"partitions": 2}', fp16=True)
-    with pytest.raises(ConfigError, match=r"mp_parameters=.*smdistributed.*torch_distributed.*fsdp='full_shard'"):
+    with pytest.raises(ConfigError, match=r"mp_parameters=.*model-parallel.*torch_distributed.*fsdp='full_shard'"):
         Trainer(Task(), args)
 
 
@@ -39,6 +39,14 @@ def test_launchers_runtime_is_recognised_and_refused(
     assert args.parallel_mode == mode
     with pytest.raises(ConfigError, match=reason):
         Trainer(Task(), args)
+
+
+def test_several_machines_without_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    Trainer(Task(), make_arguments(tmp_path))
+    monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
+    with pytest.raises(ConfigError, match=r"SM_HOSTS lists 2 machines.*torch_distributed.*strategy='ddp'"):
+        Trainer(Task(), make_arguments(tmp_path))
 
 
 @pytest.mark.parametrize("value", ["", "{}", "no json", "[]", '{"sagemaker_distributed_dataparallel_enabled": false}'])

@@ -41,7 +41,6 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 PALS = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in [("RANK", "3"), ("SIZE", "4")]}
 MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
-SAGEMAKER = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 
@@ -49,7 +48,7 @@ KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MAST
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch):
     """Put variables into an environment that no launcher has touched, and take them out again."""
-    starts = (*TORCH, "SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "JSM_", "LSB_", "SM_", "PBS_")
+    starts = (*TORCH, "SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "JSM_", "LSB_", "PBS_")
     for name in [name for name in os.environ if name.startswith(starts)]:
         monkeypatch.delenv(name)
     for name in TORCH:  # whatever the test makes of them, they are gone after it
@@ -77,12 +76,10 @@ def launched(monkeypatch: pytest.MonkeyPatch):
         (slurm(1, "2(x2)", gtids="1,3", node=1), "SLURM", 1, 4, 0, 2),
         (slurm(2, "2,1", gtids="2", node=1), "SLURM", 2, 3, 0, 1),
         (JSM | JSM_LOCAL, "LSF", 3, 4, 1, 2),
-        (SAGEMAKER, "SageMaker", 1, 2, 0, 1),
         # One inside the other.
         (slurm(1, "1(x2)", gtids="1", node=1) | TORCHRUN, "torchrun", 3, 4, 1, 2),
         (slurm(1, "1(x2)", gtids="1", node=1) | HYDRA, "MPICH", 3, 4, 1, 2),
         (slurm(1, "2", gtids="0,1") | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMIX_RANK": "1"}, "SLURM", 1, 2, 1, 2),
-        (SAGEMAKER | openmpi(3, 4, local_rank=1, local_world_size=2), "Open MPI", 3, 4, 1, 2),
         ({"WORLD_SIZE": "9"} | slurm(1, "2", gtids="0,1"), "SLURM", 1, 2, 1, 2),
         # What tells a part, or that it is none.
         ({"WORLD_SIZE": "4"}, "torchrun", 0, 4, None, None),
@@ -109,12 +106,9 @@ def test_launcher_is_told_by_its_variables(
         # Submitted by a task of a job with two tasks, whose variables it inherits.
         slurm(0, "2", gtids="0,1") | BATCH,
         openmpi(0, 1),
-        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
         # Left in a shell, or set to nothing.
         {"RANK": "1", "LOCAL_RANK": "1"},
         {"PMIX_RANK": ""},
-        SAGEMAKER | {"SM_HOSTS": ""},
-        SAGEMAKER | {"SM_CURRENT_HOST": ""},
     ],
 )
 def test_process_that_is_alone_has_no_launcher(launched, variables) -> None:
@@ -151,9 +145,6 @@ def test_shell_of_several_tasks_is_alone(has_terminal, started_by, world_size) -
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK='1'"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK must be below WORLD_SIZE"),
-        (SAGEMAKER | {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS must be a list of names in JSON"),
-        (SAGEMAKER | {"SM_HOSTS": "2"}, "SM_HOSTS='2'"),
-        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3'"),
     ],
 )
 def test_contradiction_is_refused(launched, variables, said) -> None:
@@ -173,7 +164,6 @@ def test_contradiction_is_refused(launched, variables, said) -> None:
         (openmpi(1, 2) | {"LSB_MCPU_HOSTS": "a1 4 a2 4"}, ("a1", 15000)),
         (openmpi(1, 2), (None, 15000)),
         (JSM | JSM_LOCAL | {"LSB_MCPU_HOSTS": "launch 1 a1 4 a2 4"}, ("a1", 15000)),
-        (SAGEMAKER, ("algo-1", 15000)),
         (KUBEFLOW, ("job-master-0", 23456)),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows, share, train
+from support.tiny import Net, Noisy, Rows, Task, make_arguments, make_rows, share, train
 from torch import nn
 
 from hftrain import (
     ConfigError,
     EvalLoopOutput,
     EvalPrediction,
-    PredictionOutput,
     TaskError,
     Trainer,
     TrainerCallback,
@@ -273,48 +271,18 @@ def test_numbers_of_an_evaluation_are_those_of_its_samples_and_its_time(tmp_path
 # -- use_legacy_prediction_loop --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_legacy_loop_gives_the_same_numbers(tmp_path: Path, is_stream: bool) -> None:
-    model = Net()
-    rows: Any = Stream(make_rows(9)) if is_stream else make_rows(9)
-    answers = []
-    for legacy in (False, True):
-        trainer = Trainer(model, make_arguments(tmp_path, use_legacy_prediction_loop=legacy), compute_metrics=share)
-        output = trainer.predict(rows)
-        answers.append([numbers(trainer.evaluate(rows)), output.predictions.tolist(), numbers(output.metrics)])
-    assert answers[0] == answers[1]
+def test_legacy_loop_is_refused_with_its_successor(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"use_legacy_prediction_loop=True.*evaluation_loop"):
+        Trainer(Net(), make_arguments(tmp_path, use_legacy_prediction_loop=True)).evaluate(make_rows(2))
 
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_override_of_the_legacy_loop_is_called_where_it_is_asked_for(tmp_path: Path, legacy: bool) -> None:
     class Old(Trainer):
-        def prediction_loop(
-            self, dataloader: Any, description: str, prediction_loss_only: Any = None, ignore_keys: Any = None,
-            metric_key_prefix: str = "eval",
-        ) -> Any:  # fmt: skip
-            return PredictionOutput("mine", None, {f"{metric_key_prefix}_own": 1.0})
+        def prediction_loop(self) -> None: ...
 
-    arguments = make_arguments(tmp_path, use_legacy_prediction_loop=legacy)
-    with nullcontext() if legacy else pytest.warns(UserWarning, match=r"Old\.prediction_loop is not called"):
-        trainer = Old(Net(), arguments, eval_dataset=make_rows(4))
-    assert ("eval_own" in trainer.evaluate()) == legacy
-    assert isinstance(trainer.predict(make_rows(4)).predictions, str) == legacy
-
-
-def test_legacy_loop_may_call_the_newer_one_that_a_subclass_overrides(tmp_path: Path) -> None:
-    calls = []
-
-    class Own(Trainer):
-        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append("evaluation_loop")
-            return super().evaluation_loop(*args, **kwargs)
-
-        def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append("prediction_loop")
-            return self.evaluation_loop(*args, **kwargs)
-
-    Own(Net(), make_arguments(tmp_path, use_legacy_prediction_loop=True)).evaluate(make_rows(2))
-    assert calls == ["prediction_loop", "evaluation_loop"]
+    with pytest.warns(UserWarning, match=r"prediction_loop.*Override evaluation_loop"):
+        trainer = Old(Net(), make_arguments(tmp_path))
+    del Old.prediction_loop
+    with pytest.raises(AttributeError, match="Override evaluation_loop, or call it"):
+        trainer.prediction_loop()
 
 
 # -- past_index ------------------------------------------------------------------------------------------------------

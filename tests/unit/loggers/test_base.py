@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hftrain.core.errors import ConfigError
+from hftrain.loggers.accelerate import DVCLiveLogger
 from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
-from hftrain.loggers.dvclive import DVCLiveLogger
 from hftrain.loggers.tensorboard import TensorBoardLogger
 
 

@@ -28,7 +28,7 @@ def test_contexts_cast_as_the_precision_says(tmp_path: Path, options: dict[str, 
                 self.autocast_smart_context_manager(cache_enabled=True),
                 self.compute_loss_context_manager(),
             ):
-                with context, self.torchdynamo_smart_context_manager():
+                with context:
                     seen.append(layer(x).dtype)
             return super().training_step(model, inputs, num_items_in_batch)
 

@@ -458,25 +458,18 @@ def test_card_that_cannot_be_written_costs_no_training(
     assert "should be a dict" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:init_git_repo is deprecated:FutureWarning")
-def test_init_git_repo_deletes_nothing(hub: HubServer, tmp_path: Path) -> None:
+def test_hub_run_deletes_nothing(hub: HubServer, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     for name in (".git/config", "checkpoint-9/model.safetensors", "notes.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine", encoding="utf-8")
     trainer = make_trainer(folder, overwrite_output_dir=True)
-    trainer.init_git_repo(at_init=True)
     trainer.train()
     for name in (".git/config", "checkpoint-9/model.safetensors", "notes.txt"):
         assert (folder / name).read_text() == "mine"
     assert hub.repo.files.keys() == {*MODEL, "notes.txt"}
-
-
-def test_init_git_repo_is_deprecated(hub: HubServer, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "mine", push_to_hub=False)
-    with pytest.warns(FutureWarning, match="init_hf_repo"):
-        trainer.init_git_repo()
-    assert trainer.hub_model_id == "alice/mine"
+    with pytest.raises(AttributeError, match="init_hf_repo"):
+        trainer.init_git_repo(at_init=True)
 
 
 def test_init_hf_repo_takes_a_token(hub: HubServer, tmp_path: Path) -> None:

@@ -342,9 +342,7 @@ def test_what_the_user_makes_of_tokens_is_padded_as_ever(tmp_path: Path) -> None
     assert trainer.predict(samples()).predictions.tolist() == expected(pad=-100).tolist()
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_eval_metrics": True}, {"use_legacy_prediction_loop": True}, {"eval_do_concat_batches": False}]
-)
+@pytest.mark.parametrize("options", [{"batch_eval_metrics": True}, {"eval_do_concat_batches": False}])
 def test_every_way_of_evaluating_hands_out_tokens(tmp_path: Path, options: dict[str, bool]) -> None:
     seen: list[Any] = []
 

@@ -15,13 +15,12 @@ from typing import Any
 
 from hftrain.callbacks import (
     EarlyStoppingCallback,
-    NotebookProgressCallback,
     PrinterCallback,
     ProgressCallback,
-    RichProgressCallback,
     SummaryCallback,
     TrainerCallback,
 )
+from hftrain.callbacks.progress import is_notebook_table
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 from hftrain.core.preserve import temporarily
@@ -34,10 +33,7 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
 
 # They show or judge a run, which a trial is not.
-_LEFT_OUT = (
-    *(EarlyStoppingCallback, NotebookProgressCallback, PrinterCallback, ProgressCallback),
-    *(RichProgressCallback, SummaryCallback),
-)
+_LEFT_OUT = (EarlyStoppingCallback, PrinterCallback, ProgressCallback, SummaryCallback)
 _SMOOTHING, _DIVERGED = 0.9, 4.0
 
 
@@ -185,7 +181,9 @@ class Tuner:
                 for setting, value in {**quiet, **settings}.items():
                     setattr(trainer.args, setting, value)
                 handler = trainer.callback_handler
-                handler.callbacks[:] = [each for each in handler.callbacks if not isinstance(each, _LEFT_OUT)]
+                handler.callbacks[:] = [
+                    each for each in handler.callbacks if not (isinstance(each, _LEFT_OUT) or is_notebook_table(each))
+                ]
                 handler.refresh()
                 yield
         finally:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, ProgressCallback
+from hftrain.callbacks import CallbackHandler, ProgressCallback
+from hftrain.callbacks.progress import is_notebook_table
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
@@ -253,8 +254,7 @@ def _portable(handler: CallbackHandler) -> Iterator[None]:
         except Exception as error:
             logger.warning("Ray's trials run without %s, which cannot be pickled: %s", type(callback).__name__, error)
         else:
-            is_notebook = isinstance(callback, NotebookProgressCallback)
-            travelling.append(ProgressCallback() if is_notebook else callback)
+            travelling.append(ProgressCallback() if is_notebook_table(callback) else callback)
     handler.callbacks[:] = travelling
     handler.refresh()
     try:
