@@ -34,7 +34,6 @@ from hftrain.core.tree import pytree, uncompiled
 FOREIGN = {
     "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
-    "cli/parser.py": {"_argument_group_name"},
     "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
     "core/parameters.py": {"_attn_implementation", "_no_split_modules"},
     "core/tree.py": {"_orig_mod", "_pytree"},
@@ -279,13 +278,6 @@ def models_of_transformers() -> None:
     assert not model._keys_to_ignore_on_load_unexpected
     assert "lm_head" in model._pp_plan
     assert type(model.config)(name_or_path="there")._name_or_path == "there"
-
-
-@canary("_argument_group_name")
-def parser_of_transformers() -> None:
-    pytest.importorskip("transformers")
-    module = importlib.import_module("transformers.hf_argparser")
-    assert "_argument_group_name" in inspect.getsource(module)
 
 
 @canary("_distributed", "_ex_iterable", "_fingerprint")

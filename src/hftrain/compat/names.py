@@ -37,7 +37,6 @@ _NAMES = (
         "WandbCallback",
     ),
     ("transformers.utils.notebook", "hftrain.callbacks", "NotebookProgressCallback"),
-    ("transformers.hf_argparser", "hftrain.cli", "HfArgumentParser"),
 )
 
 TELLING = frozenset(

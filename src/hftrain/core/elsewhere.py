@@ -216,6 +216,7 @@ TRANSFORMERS_NAMES = by_name(
         "Set save_total_limit.": "rotate_checkpoints",
         "Set skip_memory_metrics=False.": "TrainerMemoryTracker",
         "SigOpt is discontinued; use default_hp_space_optuna.": "default_hp_space_sigopt",
+        "Use DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True).": "DataCollatorForWholeWordMask",
         "Use GreedyLR, which averages losses itself.": "StreamingAverage",
         "Use HfArgumentParser, which reads booleans.": "str_to_bool",
         "Use IntervalStrategy.": "EvaluationStrategy",
@@ -234,7 +235,7 @@ TRANSFORMERS_NAMES = by_name(
         "Use torch.atleast_1d or numpy.atleast_1d.": "atleast_1d",
         "Use torch.optim.AdamW, or optim='adamw_torch'.": "AdamW",
         "Use torch.utils.data.DistributedSampler, which repeats samples to fill up.": (
-            "DistributedSamplerWithLoop ShardSampler"
+            "DistributedSamplerWithLoop SequentialDistributedSampler ShardSampler"
         ),
         "Write a function, or a class with __call__(self, features).": "DataCollatorMixin",
     }

@@ -1,10 +1,11 @@
-"""Public names of a package that are imported on first access."""
+"""Public names of a package that are imported on first access: its own, and those that transformers defines."""
 
 from __future__ import annotations
 
 import ast
 import gc
 import importlib
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from hftrain.core.elsewhere import LIGHTNING_NAMES, TRANSFORMERS_NAMES
-from hftrain.core.errors import suggest
+from hftrain.core.errors import MissingDependencyError, suggest
 
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
 
-    Its ``__init__.pyi``, which type checkers read instead of ``__init__.py``, is the only list of the names.
+    Its ``__init__.pyi``, which type checkers read instead of ``__init__.py``, is the only list of the names. Those that
+    it imports from transformers are listed where transformers is installed, and say elsewhere how to install it.
 
     Args:
         own: Public names that the package defines itself.
@@ -31,13 +33,16 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     home_of = {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
-    public = {*home_of, *own}
+    handed_on = {name for name, home in home_of.items() if home.startswith("transformers.")}
+    is_whole = not handed_on or sys.modules.get("transformers") or importlib.util.find_spec("transformers")
+    public = {*home_of, *own} if is_whole else {*home_of, *own} - handed_on
 
     def get(name: str) -> Any:
         if home_of.get(name) == package:
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
-            value = getattr(_imported(home_of[name]), name)
+            home = home_of[name]
+            value = _from_transformers(home, name) if name in handed_on else getattr(_imported(home), name)
             setattr(sys.modules[package], name, value)
             return value
         lightnings = f"It is one of Lightning's names. {LIGHTNING_NAMES[name]}" if name in LIGHTNING_NAMES else ""
@@ -54,6 +59,16 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *public})
 
     return get, list_names, sorted(public)
+
+
+def _from_transformers(home: str, name: str) -> Any:
+    _imported("hftrain.core.optional").require("transformers", feature=f"hftrain.{name}", extra="transformers")
+    try:
+        return getattr(_imported(home), name)
+    except (ImportError, AttributeError) as error:
+        reason = f"{home} of the installed transformers does not have it: {error}."
+        remedy = "Install another version: the extra 'transformers' of hftrain names those that work."
+        raise MissingDependencyError(f"Cannot use hftrain.{name}:", reason, remedy) from error
 
 
 def _imported(module: str) -> ModuleType:

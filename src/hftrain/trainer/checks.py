@@ -267,7 +267,8 @@ def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module,
     if args.use_cache is not None:
         _set_cache(model, use_cache=args.use_cache)
     if args.use_liger_kernel:
-        apply_liger_kernels(model, args.liger_kernel_config)
+        kernels: Any = args.liger_kernel_config  # the arguments have read its JSON text
+        apply_liger_kernels(model, kernels)
     if is_quantized(model):
         # Moving quantized weights fails or loses them.
         strategy.place_model = False
