@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.source import handed_on
 
 import hftrain
 
-STUB = Path(hftrain.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-# Those of transformers, which are public where it is installed.
-HANDED_ON = set(re.findall(r"from transformers\.\S+ import \(?\s*(\w+) as", STUB))
+# They are public where transformers is installed.
+HANDED_ON = handed_on().keys()
 FROZEN = Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").split()
 
 

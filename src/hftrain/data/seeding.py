@@ -208,7 +208,7 @@ def draws_from_own_seed(collator: Any) -> bool:
 
 
 class SeededCollator(CollatorWrapper):
-    """Seed a collator's generator anew for each batch, so that workers, ranks and a resume do not change the masks.
+    """Seed a collator's generator for each batch, so that workers, ranks and a resume do not change the masks.
 
     The collator itself draws on from where it was, which no checkpoint holds.
 

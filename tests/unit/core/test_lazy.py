@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 
 import pytest
-from support.source import ROOT
+from support.source import handed_on
 
 import hftrain
 from hftrain import MissingDependencyError
 from hftrain.core import optional
 from hftrain.core.lazy import lazy_names
 
-STUB = (ROOT / "src/hftrain/__init__.pyi").read_text(encoding="utf-8")
-HOMES = {name: home for home, name in re.findall(r"from (transformers\.\S+) import \(?\s*\w+ as (\w+)", STUB)}
+HOMES = handed_on()
 
 
 @pytest.mark.interop

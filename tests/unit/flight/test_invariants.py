@@ -68,7 +68,7 @@ def trainer_of(folder: Path, model: Any, *callbacks: Any, optimizer: Any = None,
         {}, {"gradient_accumulation_steps": 3}, {"dataloader_num_workers": 2}, {"bf16": True}, {"max_grad_norm": 0.01},
         {"warmup_steps": 4, "learning_rate": 0.1},
         {"exclude_samples": [0, 1, 2, 3], "train_sampling_strategy": "sequential"},
-        {"dataloader_drop_last": True}, {"optim": "sgd"}, {"optim": "adafactor"},
+        {"dataloader_drop_last": True}, {"optim": "sgd"}, pytest.param({"optim": "adafactor"}, marks=pytest.mark.interop),
     ],
     ids=str,
 )  # fmt: skip
