@@ -1,11 +1,65 @@
 """The public names and their homes: the only list of them, for type checkers and, by `core/lazy.py`, at runtime."""
 
+from transformers.data.data_collator import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
+from transformers.data.data_collator import DataCollatorForMultipleChoice as DataCollatorForMultipleChoice
+from transformers.data.data_collator import (
+    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+)
+from transformers.data.data_collator import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
+from transformers.data.data_collator import DataCollatorForTokenClassification as DataCollatorForTokenClassification
+from transformers.data.data_collator import DataCollatorWithFlattening as DataCollatorWithFlattening
+from transformers.hf_argparser import HfArg as HfArg
+from transformers.hf_argparser import HfArgumentParser as HfArgumentParser
 from transformers.integrations.integration_utils import AzureMLCallback as AzureMLCallback
 from transformers.integrations.integration_utils import CodeCarbonCallback as CodeCarbonCallback
 from transformers.integrations.integration_utils import DagsHubCallback as DagsHubCallback
 from transformers.integrations.integration_utils import FlyteCallback as FlyteCallback
 from transformers.integrations.integration_utils import KubeflowCallback as KubeflowCallback
 from transformers.integrations.integration_utils import NeptuneCallback as NeptuneCallback
+from transformers.integrations.neftune import neftune_post_forward_hook as neftune_post_forward_hook
+from transformers.optimization import Adafactor as Adafactor
+from transformers.optimization import AdafactorSchedule as AdafactorSchedule
+from transformers.optimization import get_adafactor_schedule as get_adafactor_schedule
+from transformers.optimization import get_constant_schedule as get_constant_schedule
+from transformers.optimization import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
+from transformers.optimization import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from transformers.optimization import (
+    get_cosine_with_hard_restarts_schedule_with_warmup as get_cosine_with_hard_restarts_schedule_with_warmup,
+)
+from transformers.optimization import (
+    get_cosine_with_min_lr_schedule_with_warmup as get_cosine_with_min_lr_schedule_with_warmup,
+)
+from transformers.optimization import (
+    get_cosine_with_min_lr_schedule_with_warmup_lr_rate as get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
+)
+from transformers.optimization import get_greedy_schedule as get_greedy_schedule
+from transformers.optimization import get_inverse_sqrt_schedule as get_inverse_sqrt_schedule
+from transformers.optimization import get_linear_schedule_with_warmup as get_linear_schedule_with_warmup
+from transformers.optimization import (
+    get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup,
+)
+from transformers.optimization import get_reduce_on_plateau_schedule as get_reduce_on_plateau_schedule
+from transformers.optimization import get_scheduler as get_scheduler
+from transformers.optimization import get_wsd_schedule as get_wsd_schedule
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler as DistributedLengthGroupedSampler
+from transformers.trainer_pt_utils import IterableDatasetShard as IterableDatasetShard
+from transformers.trainer_pt_utils import LengthGroupedSampler as LengthGroupedSampler
+from transformers.trainer_pt_utils import distributed_concat as distributed_concat
+from transformers.trainer_pt_utils import find_batch_size as find_batch_size
+from transformers.trainer_pt_utils import get_length_grouped_indices as get_length_grouped_indices
+from transformers.trainer_pt_utils import nested_concat as nested_concat
+from transformers.trainer_pt_utils import nested_detach as nested_detach
+from transformers.trainer_pt_utils import nested_gather as nested_gather
+from transformers.trainer_pt_utils import nested_numpify as nested_numpify
+from transformers.trainer_pt_utils import nested_truncate as nested_truncate
+from transformers.trainer_pt_utils import torch_distributed_zero_first as torch_distributed_zero_first
+from transformers.trainer_utils import denumpify_detensorize as denumpify_detensorize
+from transformers.trainer_utils import find_executable_batch_size as find_executable_batch_size
+from transformers.trainer_utils import is_main_process as is_main_process
+from transformers.trainer_utils import number_of_arguments as number_of_arguments
+from transformers.trainer_utils import seed_worker as seed_worker
+from transformers.trainer_utils import speed_metrics as speed_metrics
+from transformers.trainer_utils import total_processes_number as total_processes_number
 from transformers.utils.notebook import NotebookProgressCallback as NotebookProgressCallback
 
 from hftrain import loggers as loggers
@@ -44,8 +98,6 @@ from hftrain.checkpoint.attaching import attach_weights as attach_weights
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
 from hftrain.checkpoint.policy import SavePolicy as SavePolicy
-from hftrain.cli import HfArgumentParser as HfArgumentParser
-from hftrain.cli.options import HfArg as HfArg
 from hftrain.core.errors import CheckpointError as CheckpointError
 from hftrain.core.errors import ConfigError as ConfigError
 from hftrain.core.errors import HFTrainError as HFTrainError
@@ -53,15 +105,6 @@ from hftrain.core.errors import MissingDependencyError as MissingDependencyError
 from hftrain.core.errors import NonFiniteError as NonFiniteError
 from hftrain.core.errors import StrategyError as StrategyError
 from hftrain.core.errors import TaskError as TaskError
-from hftrain.core.nested import denumpify_detensorize as denumpify_detensorize
-from hftrain.core.nested import distributed_concat as distributed_concat
-from hftrain.core.nested import find_batch_size as find_batch_size
-from hftrain.core.nested import nested_concat as nested_concat
-from hftrain.core.nested import nested_detach as nested_detach
-from hftrain.core.nested import nested_gather as nested_gather
-from hftrain.core.nested import nested_numpify as nested_numpify
-from hftrain.core.nested import nested_truncate as nested_truncate
-from hftrain.core.nested import torch_distributed_zero_first as torch_distributed_zero_first
 from hftrain.core.progress import TrainerControl as TrainerControl
 from hftrain.core.seed import enable_full_determinism as enable_full_determinism
 from hftrain.core.seed import set_seed as set_seed
@@ -73,26 +116,11 @@ from hftrain.core.types import HPSearchBackend as HPSearchBackend
 from hftrain.core.types import PredictionOutput as PredictionOutput
 from hftrain.core.types import StepOutput as StepOutput
 from hftrain.core.types import TrainOutput as TrainOutput
-from hftrain.data.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
 from hftrain.data.collators import DataCollatorWithPadding as DataCollatorWithPadding
 from hftrain.data.collators import DefaultDataCollator as DefaultDataCollator
 from hftrain.data.collators import default_data_collator as default_data_collator
-from hftrain.data.collators_masked import DataCollatorForMultipleChoice as DataCollatorForMultipleChoice
-from hftrain.data.collators_masked import (
-    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
-)
-from hftrain.data.collators_masked import DataCollatorForWholeWordMask as DataCollatorForWholeWordMask
-from hftrain.data.collators_text import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
-from hftrain.data.collators_text import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
-from hftrain.data.collators_text import DataCollatorForTokenClassification as DataCollatorForTokenClassification
 from hftrain.data.columns import RemoveColumnsCollator as RemoveColumnsCollator
 from hftrain.data.datasets import has_length as has_length
-from hftrain.data.documented import DistributedLengthGroupedSampler as DistributedLengthGroupedSampler
-from hftrain.data.documented import IterableDatasetShard as IterableDatasetShard
-from hftrain.data.documented import LengthGroupedSampler as LengthGroupedSampler
-from hftrain.data.documented import SequentialDistributedSampler as SequentialDistributedSampler
-from hftrain.data.documented import get_length_grouped_indices as get_length_grouped_indices
-from hftrain.data.documented import seed_worker as seed_worker
 from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.data.packing import pack_dataset as pack_dataset
 from hftrain.engine.engine import Engine as Engine
@@ -126,31 +154,7 @@ from hftrain.loops.evaluate import EvaluateParts as EvaluateParts
 from hftrain.loops.evaluate import PredictLoop as PredictLoop
 from hftrain.loops.fit import FitLoop as FitLoop
 from hftrain.loops.fit import FitParts as FitParts
-from hftrain.optim.extras.adafactor import Adafactor as Adafactor
-from hftrain.optim.extras.adafactor import AdafactorSchedule as AdafactorSchedule
-from hftrain.optim.extras.adafactor import get_adafactor_schedule as get_adafactor_schedule
 from hftrain.optim.extras.muon import Muon as Muon
-from hftrain.optim.functions import get_constant_schedule as get_constant_schedule
-from hftrain.optim.functions import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
-from hftrain.optim.functions import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
-from hftrain.optim.functions import (
-    get_cosine_with_hard_restarts_schedule_with_warmup as get_cosine_with_hard_restarts_schedule_with_warmup,
-)
-from hftrain.optim.functions import (
-    get_cosine_with_min_lr_schedule_with_warmup as get_cosine_with_min_lr_schedule_with_warmup,
-)
-from hftrain.optim.functions import (
-    get_cosine_with_min_lr_schedule_with_warmup_lr_rate as get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
-)
-from hftrain.optim.functions import get_greedy_schedule as get_greedy_schedule
-from hftrain.optim.functions import get_inverse_sqrt_schedule as get_inverse_sqrt_schedule
-from hftrain.optim.functions import get_linear_schedule_with_warmup as get_linear_schedule_with_warmup
-from hftrain.optim.functions import (
-    get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup,
-)
-from hftrain.optim.functions import get_reduce_on_plateau_schedule as get_reduce_on_plateau_schedule
-from hftrain.optim.functions import get_scheduler as get_scheduler
-from hftrain.optim.functions import get_wsd_schedule as get_wsd_schedule
 from hftrain.optim.greedy import GreedyLR as GreedyLR
 from hftrain.optim.groups import get_model_param_count as get_model_param_count
 from hftrain.optim.groups import get_parameter_names as get_parameter_names
@@ -164,11 +168,5 @@ from hftrain.task import TaskModule as TaskModule
 from hftrain.task.loss import LabelSmoother as LabelSmoother
 from hftrain.trainer import Trainer as Trainer
 from hftrain.trainer.reports import metrics_format as metrics_format
-from hftrain.trainer.utilities import find_executable_batch_size as find_executable_batch_size
-from hftrain.trainer.utilities import is_main_process as is_main_process
-from hftrain.trainer.utilities import neftune_post_forward_hook as neftune_post_forward_hook
-from hftrain.trainer.utilities import number_of_arguments as number_of_arguments
-from hftrain.trainer.utilities import speed_metrics as speed_metrics
-from hftrain.trainer.utilities import total_processes_number as total_processes_number
 
 __version__: str

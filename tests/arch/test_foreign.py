@@ -36,7 +36,6 @@ FOREIGN = {
     "extras/chunked_loss.py": {"_loss_function"},
     "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
-    "cli/parser.py": {"_argument_group_name", "_option_string_actions"},
     "compat/accelerate_patches.py": {"_from_accelerator"},
     "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
     "core/lazy.py": {"_handle_fromlist"},
@@ -370,13 +369,6 @@ def models_of_transformers() -> None:
     model.loss_function = len
     assert model._loss_function is len
     assert type(model.config)(name_or_path="there")._name_or_path == "there"
-
-
-@canary("_argument_group_name")
-def parser_of_transformers() -> None:
-    pytest.importorskip("transformers")
-    module = importlib.import_module("transformers.hf_argparser")
-    assert "_argument_group_name" in inspect.getsource(module)
 
 
 @canary("_distributed", "_ex_iterable", "_fingerprint")

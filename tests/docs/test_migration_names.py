@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.source import ROOT
+from support.source import ROOT, handed_on
 
 import hftrain
 from hftrain import (
@@ -57,6 +57,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     args = TrainingArguments(str(tmp_path_factory.mktemp("run")), report_to="none", use_cpu=True)
     with Engine(strategy="single") as engine:
         yield {
+            **dict.fromkeys(handed_on()),  # without transformers, they cannot be had
             **{name: getattr(hftrain, name) for name in dir(hftrain) if not name.startswith("_")},
             "args": args,
             "control": TrainerControl(),

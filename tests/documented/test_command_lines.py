@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
 from hftrain import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+
+pytestmark = pytest.mark.interop
 
 
 @dataclass

@@ -53,10 +53,9 @@ def make_trainer(folder, model, collator, *, arguments=hftrain.TrainingArguments
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("package", [hftrain, transformers], ids=["hftrain", "transformers"])
-def test_packed_documents_train_and_evaluate_as_each_alone(tmp_path, package, kind, attention):
+def test_packed_documents_train_and_evaluate_as_each_alone(tmp_path, kind, attention):
     model, same = make_model(kind, attention), make_model(kind, attention)
-    trainer = make_trainer(tmp_path, model, package.DataCollatorWithFlattening())
+    trainer = make_trainer(tmp_path, model, hftrain.DataCollatorWithFlattening())
     total, num = losses_alone(same)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(total.detach()) / num, rel=1e-5)
     assert model.config.use_cache

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain import get_scheduler
-from hftrain.optim.schedules import schedules
+from hftrain.optim.schedules import ScheduleConfig, build_schedule, schedules
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.interop
@@ -43,7 +42,8 @@ def make_optimizer() -> torch.optim.Optimizer:
 
 
 def ours(name: str, warmup: int, options: dict[str, Any]) -> Any:
-    return get_scheduler(name, make_optimizer(), warmup, 30, options)
+    config = ScheduleConfig(name=name, num_training_steps=30, num_warmup_steps=warmup, options=options)
+    return build_schedule(config, make_optimizer())
 
 
 def theirs(name: str, warmup: int, options: dict[str, Any]) -> Any:

@@ -67,7 +67,11 @@ def check(tmp_path: Path, optim: str, dtype: torch.dtype = torch.float32, *, is_
 
 
 # Adafactor keeps averages in float32 beside 16-bit weights.
-@pytest.mark.parametrize("options", [*zip(OF_TORCH), ("adafactor", torch.bfloat16)], ids=lambda options: options[0])
+@pytest.mark.parametrize(
+    "options",
+    [*zip(OF_TORCH), pytest.param(("adafactor", torch.bfloat16), marks=pytest.mark.interop)],
+    ids=lambda options: options[0],
+)
 def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, options: tuple[Any, ...]) -> None:
     check(tmp_path, *options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +80,9 @@ def functions(tree: ast.AST) -> Iterator[Function]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
+
+
+def handed_on() -> dict[str, str]:
+    """Return the public names that are transformers' own, with the modules there."""
+    stub = (PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
+    return {name: home for home, name in re.findall(r"from (transformers\.\S+) import \(?\s*\w+ as (\w+)", stub)}

@@ -15,12 +15,7 @@ from hftrain.arguments.enums import (
     SchedulerType,
     ShardedDDPOption,
 )
-
-
-def setting(default: Any, text: str, **more: Any) -> Any:
-    """Return a dataclass field with its help text; a class as default is called for each instance."""
-    kind = "default_factory" if isinstance(default, type) else "default"
-    return field(metadata={"help": text}, **{kind: default}, **more)
+from hftrain.arguments.options import flag_or_word, number_or_length, setting, several
 
 
 @dataclass(kw_only=True, repr=False)
@@ -55,6 +50,7 @@ class EvaluationArguments:
         None,
         "Optimizer steps between evaluations. Below 1: a fraction of all steps; -1: only at the end. Defaults to "
         "logging_steps.",
+        number_or_length,
     )
     eval_delay: float | None = setting(0, "Epochs or steps (the unit of eval_strategy) before the first evaluation.")
     eval_accumulation_steps: int | None = setting(
@@ -95,13 +91,16 @@ class BatchArguments:
     per_device_eval_batch_size: int = setting(8, "Evaluation samples per device and batch.")
     gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step.")
     num_train_epochs: float = setting(
-        3.0, "Passes over the training data. A fractional value stops within the last one."
+        3.0, "Passes over the training data. A fractional value stops within the last one.", number_or_length
     )
-    max_steps: int = setting(-1, "Optimizer steps to train for. If positive, overrides num_train_epochs.")
+    max_steps: int = setting(
+        -1, "Optimizer steps to train for. If positive, overrides num_train_epochs.", number_or_length
+    )
     auto_find_batch_size: bool | str = setting(
         False,
         "If memory runs out, split each batch into more micro-batches without changing the training result. "
         "'smaller_batch' restarts with half the batch size instead.",
+        flag_or_word,
     )
     torch_empty_cache_steps: int | None = setting(
         None, "Empty the device's memory cache every this many optimizer steps; None never does."
@@ -128,7 +127,9 @@ class OptimizationArguments:
     optim: OptimizerNames | str = setting("adamw_torch", "Name of the optimizer.")
     optim_args: str | None = setting(None, "Additional arguments of the optimizer, as 'name=value, name=value'.")
     optim_target_modules: list[str] | str | None = setting(
-        None, "Linear modules that a low-rank optimizer applies to: names, a regular expression, or 'all-linear'."
+        None,
+        "Linear modules that a low-rank optimizer applies to: names, a regular expression, or 'all-linear'.",
+        several,
     )
     lr_scheduler_type: SchedulerType | str = setting("linear", "Name of the learning-rate schedule.")
     lr_scheduler_kwargs: dict[str, Any] | str | None = setting(
@@ -136,7 +137,9 @@ class OptimizationArguments:
     )
     warmup_ratio: float = setting(0.0, "Fraction of all optimizer steps for which the learning rate rises from 0.")
     warmup_steps: float = setting(
-        0, "Optimizer steps of warmup. Below 1: a fraction of all steps. If positive, overrides warmup_ratio."
+        0,
+        "Optimizer steps of warmup. Below 1: a fraction of all steps. If positive, overrides warmup_ratio.",
+        number_or_length,
     )
     label_smoothing_factor: float = setting(
         0.0, "Label smoothing: the probability that is spread evenly over all labels."
@@ -163,13 +166,15 @@ class ReportingArguments:
     logging_strategy: IntervalStrategy | str = setting("steps", "When to log: 'no', 'steps' or 'epoch'.")
     logging_first_step: bool = setting(False, "Also log after the first optimizer step.")
     logging_steps: float = setting(
-        500, "Optimizer steps between logs. Below 1: a fraction of all steps; -1: only at the end."
+        500,
+        "Optimizer steps between logs. Below 1: a fraction of all steps; -1: only at the end.",
+        number_or_length,
     )
     logging_nan_inf_filter: bool = setting(
         True, "Replace NaN and infinite losses in the log with the mean of the finite ones since the last log."
     )
     report_to: list[str] | str | None = setting(
-        None, "Experiment trackers to report to, 'all' or 'none'. Defaults to all that are installed."
+        None, "Experiment trackers to report to, 'all' or 'none'. Defaults to all that are installed.", several
     )
     disable_tqdm: bool | None = setting(
         None, "Hide the progress bars. None hides them if the log level is above warning."
@@ -177,7 +182,7 @@ class ReportingArguments:
     skip_memory_metrics: bool = setting(True, "Do not measure memory use.")
     include_tokens_per_second: bool | None = setting(False, "Report tokens per second and device.")
     include_num_input_tokens_seen: bool | str = setting(
-        False, "Count input tokens: True or 'all', 'non_padding', False or 'no'."
+        False, "Count input tokens: True or 'all', 'non_padding', False or 'no'.", flag_or_word
     )
     debug: str | list[DebugOption] = setting("", "Debug modes: 'underflow_overflow', 'tpu_metrics_debug'.")
     project: str = setting("huggingface", "Trackio project.")
@@ -198,7 +203,9 @@ class SavingArguments:
 
     save_strategy: SaveStrategy | str = setting("steps", "When to save checkpoints: 'no', 'steps', 'epoch' or 'best'.")
     save_steps: float = setting(
-        500, "Optimizer steps between checkpoints. Below 1: a fraction of all steps; -1: never save."
+        500,
+        "Optimizer steps between checkpoints. Below 1: a fraction of all steps; -1: never save.",
+        number_or_length,
     )
     save_total_limit: int | None = setting(
         None, "Number of checkpoints to keep. Older ones are deleted, except the best one. None, 0 and -1 keep all."
@@ -262,7 +269,7 @@ class DistributionArguments:
     )
     ddp_timeout: int = setting(1800, "Timeout of collective operations in seconds.")
     fsdp: list[FSDPOption] | str | None = setting(
-        "", "FSDP sharding strategy, optionally with 'offload' and 'auto_wrap'."
+        "", "FSDP sharding strategy, optionally with 'offload' and 'auto_wrap'.", several
     )
     fsdp_config: dict[str, Any] | str | None = setting(
         None, "FSDP settings: a dict, JSON text or the path of a JSON file."
@@ -278,7 +285,7 @@ class DistributionArguments:
     parallelism_config: Any = setting(None, "accelerate's ParallelismConfig.")
     ray_scope: str | None = setting("last", "Which of a trial's results Ray Tune compares.")
     xpu_backend: str | None = setting(None, "Old name of ddp_backend.")
-    sharded_ddp: list[ShardedDDPOption] | str | None = setting("", "FairScale sharding; use fsdp instead.")
+    sharded_ddp: list[ShardedDDPOption] | str | None = setting("", "FairScale sharding; use fsdp instead.", several)
     fsdp_min_num_params: int = setting(0, "Old form of fsdp_config={'min_num_params': ...}.")
     fsdp_transformer_layer_cls_to_wrap: str | None = setting(
         None, "Old form of fsdp_config={'transformer_layer_cls_to_wrap': ...}."
@@ -309,7 +316,9 @@ class PrecisionArguments:
         None, "Set the model's config.use_cache, also for generation; None: off while training or evaluating."
     )
     use_liger_kernel: bool | None = setting(False, "Replace parts of the model with Liger kernels.")
-    liger_kernel_config: dict[str, bool] | None = setting(None, "Which Liger kernels to use: a dict or JSON text.")
+    liger_kernel_config: dict[str, bool] | str | None = setting(
+        None, "Which Liger kernels to use: a dict or JSON text."
+    )
     fp16_backend: str = setting("auto", "Old name of half_precision_backend.")
     torchdynamo: str | None = setting(None, "Old name of torch_compile_backend.")
 

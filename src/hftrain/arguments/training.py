@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrategy
-from hftrain.arguments.fields import ArgumentFields, setting
+from hftrain.arguments.fields import ArgumentFields
 from hftrain.arguments.normalize import convert_choices, normalize
+from hftrain.arguments.options import setting
 from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.serialization import ArgumentSerialization

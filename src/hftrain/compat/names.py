@@ -35,7 +35,6 @@ _NAMES = (
         "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
         "TrackioCallback WandbCallback",
     ),
-    ("transformers.hf_argparser", "hftrain.cli", "HfArgumentParser"),
 )
 
 TELLING = frozenset(

@@ -1,4 +1,4 @@
-"""Collators, which turn lists of samples into batches: stacked, padded, or in one row."""
+"""Collators, which turn lists of samples into batches: stacked, or padded by a tokenizer."""
 
 from __future__ import annotations
 
@@ -47,8 +47,14 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
         {'labels': tensor([0, 1]), 'x': tensor([[1, 2],
                 [3, 4]])}
     """
+    if return_tensors not in ("pt", "np"):
+        raise ConfigError(
+            f"Cannot use return_tensors={return_tensors!r}.",
+            "Batches can only be made of torch tensors or NumPy arrays.",
+            "Use 'pt', which training needs, or 'np'.",
+        )
     batch = _collate_named(features) if _is_named(features[0]) else _collate_places(features)
-    return returned_as(return_tensors, batch)
+    return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
 
 
 @dataclass
@@ -94,36 +100,21 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        check_pads(self.tokenizer)
+        if not callable(getattr(self.tokenizer, "pad", None)):
+            raise ConfigError(
+                f"A {type(self.tokenizer).__name__} was to pad the batches.",
+                "It has no pad method.",
+                "Give a tokenizer or feature extractor, or use default_data_collator.",
+            )
 
     def __call__(self, features: list[Any]) -> Any:
         """Pad the samples into a batch."""
-        batch = pad_as_asked(self, features, return_tensors=self.return_tensors)
+        names = ("padding", "max_length", "pad_to_multiple_of", "return_tensors")
+        batch = _pad(self.tokenizer, features, **{name: getattr(self, name) for name in names})
         for name in _LABELS:
             if name in batch:
                 batch["labels"] = batch.pop(name)
         return batch
-
-
-def returned_as(return_tensors: str, batch: Any) -> Any:
-    """Return a batch of torch tensors unchanged for ``"pt"``, or as NumPy arrays for ``"np"``."""
-    if return_tensors not in ("pt", "np"):
-        raise ConfigError(
-            f"Cannot use return_tensors={return_tensors!r}.",
-            "Batches can only be made of torch tensors or NumPy arrays.",
-            "Use 'pt', which training needs, or 'np'.",
-        )
-    return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
-
-
-def check_pads(tokenizer: Any) -> None:
-    """Raise if a tokenizer cannot pad."""
-    if not callable(getattr(tokenizer, "pad", None)):
-        raise ConfigError(
-            f"A {type(tokenizer).__name__} was to pad the batches.",
-            "It has no pad method.",
-            "Give a tokenizer or feature extractor, or use default_data_collator.",
-        )
 
 
 def makes_tensors(collator: Any) -> bool:
@@ -133,7 +124,7 @@ def makes_tensors(collator: Any) -> bool:
     return home.partition(".")[0] in ("hftrain", "transformers") and "collator" in name.lower()
 
 
-def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
+def _pad(tokenizer: Any, features: list[Any], **options: Any) -> Any:
     """Return `tokenizer.pad(features, ...)` without transformers' warning that `__call__` is faster."""
     known_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(known_warnings, dict):
@@ -196,18 +187,6 @@ def _numbers(rows: list[Any]) -> torch.Tensor | None:
             if array.dtype == numpy.int64:
                 return torch.tensor(array)
     return None
-
-
-def pad_as_asked(collator: Any, features: list[Any], *, return_tensors: str = "pt") -> Any:
-    """Pad samples by a collator's own `tokenizer`, `padding`, `max_length` and `pad_to_multiple_of`."""
-    names = ("padding", "max_length", "pad_to_multiple_of")
-    options = {name: getattr(collator, name) for name in names}
-    return pad_features(collator.tokenizer, features, return_tensors=return_tensors, **options)
-
-
-def as_list(values: Any) -> list[int]:
-    """Return token ids or positions as a list of numbers."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _is_named(feature: Any) -> bool:
@@ -293,70 +272,3 @@ def _stack_labels(values: list[Any]) -> torch.Tensor:
     if isinstance(values[0], torch.Tensor) and labels.dim() > 1:
         return labels
     return labels.float() if labels.is_floating_point() else labels.long()
-
-
-@dataclass
-class DataCollatorWithFlattening:
-    """Concatenate the samples of a batch into one sequence; position ids restart at each sample.
-
-    The model's attention must separate the samples: by `position_ids`, or by the boundaries in `cu_seq_lens_*`. Many of
-    transformers' models do the former, such as Llama, Qwen, Gemma and GPT-2, while their cache is off, as it is when a
-    Trainer trains or evaluates; in an own loop, set ``model.config.use_cache = False``. Other models do not separate
-    the samples, among them OPT, XGLM, BioGPT and (before transformers 5.24) Falcon, and those without an argument
-    `position_ids` (BLOOM, MPT, Mamba), of which the Trainer warns: compare the outputs of packed and single samples.
-
-    Args:
-        return_position_ids: Return `position_ids`.
-        separator_id: The label of each sample's first token, so that no sample predicts the start of the next one.
-        return_flash_attn_kwargs: Return the boundaries of samples in FlashAttention's format.
-        return_seq_idx: Return each token's sample number.
-        position_ids_start: The position of each sample's first token.
-        return_tensors: ``"pt"`` or ``"np"``.
-
-    Shapes:
-        input_ids, labels, position_ids: ``[1, tokens]``, int64. seq_idx: ``[1, tokens]``, int32.
-        cu_seq_lens_q, cu_seq_lens_k: ``[samples + 1]``, int32. max_length_q, max_length_k: Python integers.
-
-    Raises:
-        ConfigError: `return_tensors` has another value.
-
-    Source:
-        The documented `DataCollatorWithFlattening`.
-
-    Example:
-        >>> batch = DataCollatorWithFlattening()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-        >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["labels"].tolist()
-        ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]], [[-100, 6, 7, -100, 9]])
-    """
-
-    return_position_ids: bool = True
-    separator_id: int = -100
-    return_flash_attn_kwargs: bool = False
-    return_seq_idx: bool = False
-    position_ids_start: int = 0
-    return_tensors: str = "pt"
-
-    def __call__(self, features: list[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
-        """Concatenate the samples in one row; without `labels` the inputs are the labels."""
-        rows = [_ids(row["input_ids"]) for row in features]
-        name = "labels" if "labels" in features[0] else "input_ids"
-        labels = [_ids(row[name]).clone() for row in features]
-        for row in labels:
-            row[:1] = self.separator_id
-        lengths = [len(row) for row in rows]
-        batch: dict[str, Any] = {"input_ids": torch.cat(rows)[None], "labels": torch.cat(labels)[None]}
-        if self.return_position_ids:
-            starts = self.position_ids_start
-            batch["position_ids"] = torch.cat([torch.arange(starts, starts + num) for num in lengths])[None]
-        if self.return_seq_idx:
-            numbers = torch.arange(len(rows), dtype=torch.int32)
-            batch["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths))[None]
-        if self.return_flash_attn_kwargs:
-            bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = bounds
-            batch["max_length_q"] = batch["max_length_k"] = max(lengths)
-        return returned_as(return_tensors or self.return_tensors, batch)
-
-
-def _ids(values: Any) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=torch.int64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import Sampler, get_worker_info
 
 from hftrain.core.seed import plain_rng
+from hftrain.data.columns import CollatorWrapper
 
 # The generators seeded here: the user's own seed, and the seed that was set. torch 2.9's support no weak
 # references or attributes.
@@ -177,3 +180,40 @@ class _SeededBatch(list[Any]):
 def _unpack(indices: list[Any], parts: tuple[int, ...]) -> list[Any]:
     seed_process(derive_seed(*parts))
     return indices
+
+
+def draws_from_own_seed(collator: Any) -> bool:
+    """Return whether a collator is transformers' for language modelling, with a `seed`."""
+    return getattr(collator, "seed", None) is not None and callable(getattr(collator, "torch_mask_tokens", None))
+
+
+class SeededCollator(CollatorWrapper):
+    """Seed a collator's generator for each batch, so that workers, ranks and a resume do not change the masks.
+
+    The collator itself draws on from where it was, which no checkpoint holds.
+
+    Args:
+        data_collator: A collator for which `draws_from_own_seed` holds. It is not changed.
+    """
+
+    def __init__(self, data_collator: Any) -> None:
+        super().__init__(data_collator)
+        self._seed: int = data_collator.seed
+        self._masking = copy.copy(data_collator)
+        self._masking.torch_mask_tokens = self._mask
+        # Shared memory, because persistent workers have their own copy of this object.
+        self._epoch = torch.tensor(0, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch for the masks of the next batches."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Make a batch."""
+        return self._masking(features)
+
+    def _mask(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seed = derive_seed(self._seed, int(self._epoch), zlib.crc32(inputs.numpy().tobytes()))
+        self._masking.generator = torch.Generator().manual_seed(seed)
+        kind: Any = type(self._masking)
+        return kind.torch_mask_tokens(self._masking, inputs, *args, **kwargs)

@@ -169,7 +169,7 @@ _TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "adagrad": (from_torch, "torch", {"cls": torch.optim.Adagrad}),
     "rmsprop": (from_torch, "torch", {"cls": torch.optim.RMSprop}),
     "adamw_anyprecision": ("anyprecision:adamw_anyprecision", "torch", {}),
-    "adafactor": ("adafactor:adafactor", "torch", {}),
+    "adafactor": ("adafactor:adafactor", "transformers", {}),
     "adamw_torch_xla": ("packaged:vendors_adamw", "torch_xla", {"path": "torch_xla.amp.syncfree:AdamW"}),
     "adamw_torch_npu_fused": ("packaged:vendors_adamw", "torch_npu", {"path": "torch_npu.optim:NpuFusedAdamW"}),
     "adamw_apex_fused": ("packaged:vendors_adamw", "apex", {"path": "apex.optimizers:FusedAdam"}),

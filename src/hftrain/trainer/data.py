@@ -18,6 +18,7 @@ from hftrain.data.datasets import has_length
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.limits import first_batches
 from hftrain.data.loaders import build_loader, default_train_sampler
+from hftrain.data.seeding import SeededCollator, draws_from_own_seed
 from hftrain.data.sharding import ShardPlan
 from hftrain.data.shares import check_copies, check_shares
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
@@ -38,6 +39,7 @@ class TrainerData:
         self._trainer = trainer
         # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
         self._kept: dict[str, tuple[Any, ...]] = {}
+        self._seeded: SeededCollator | None = None
 
     @property
     def eval_sets(self) -> list[Any]:
@@ -155,7 +157,7 @@ class TrainerData:
 
         def make() -> Any:
             pruned = trainer._remove_unused_columns(dataset, description=description)
-            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+            collate = trainer._get_collator_with_removed_columns(self._collator(), description=description)
             # A stream is read in its own order, even if it has a length.
             sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
@@ -177,6 +179,15 @@ class TrainerData:
             loaders.pop(key, None)
             loaders[key], self._kept[key] = make(), parts
         return loaders[key]
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        """Return the Trainer's collator, or one for all loaders that makes its masks repeatable."""
+        given: Callable[[list[Any]], Any] = self._trainer.data_collator
+        if not draws_from_own_seed(given):
+            return given
+        if self._seeded is None or self._seeded.data_collator is not given:
+            self._seeded = SeededCollator(given)
+        return self._seeded
 
     def share_of(self, loader: Any, *, is_training: bool) -> Any:
         """Return what this rank reads of a loader that a hook returned. Collective."""

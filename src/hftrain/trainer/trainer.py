@@ -32,7 +32,6 @@ from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, set_verbosity, warn_once
-from hftrain.core.nested import nested_numpify
 from hftrain.core.notes import keep_facts
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
@@ -40,7 +39,7 @@ from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.signatures import accepts, call_with, in_context, takes_trial, taking
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
 from hftrain.data.columns import signature_columns
 from hftrain.data.datasets import has_length, num_examples
@@ -2014,7 +2013,7 @@ class Trainer:
 
     def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
         """Concatenate the tensors of all processes, as NumPy arrays. Collective."""
-        return nested_numpify(self._nested_gather(tensors, name))
+        return map_tensors(self._nested_gather(tensors, name), as_array)
 
 
 # The class as it is here: libraries also replace its methods (`Trainer.compute_loss = ...`) instead of overriding them.

@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.collators import (
-    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     DefaultDataCollator,
     default_data_collator,
@@ -136,16 +135,6 @@ def test_padding_collator_pads_and_renames_labels(name):
 def test_padding_collator_without_pad_raises():
     with pytest.raises(ConfigError, match="no pad method"):
         DataCollatorWithPadding(object())
-
-
-def test_samples_are_kept_apart_by_positions_and_bounds():
-    rows = [{"input_ids": numpy.array([5, 6]), "labels": numpy.array([7, 8])}, {"input_ids": [9], "labels": [3]}]
-    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
-    assert batch["position_ids"].tolist() == [[0, 1, 0]]
-    assert batch["labels"].tolist() == [[-100, 8, -100]]
-    assert rows[0]["labels"].tolist() == [7, 8]
-    assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_k"]) == ([0, 2, 3], 2)
-    assert batch["seq_idx"].tolist() == [[0, 0, 1]]
 
 
 @pytest.mark.parametrize("first", [1, 1.5, True, 2**40, 1e300, None])

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pickle
 import random
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from support.loading import build
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hftrain.core.seed import preserved_rng
-from hftrain.data.seeding import SeededBatches, derive_seed, start_worker
+from hftrain.data.columns import RemoveColumnsCollator
+from hftrain.data.feed import TrainFeed
+from hftrain.data.seeding import SeededBatches, SeededCollator, derive_seed, draws_from_own_seed, start_worker
 
 
 def draw():
@@ -81,3 +86,64 @@ class ProcessGroups(Dataset):
 
     def __getitem__(self, index):
         return os.getpgrp()
+
+
+class Masking:
+    """Has of transformers' collator what draws; the real one is in the interop tests."""
+
+    generator: torch.Generator | None = None
+
+    def __init__(self, seed: int | None = 7) -> None:
+        self.seed = seed
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        return self.torch_mask_tokens(torch.tensor([row["input_ids"] for row in rows]))
+
+    def torch_mask_tokens(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.bernoulli(torch.full(inputs.shape, 0.5), generator=self.generator)
+
+
+ROWS = [{"input_ids": list(range(start, start + 12))} for start in range(10)]
+
+
+def feed(**options: Any) -> TrainFeed:
+    return TrainFeed(build(ROWS, collate=SeededCollator(Masking()), batch_size=3, **options), seed=1)
+
+
+def read(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_only_a_collator_with_masks_and_a_seed_is_wrapped() -> None:
+    assert [draws_from_own_seed(each) for each in (Masking(), Masking(None), list)] == [True, False, False]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_masks_depend_on_epoch_and_content_alone(num_workers: int) -> None:
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    steady = feed(**workers)
+    epochs = [read(steady.open(epoch)) for epoch in (0, 1)]
+    torch.manual_seed(99)
+    alone = feed()
+    assert [read(alone.open(epoch)) for epoch in (0, 1)] == epochs
+    assert read(feed(**workers).open(1, skip=2)) == epochs[1][2:]
+
+
+def test_masks_differ_between_epochs_and_seeds() -> None:
+    collator = SeededCollator(Masking())
+    seen = []
+    for epoch in (0, 1, 0):
+        RemoveColumnsCollator(collator, ["input_ids"], None, "Net", description="training").set_epoch(epoch)
+        seen.append(collator(ROWS).tolist())
+    other = SeededCollator(Masking(8))(ROWS).tolist()
+    assert seen[0] == seen[2]
+    assert len({str(each) for each in (seen[0], seen[1], other)}) == 3
+
+
+def test_given_collator_is_left_alone_and_the_wrapper_can_be_pickled() -> None:
+    given = Masking()
+    before = copy.copy(vars(given))
+    collator = SeededCollator(given)
+    first = collator(ROWS).tolist()
+    assert vars(given) == before
+    assert pickle.loads(pickle.dumps(collator))(ROWS).tolist() == first
