@@ -48,7 +48,7 @@ class RankWatch:
 
     Attributes:
         where: Returns a description of what this process is doing; called when another rank asks.
-        chore: Called by the thread at each poll; None for nothing.
+        chores: Called by the thread at each poll.
         before_end: Called before this process is ended because another one failed; must not block. None for nothing.
     """
 
@@ -56,7 +56,7 @@ class RankWatch:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
-        self.chore: Callable[[], None] | None = None
+        self.chores: dict[str, Callable[[], None]] = {}
         self.before_end: Callable[[], None] | None = None
         self.has_failed = False
         self._board = board
@@ -176,8 +176,8 @@ class RankWatch:
 
     def _do_chore(self) -> None:
         try:
-            if self.chore is not None:
-                self.chore()
+            for chore in tuple(self.chores.values()):
+                chore()
         except (RuntimeError, OSError):
             self._is_over.set()
 
