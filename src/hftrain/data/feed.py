@@ -15,7 +15,14 @@ from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.data.datasets import has_length, has_state, tell_epoch
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
-from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
+from hftrain.data.seeding import (
+    derive_seed,
+    new_generator,
+    own_seed,
+    seed_generator,
+    with_own_numbers,
+    with_own_numbers_later,
+)
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
@@ -187,7 +194,7 @@ class TrainFeed:
             seed = derive_seed(self._seed, epoch) if is_shared else None
             iterator = with_own_numbers(lambda: iter(loader), seed=seed)
         elif _may_draw_later(self.loader):
-            iterator = _with_own_numbers_later(iter(loader))
+            iterator = with_own_numbers_later(iter(loader))
         else:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
@@ -313,18 +320,6 @@ def _may_draw_later(loader: Any) -> bool:
     loader = getattr(loader, "base_dataloader", loader)
     is_known = is_plain_loader(loader) or isinstance(loader, (DispatchLoader, Sequence))
     return not is_known and not has_state(loader)
-
-
-def _with_own_numbers_later(batches: Iterator[Any]) -> Iterator[Any]:
-    """Read the first batch with the global numbers, as a plain loop does, and the rest with a copy of them.
-
-    What is drawn then does not depend on the dropout of the steps between, which a resume does not repeat.
-    """
-    first = next(batches, _END)
-    if first is not _END:
-        others = with_own_numbers(lambda: batches)
-        yield first
-        yield from others
 
 
 def _is_made_of_tensors(batch: Any) -> bool:

@@ -17,8 +17,8 @@ from hftrain.data.samplers import (
     RankBatches,
     give_generator,
     is_rank_aware,
+    own_order,
     samplers_of,
-    shared_order,
 )
 from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
 
@@ -197,13 +197,13 @@ class ShardPlan:
         if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
         place = {"num_processes": self.world_size, "process_index": self.rank}
-        batches = shared_order(batches, seed=self.seed)
+        batches = own_order(batches, seed=self.seed)
         return {"order": RankBatches(batches, **place, even_batches=self.even_batches)}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:
         batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
         is_plain = type(batches) is BatchSampler
-        order = shared_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
+        order = own_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
         if not is_plain:
             return {"order": ContiguousShard(order, **place)}
         size = self.size_of(batches.batch_size)
