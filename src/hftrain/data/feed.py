@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.data.datasets import has_length, has_state, tell_epoch
+from hftrain.data.datasets import has_length, has_state, load_state, tell_epoch
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
 from hftrain.data.seeding import (
@@ -64,9 +64,9 @@ class TrainFeed:
         # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
         self._is_due = False
-        # The dataset's state before another state was loaded.
-        self._before: Any = None
-        self._is_open = self._is_at_end = False
+        # Undoes what loading a state has set in a dataset of this process.
+        self._put_back: Callable[[], None] | None = None
+        self._has_begun = self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
@@ -146,10 +146,10 @@ class TrainFeed:
         self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
 
     def close(self) -> None:
-        """Restore the state that a dataset of this process had before a state was loaded, for a new run."""
-        if self._before is not None:
-            self._reader.dataset.load_state_dict(self._before)
-            self._before = None
+        """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
@@ -184,7 +184,7 @@ class TrainFeed:
         self._opened = measured, 0 if to_drop or loader is self.loader else skip
         self._stated = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
-        self._is_open = loader is self.loader
+        self._has_begun, self._is_open = True, loader is self.loader
         self._ahead, self._numbers = _END, None
         if is_placed or self._is_at_end:
             return self._until_read(self._placed(loader, may_start_over=not is_within))
@@ -271,8 +271,10 @@ class TrainFeed:
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
-            self._before = copy.deepcopy(reader.dataset.state_dict())
-            reader.dataset.load_state_dict(state["dataset"])
+            put_back = load_state(reader.dataset, state["dataset"])
+            # A run that goes back to an earlier step ends where it has read to.
+            if not self._has_begun:
+                self._put_back = put_back
             return self.is_stream
         return False
 
