@@ -376,12 +376,12 @@ def share_of_datasets(data: Any) -> Any:
 def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler or dataset already gives each rank its own share.
 
-    Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, and of
-    what `datasets.distributed.split_dataset_by_node` returns.
+    Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, by `rank`
+    and `world_size`, and by those of what `datasets.distributed.split_dataset_by_node` returns.
     """
     if getattr(share_of_datasets(sampler), "world_size", 1) > 1:
         return True
-    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
         if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
             return True
     return False
