@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,6 +207,37 @@ def test_metrics_of_rank_0_decide_on_every_rank_and_it_saves_alone(
 ) -> None:
     assert run_distributed(follow_scores, folder=str(tmp_path), is_override=is_override) == [found] * 2
     assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
+def call_alone(folder: str, call: str, then: str) -> None:
+    """Call a collective method on rank 0 only, while rank 1 makes another call, waits or ends."""
+    options: dict[str, Any] = {"strategy": "fsdp"} if call == "save_model" else {}
+    data = {"train_dataset": make_rows(32), "eval_dataset": make_rows(8)}
+    trainer = make_trainer(Path(folder), None, max_steps=2, **data, **options)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        getattr(trainer, call)()
+    elif then == "wait":
+        torch.distributed.barrier()
+    elif then != "end":
+        getattr(trainer, then)()
+
+
+@pytest.mark.parametrize(
+    ("call", "then", "told"),
+    [
+        ("save_model", "evaluate", "rank 1 calls evaluate()"),
+        ("save_model", "end", "rank 1 has ended"),
+        ("evaluate", "wait", "rank 1 waits in 'between training and evaluations'"),
+    ],
+)
+def test_collective_call_of_one_rank_is_an_error_at_once(
+    tmp_path: Path, launch_distributed: Any, call: str, then: str, told: str
+) -> None:
+    start = time.monotonic()
+    ended = launch_distributed(call_alone, kwargs={"folder": str(tmp_path), "call": call, "then": then}, forks=True)
+    assert f"Rank 0 cannot call {call}() without the other ranks: {told}" in ended.output
+    assert time.monotonic() - start < 60
 
 
 def set_flag(folder: str, event: str, flag: str, ranks: list[int], accumulation: int = 1) -> list[int]:

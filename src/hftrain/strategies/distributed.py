@@ -138,6 +138,10 @@ class DistributedStrategy(GroupRanks, Strategy):
         self._owns_group = self._owns_accelerate_state = False
         super().close()
 
+    def meet(self, call: str) -> None:
+        if self.watch is not None:
+            self.watch.meet(call, timeout_s=self.timeout.total_seconds())
+
     def make_board(self) -> Board:
         if self.world_size == 1:
             return Board()
