@@ -271,17 +271,15 @@ class Run:
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
-        if self._check_flags is not None:
-            self._check_flags("on_log")
+        self._check_flags("on_log")
 
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
         parts, trainer = self._parts, self._parts.trainer
         with parts.journal.paused():
             metrics = trainer._evaluate(parts.trial, parts.ignore_keys)
-        if self._check_flags is not None:
-            self._check_flags("on_evaluate")
-        # After the check, which this flag needs not: rank 0's metric decides on every rank.
+        self._check_flags("on_evaluate")
+        # Rank 0's metric decides on every rank, which needs no check.
         is_best = trainer._determine_best_metric(metrics, parts.trial)
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True

@@ -1,6 +1,6 @@
 """Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps.
 
-Refuse control flags that are set on some ranks only: the ranks would part, and wait for each other.
+Refuse control flags that only some ranks set.
 """
 
 from __future__ import annotations
@@ -197,16 +197,15 @@ def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:
             )
 
 
-def flag_check(parts: RunParts) -> Callable[[str], None] | None:
-    """Return a check that all ranks have the same control flags; None if one process decides. Collective.
+def flag_check(parts: RunParts) -> Callable[[str], None]:
+    """Return a check that all ranks have the same control flags; see `FitHooks`. Collective.
 
-    The check is called with the last event, which may have set flags, or with "" once the loop has acted on them; it
-    raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A rank
-    on which a callback has set or cleared others waits once for the notes of the other ranks.
+    It raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A
+    rank on which a callback has set or cleared others waits for the notes of the other ranks.
     """
     strategy, control = parts.strategy, parts.control
     if not isinstance(strategy, DistributedStrategy) or strategy.watch is None:
-        return None
+        return lambda event: None
     # It answers the same when it is asked a second time, which a subclass may not.
     flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
     # The flags that this rank knows all ranks to have.
