@@ -40,6 +40,10 @@ class FitConfig:
     empty_cache_every: int | None = None
 
 
+def pass_flags(event: str) -> None:
+    """Accept the control flags of a process that has no others to agree with."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitHooks:
     """The functions that the loop calls, with the documented signatures; a Trainer passes its own methods.
@@ -86,7 +90,7 @@ class FitHooks:
     mark_sync: Callable[[bool], None] | None = None
     pass_length: Callable[[], int | None] | None = None
     check_pass: Callable[[int, int], None] | None = None
-    check_flags: Callable[[str], None] = lambda event: None
+    check_flags: Callable[[str], None] = pass_flags
     read_rate: Callable[[], float] | None = None
 
 

@@ -20,6 +20,7 @@ from hftrain.core.errors import ConfigError, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.types import Owns
+from hftrain.loops.fit import pass_flags
 from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
@@ -205,7 +206,7 @@ def flag_check(parts: RunParts) -> Callable[[str], None]:
     """
     strategy, control = parts.strategy, parts.control
     if not isinstance(strategy, DistributedStrategy) or strategy.watch is None:
-        return lambda event: None
+        return pass_flags
     # It answers the same when it is asked a second time, which a subclass may not.
     flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
     # The flags that this rank knows all ranks to have.

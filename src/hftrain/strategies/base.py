@@ -84,9 +84,6 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until every process has reached this call. Collective."""
 
-    def meet(self, call: str) -> None:
-        """Wait until every process makes the same call; raise `StrategyError` if one never will. Collective."""
-
     def all_true(self, flag: bool) -> bool:
         """Return whether a flag is true on every process. Collective; synchronises."""
         return flag

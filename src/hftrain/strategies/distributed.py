@@ -115,6 +115,7 @@ class DistributedStrategy(GroupRanks, Strategy):
             timeout_s = 0.0 if read_launch().local_world_size == self.world_size else self._link_timeout_s
             board = self.make_board()
             self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
+            self.watch.timeout_s = self.timeout.total_seconds()
         self._take(device)
 
     def close(self) -> None:
@@ -137,10 +138,6 @@ class DistributedStrategy(GroupRanks, Strategy):
             accelerate_state("PartialState").clear()
         self._owns_group = self._owns_accelerate_state = False
         super().close()
-
-    def meet(self, call: str) -> None:
-        if self.watch is not None:
-            self.watch.meet(call, timeout_s=self.timeout.total_seconds())
 
     def make_board(self) -> Board:
         if self.world_size == 1:

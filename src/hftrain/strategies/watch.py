@@ -51,6 +51,7 @@ class RankWatch:
     Attributes:
         where: Returns a description of what this process is doing; called when another rank asks.
         chores: Called by the thread at each poll.
+        timeout_s: How long `meet` waits at most.
         before_end: Called before this process is ended because another one failed; must not block. None for nothing.
     """
 
@@ -58,6 +59,7 @@ class RankWatch:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
+        self.timeout_s = 1800.0
         self.chores: dict[str, Callable[[], None]] = {}
         self.before_end: Callable[[], None] | None = None
         self.has_failed = False
@@ -100,7 +102,7 @@ class RankWatch:
             "Fix what delays them, or raise ddp_timeout.",
         )
 
-    def meet(self, call: str, *, timeout_s: float) -> None:
+    def meet(self, call: str) -> None:
         """Wait until every rank has made the same collective call.
 
         Raises:
@@ -109,7 +111,7 @@ class RankWatch:
         self._num_calls += 1
         own = [self._num_calls, f"calls {call}()"]
         self._post(f"call {self.rank}", json.dumps(own))
-        asked_s, deadline = time.monotonic(), time.monotonic() + timeout_s
+        asked_s, deadline = time.monotonic(), time.monotonic() + self.timeout_s
         answers: dict[int, Any] = {}
         while not self._is_over.is_set():
             notes = [json.loads(self._read(f"call {rank}") or "[0, null]") for rank in range(self.world_size)]

@@ -81,7 +81,7 @@ class Stages:
         trainer.compiler.open()
         if strategy.watch is not None:
             strategy.watch.where = self.whereabouts
-        strategy.meet(_STAGES.get(self.name, self.name))
+            strategy.watch.meet(_STAGES.get(self.name, self.name))
 
     @contextmanager
     def evaluating(self, name: str) -> Iterator[None]:

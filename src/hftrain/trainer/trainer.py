@@ -1202,8 +1202,8 @@ class Trainer:
         folder = self._output.locate(output_dir) if output_dir else self.output_dir
         is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
         is_uploaded = self.args.push_to_hub or self._output.url_of(folder) is not None
-        if not _internal_call and (is_sharded or is_uploaded):
-            self.strategy.meet("save_model")
+        if not _internal_call and (is_sharded or is_uploaded) and self.strategy.watch is not None:
+            self.strategy.watch.meet("save_model")
         # In a checkpoint each process may write its own part; a model saved by the user is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer), self.callback_handler.evaluation_weights(live=_internal_call):
