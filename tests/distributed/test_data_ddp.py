@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Net, Stream, at, make_arguments, make_rows, make_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
@@ -261,6 +262,48 @@ def test_samplers_of_the_user_are_shared_out_and_resumed(tmp_path: Path, run_dis
     run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, stop=8)
     parts = run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, resume=True)
     assert [each["seen"] for each in parts] == [each["seen"][8:] for each in both]
+
+
+class Part(IterableDataset[Any]):
+    """Yields the part of the rank that it asks for."""
+
+    def __init__(self, **attributes: int) -> None:
+        vars(self).update(attributes)
+
+    def __iter__(self) -> Any:
+        return iter(make_rows(12)[torch.distributed.get_rank() :: 2])
+
+
+class Half(Stream):
+    """A stream with a length that its maker has cut."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def read_parts(folder: str) -> dict[str, Any]:
+    """Train on streams that yield a part; return the rows of this rank, or the error."""
+    rank, found, rows = int(os.environ["RANK"]), dict[str, Any](), make_rows(12)
+    data: Any = {"asks": Part(), "declares": Part(rank=rank, world_size=2), "lengths": Half(rows[: 5 + rank])}
+    for kind, dispatches in itertools.product(data, (True, False)):
+        seen = found[f"{kind} {dispatches}"] = list[Any]()
+        options = {"accelerator_config": {"dispatch_batches": dispatches}, "train_dataset": data[kind]}
+        note = at("on_train_begin", lambda *args, seen=seen, model, **kwargs: model.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.extend(row_of(rows, each) for each in kwargs["x"]), with_kwargs=True
+        ))  # fmt: skip
+        try:
+            make_trainer(Path(folder), None, note, max_steps=2, per_device_train_batch_size=3, **options).train()
+        except ConfigError as error:
+            found[f"{kind} {dispatches}"] = str(error)
+    return found
+
+
+def test_streams_that_yield_a_part_are_read_as_they_are_or_refused(tmp_path: Path, run_distributed: Any) -> None:
+    for rank, found in enumerate(run_distributed(read_parts, folder=str(tmp_path))):
+        for dispatches in (True, False):
+            assert "Cannot split the Part among 2 processes. Its code asks for the rank" in found[f"asks {dispatches}"]
+            assert found[f"declares {dispatches}"] == list(range(rank, 12, 2))
+            assert "Cannot split the Half among 2 processes" in found[f"lengths {dispatches}"]
 
 
 # -- loaders that accelerate has prepared ------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, set_seed
+from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
+from hftrain.strategies.trainable_parameters import Agreement
 
 pytestmark = pytest.mark.distributed
 
@@ -204,6 +207,80 @@ def test_metrics_of_rank_0_decide_on_every_rank_and_it_saves_alone(
 ) -> None:
     assert run_distributed(follow_scores, folder=str(tmp_path), is_override=is_override) == [found] * 2
     assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
+def call_alone(folder: str, call: str, then: str) -> None:
+    """Call a collective method on rank 0 only, while rank 1 makes another call, waits or ends."""
+    options: dict[str, Any] = {"strategy": "fsdp"} if call == "save_model" else {}
+    data = {"train_dataset": make_rows(32), "eval_dataset": make_rows(8)}
+    trainer = make_trainer(Path(folder), None, max_steps=2, **data, **options)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        getattr(trainer, call)()
+    elif then == "wait":
+        torch.distributed.barrier()
+    elif then != "end":
+        getattr(trainer, then)()
+
+
+@pytest.mark.parametrize(
+    ("call", "then", "told"),
+    [
+        ("save_model", "evaluate", "rank 1 calls evaluate()"),
+        ("save_model", "end", "rank 1 has ended"),
+        ("evaluate", "wait", "rank 1 waits in 'between training and evaluations'"),
+    ],
+)
+def test_collective_call_of_one_rank_is_an_error_at_once(
+    tmp_path: Path, launch_distributed: Any, call: str, then: str, told: str
+) -> None:
+    start = time.monotonic()
+    ended = launch_distributed(call_alone, kwargs={"folder": str(tmp_path), "call": call, "then": then}, forks=True)
+    assert f"Rank 0 cannot call {call}() without the other ranks: {told}" in ended.output
+    assert time.monotonic() - start < 60
+
+
+def set_flag(folder: str, event: str, flag: str, ranks: list[int], accumulation: int = 1) -> list[int]:
+    """Set a control flag at an event of step 2, on the given ranks; return the steps and the exchanges of flags."""
+
+    def act(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index in ranks and state.global_step == 2:
+            setattr(control, flag, True)
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 9, "eval_strategy": "steps", "eval_steps": 2}
+    data = {"train_dataset": make_rows(32), "eval_dataset": make_rows(3), "gradient_accumulation_steps": accumulation}
+    trainer = make_trainer(Path(folder), None, type("Sets", (TrainerCallback,), {event: act})(), **data, **options)
+    with mock.patch.object(Agreement, "check", autospec=True, side_effect=Agreement.check) as check:
+        trainer.train()
+    return [trainer.state.global_step, check.call_count]
+
+
+@pytest.mark.parametrize(
+    ("event", "flag", "rank", "accumulation"),
+    [
+        ("on_step_end", "should_training_stop", 0, 1),
+        ("on_step_end", "should_save", 1, 2),
+        ("on_evaluate", "should_epoch_stop", 1, 1),
+        ("on_epoch_end", "should_training_stop", 1, 2),
+    ],
+)
+def test_flag_that_one_rank_sets_is_an_error_that_names_it(
+    tmp_path: Path, launch_distributed: Any, event: str, flag: str, rank: int, accumulation: int
+) -> None:
+    kwargs = {"folder": str(tmp_path), "event": event, "flag": flag, "ranks": [rank], "accumulation": accumulation}
+    ended = launch_distributed(set_flag, kwargs=kwargs, forks=True)
+    assert f"only some ranks set. Rank {rank}: {flag}=True; rank {1 - rank}: no change." in ended.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "ranks", "found"),
+    [("should_save", [], [4, 0]), ("should_save", [0, 1], [4, 1]), ("should_training_stop", [0, 1], [2, 1])],
+)
+def test_flag_that_all_ranks_set_acts_after_one_exchange(
+    tmp_path: Path, run_distributed: Any, flag: str, ranks: list[int], found: list[int]
+) -> None:
+    choice = {"event": "on_step_end", "flag": flag, "ranks": ranks}
+    assert run_distributed(set_flag, folder=str(tmp_path), **choice) == [found] * 2
 
 
 class Bare(Trainer):

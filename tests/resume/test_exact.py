@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Noisy, Stream, make_resumable, make_rows
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.data import feed
@@ -83,6 +84,44 @@ class Rounds(Trainer):
 
 def test_iterable_that_draws_in_the_middle_of_a_pass_goes_on_exactly(tmp_path: Path) -> None:
     check_resume(tmp_path, None, (2, 4, 7, 11), kind=Rounds, num_train_epochs=2)
+
+
+class Lazily(Sampler[int]):
+    """Shuffles each block of six indices when it is reached."""
+
+    def __iter__(self) -> Any:
+        for start in range(0, 22, 6):
+            block = list(range(start, min(start + 6, 22)))
+            random.shuffle(block)
+            yield from (block[index] for index in torch.randperm(len(block)).tolist())
+
+    def __len__(self) -> int:
+        return 22
+
+
+class DrawingLazily(Trainer):
+    """Reads the data in an order that is drawn in the middle of a pass."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return Lazily()
+
+
+class DrawingInALoader(Trainer):
+    """Reads such an order with a loader of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(
+            self.train_dataset, batch_size=4, sampler=Lazily(), num_workers=self.args.dataloader_num_workers
+        )
+
+
+@pytest.mark.parametrize("kind", [DrawingLazily, DrawingInALoader])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sampler_that_draws_in_the_middle_of_a_pass_goes_on_exactly(
+    tmp_path: Path, kind: type[Trainer], num_workers: int
+) -> None:
+    options = {"kind": kind, "dataloader_num_workers": num_workers, "num_train_epochs": 2}
+    check_resume(tmp_path, Noisy(make_rows()), (2, 7), **options)
 
 
 def test_states_of_generators_are_copied_for_planned_saves_only(tmp_path: Path, monkeypatch: Any) -> None:

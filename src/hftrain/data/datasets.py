@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -80,6 +80,24 @@ def kept_in_place(*datasets: Any) -> Iterator[None]:
         finally:
             for dataset, state in zip(found, states, strict=True):
                 dataset.load_state_dict(state)
+
+
+def load_state(dataset: Any, state: Any) -> Callable[[], None]:
+    """Load the state of a dataset; return a function that puts it back, with the attributes that this has set."""
+    found, before = whole_dataset(dataset), copy.deepcopy(dataset.state_dict())
+    kept = dict(getattr(found, "__dict__", {}))
+    dataset.load_state_dict(state)
+    now = dict(getattr(found, "__dict__", {}))
+    changed = [name for name in now if name not in kept or kept[name] is not now[name]]
+
+    def put_back() -> None:
+        dataset.load_state_dict(before)
+        # A stream that starts over would begin at the state, which may be where an earlier run has left it.
+        for name in changed:
+            vars(found).pop(name, None)
+        vars(found).update({name: kept[name] for name in changed if name in kept})
+
+    return put_back
 
 
 def needs_own_loader(dataset: Any) -> bool:

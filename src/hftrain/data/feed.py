@@ -12,10 +12,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.data.datasets import has_length, has_state, tell_epoch
+from hftrain.data.datasets import has_length, has_state, load_state, tell_epoch
 from hftrain.data.positions import begin_at
 from hftrain.data.samplers import Later, give_generator, samplers_of
-from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
+from hftrain.data.seeding import (
+    derive_seed,
+    new_generator,
+    own_seed,
+    seed_generator,
+    with_own_numbers,
+    with_own_numbers_later,
+)
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import is_cut_stream, set_dataset_epoch
@@ -57,9 +64,9 @@ class TrainFeed:
         # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
         self._is_due = False
-        # The dataset's state before another state was loaded.
-        self._before: Any = None
-        self._is_open = self._is_at_end = False
+        # Undoes what loading a state has set in a dataset of this process.
+        self._put_back: Callable[[], None] | None = None
+        self._has_begun = self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
@@ -139,10 +146,10 @@ class TrainFeed:
         self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
 
     def close(self) -> None:
-        """Restore the state that a dataset of this process had before a state was loaded, for a new run."""
-        if self._before is not None:
-            self._reader.dataset.load_state_dict(self._before)
-            self._before = None
+        """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
@@ -177,7 +184,7 @@ class TrainFeed:
         self._opened = measured, 0 if to_drop or loader is self.loader else skip
         self._stated = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
-        self._is_open = loader is self.loader
+        self._has_begun, self._is_open = True, loader is self.loader
         self._ahead, self._numbers = _END, None
         if is_placed or self._is_at_end:
             return self._until_read(self._placed(loader, may_start_over=not is_within))
@@ -187,7 +194,7 @@ class TrainFeed:
             seed = derive_seed(self._seed, epoch) if is_shared else None
             iterator = with_own_numbers(lambda: iter(loader), seed=seed)
         elif _may_draw_later(self.loader):
-            iterator = _with_own_numbers_later(iter(loader))
+            iterator = with_own_numbers_later(iter(loader))
         else:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
@@ -264,8 +271,10 @@ class TrainFeed:
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
-            self._before = copy.deepcopy(reader.dataset.state_dict())
-            reader.dataset.load_state_dict(state["dataset"])
+            put_back = load_state(reader.dataset, state["dataset"])
+            # A run that goes back to an earlier step ends where it has read to.
+            if not self._has_begun:
+                self._put_back = put_back
             return self.is_stream
         return False
 
@@ -313,18 +322,6 @@ def _may_draw_later(loader: Any) -> bool:
     loader = getattr(loader, "base_dataloader", loader)
     is_known = is_plain_loader(loader) or isinstance(loader, (DispatchLoader, Sequence))
     return not is_known and not has_state(loader)
-
-
-def _with_own_numbers_later(batches: Iterator[Any]) -> Iterator[Any]:
-    """Read the first batch with the global numbers, as a plain loop does, and the rest with a copy of them.
-
-    What is drawn then does not depend on the dropout of the steps between, which a resume does not repeat.
-    """
-    first = next(batches, _END)
-    if first is not _END:
-        others = with_own_numbers(lambda: batches)
-        yield first
-        yield from others
 
 
 def _is_made_of_tensors(batch: Any) -> bool:

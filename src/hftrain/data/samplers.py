@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length
-from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, with_own_numbers
+from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, with_own_numbers, with_own_numbers_later
 
 # Packages whose samplers draw from a generator of their own, which has a seed.
 _OWN_GENERATORS = frozenset({"accelerate", "builtins", "hftrain", "torch"})
@@ -136,15 +136,19 @@ class ContiguousShard(Sampler[Any]):
         return stop - start
 
 
-class SharedOrder(Sampler[Any]):
-    """A user's order for ranks that cut it into shares: numbers drawn for it follow from the data seed and the pass.
+class OwnOrder(Sampler[Any]):
+    """A user's order, drawn from numbers that samples and dropout do not draw from.
 
-    The global generators may differ between ranks, whose samples and dropout draw from them, too.
+    The global generators may differ between ranks, and a resume repeats the order without the steps between.
+
+    Args:
+        seed: With the pass, where the numbers start, for ranks that cut the order into shares. None: the first item is
+            drawn from the global generators, as in a plain loop, and the rest from a copy of them.
     """
 
     passes_batches_on = True
 
-    def __init__(self, batch_sampler: Any, *, seed: int) -> None:
+    def __init__(self, batch_sampler: Any, *, seed: int | None) -> None:
         self.batch_sampler, self._seed, self._epoch = batch_sampler, seed, 0
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
@@ -157,17 +161,20 @@ class SharedOrder(Sampler[Any]):
         """Return None: the items before must be drawn, too."""
 
     def __iter__(self) -> Iterator[Any]:
+        if self._seed is None:
+            return with_own_numbers_later(iter(self.batch_sampler))
         return with_own_numbers(lambda: iter(self.batch_sampler), seed=derive_seed(self._seed, self._epoch))
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
 
-def shared_order(sampler: Any, *, seed: int) -> Any:
-    """Return an order that is the same on all ranks: the sampler, or a `SharedOrder` if a user's class is in it."""
+def own_order(sampler: Any, *, seed: int | None = None) -> Any:
+    """Return the sampler, or an `OwnOrder` if a user's class is in it and no `OwnOrder` yet."""
     parts = (sampler, *samplers_of(sampler))
     is_users = any(type(part).__module__.partition(".")[0] not in _OWN_GENERATORS for part in parts)
-    return SharedOrder(sampler, seed=seed) if is_users else sampler
+    is_known = any(isinstance(part, OwnOrder) for part in parts)
+    return OwnOrder(sampler, seed=seed) if is_users and not is_known else sampler
 
 
 class RankBatches(Sampler[Any]):
@@ -369,12 +376,12 @@ def share_of_datasets(data: Any) -> Any:
 def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler or dataset already gives each rank its own share.
 
-    Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, and of
-    what `datasets.distributed.split_dataset_by_node` returns.
+    Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, by `rank`
+    and `world_size`, and by those of what `datasets.distributed.split_dataset_by_node` returns.
     """
     if getattr(share_of_datasets(sampler), "world_size", 1) > 1:
         return True
-    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
         if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
             return True
     return False

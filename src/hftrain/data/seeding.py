@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -89,6 +90,17 @@ def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int | N
             yield batch
 
     return batches()
+
+
+def with_own_numbers_later(batches: Iterator[Any]) -> Iterator[Any]:
+    """Read the first batch with the global numbers, as a plain loop does, and the rest with a copy of them.
+
+    What is drawn then does not depend on the dropout of the steps between, which a resume does not repeat.
+    """
+    for first in islice(batches, 1):
+        others = with_own_numbers(lambda: batches)
+        yield first
+        yield from others
 
 
 def _seeded(seed: int) -> tuple[Any, ...]:

@@ -17,10 +17,10 @@ from hftrain.data.samplers import (
     RankBatches,
     give_generator,
     is_rank_aware,
+    own_order,
     samplers_of,
-    shared_order,
 )
-from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
+from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, check_undivided, splits_among_workers
 
 _COPIED = (
     "dataset",
@@ -162,6 +162,8 @@ class ShardPlan:
         """Shard a torch loader that is not sharded yet; see `share`."""
         if self.world_size == 1 or any(is_rank_aware(part) for part in (loader.dataset, *samplers_of(loader))):
             return loader
+        if isinstance(loader.dataset, IterableDataset):
+            check_undivided(loader.dataset, world_size=self.world_size)
         if not is_plain_loader(loader):
             raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
         give_generator(loader, seed=self.seed)
@@ -197,13 +199,13 @@ class ShardPlan:
         if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
         place = {"num_processes": self.world_size, "process_index": self.rank}
-        batches = shared_order(batches, seed=self.seed)
+        batches = own_order(batches, seed=self.seed)
         return {"order": RankBatches(batches, **place, even_batches=self.even_batches)}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:
         batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
         is_plain = type(batches) is BatchSampler
-        order = shared_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
+        order = own_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
         if not is_plain:
             return {"order": ContiguousShard(order, **place)}
         size = self.size_of(batches.batch_size)

@@ -13,9 +13,10 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
-from hftrain.data.datasets import has_length
+from hftrain.data.datasets import has_length, whole_dataset
 from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of, share_of_datasets
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
+from hftrain.data.streams import BatchShardStream
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
@@ -33,7 +34,7 @@ def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callabl
     if any(mark != marks[0] for mark in marks):
         lengths = [None if mark is None else mark[0] for mark in marks]
         raise ConfigError(
-            f"Cannot split the {type(loader.dataset).__name__} among {len(marks)} processes.",
+            f"Cannot split the {type(whole_dataset(loader.dataset)).__name__} among {len(marks)} processes.",
             "It is not the same on all of them, as if split before or made of random numbers without a common seed: a "
             "part of each would never be read.",
             "Pass the whole dataset in every process. To read parts of your own, return a DataLoader of this process's "
@@ -108,12 +109,11 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
 
 
 def _mark(loader: Any) -> Any:
-    """Return what is the same on all ranks that cut their shares from one map-style dataset; None for other shares."""
-    is_cut = any(isinstance(part, (RankBatches, ContiguousShard)) for part in samplers_of(loader))
-    dataset: Any = getattr(loader, "dataset", None)
-    if not (is_cut or isinstance(loader, DispatchLoader)) or isinstance(dataset, IterableDataset):
-        return None
-    if not has_length(dataset) or not len(dataset):
+    """Return what is the same on all ranks that cut their shares from one dataset; None without a length."""
+    share: Any = getattr(loader, "dataset", None)
+    dataset, cuts = whole_dataset(share), (RankBatches, ContiguousShard, BatchShardStream)
+    is_cut = any(isinstance(part, cuts) for part in (share, *samplers_of(loader)))
+    if not (is_cut or isinstance(loader, DispatchLoader)) or not has_length(dataset) or not len(dataset):
         return None
     return len(dataset), _ends(dataset)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hftrain.core.log import warn_once
 from hftrain.data.columns import CollatorWrapper
 from hftrain.data.datasets import has_state
-from hftrain.data.samplers import Later, samplers_of
+from hftrain.data.samplers import Later, own_order, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
@@ -21,9 +21,9 @@ from hftrain.data.worker_numbers import DrawingOn
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
-    """Make a rank's loader exactly resumable: with seeds for its workers, and with the states of its dataset.
+    """Make a rank's loader exactly resumable: seeds for its workers, states of its dataset, an order of its own.
 
-    A loader with its own iteration, or that needs neither, is returned unchanged.
+    A loader with its own iteration, or that needs none of these, is returned unchanged.
     """
     return on_reader(loader, partial(_resumable, seed=seed, rank=rank))
 
@@ -39,13 +39,19 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
             dataset = EpochStream(dataset, seed=seed, rank=rank)
         kind = StatefulLoader if loader.num_workers else RankLoader
         return rebuild_loader(loader, kind=kind, dataset=dataset)
-    loader = with_seeds(loader, seed=seed, rank=rank)
+    loader = _with_own_order(with_seeds(loader, seed=seed, rank=rank))
     if not (keeps and loader.num_workers):
         return loader
     if loader.persistent_workers:
         owner = 'worker_seeds="epoch"' if isinstance(dataset, DrawingOn) else type(dataset).__name__
         warn_once(f"{owner} has a state, so each epoch starts new workers: they do not persist.")
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False)
+
+
+def _with_own_order(loader: Any) -> Any:
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    order = own_order(batches) if type(loader) in (DataLoader, RankLoader) else batches
+    return loader if order is batches else rebuild_loader(loader, kind=type(loader), order=order)
 
 
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:

@@ -40,6 +40,10 @@ class FitConfig:
     empty_cache_every: int | None = None
 
 
+def pass_flags(event: str) -> None:
+    """Accept the control flags of a process that has no others to agree with."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitHooks:
     """The functions that the loop calls, with the documented signatures; a Trainer passes its own methods.
@@ -65,6 +69,8 @@ class FitHooks:
         pass_length: Returns the batches of the open pass (None: unknown). None: every pass has those that are planned.
         check_pass: (batches read, batches in a pass), called if they differ: a pass ended early, or goes on.
             None costs nothing.
+        check_flags: (event) -> None; called before the loop acts on flags of the control, with the event that may have
+            set them, and with "" after it has acted.
         read_rate: Returns the learning rate that a step used, before the schedule's step; None reads the optimizer's.
     """
 
@@ -84,6 +90,7 @@ class FitHooks:
     mark_sync: Callable[[bool], None] | None = None
     pass_length: Callable[[], int | None] | None = None
     check_pass: Callable[[int, int], None] | None = None
+    check_flags: Callable[[str], None] = pass_flags
     read_rate: Callable[[], float] | None = None
 
 
@@ -176,6 +183,7 @@ class FitLoop(Loop[FitParts]):
             self._finish(ends_epoch=ends_epoch)
         if self.parts.hooks.evaluate_first is not None:
             self.parts.hooks.evaluate_first()
+        self.parts.hooks.check_flags("on_train_begin")
         while progress.step < config.max_steps and not self.parts.control.should_training_stop:
             if config.num_epochs is not None and progress.epoch >= config.num_epochs:
                 break
@@ -198,6 +206,7 @@ class FitLoop(Loop[FitParts]):
         self.is_within_epoch = True
         # Before the data is opened, because loader workers then have their copies and read ahead.
         events.fire("on_epoch_begin")
+        hooks.check_flags("on_epoch_begin")
         hooks.before_epoch()
         batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         num_batches = self.num_batches = self._pass_length()
@@ -254,7 +263,9 @@ class FitLoop(Loop[FitParts]):
             progress.epoch += 1
             progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
         self.parts.events.fire("on_epoch_end")
+        self.parts.hooks.check_flags("on_epoch_end")
         self.end_step()
+        self.parts.hooks.check_flags("")
 
     def run_step(self, window: list[Any], num_items: Any) -> None:
         """Run one optimizer step: accumulate the gradients of its micro-batches, then update.
@@ -309,11 +320,13 @@ class FitLoop(Loop[FitParts]):
         parts.losses.num_steps += 1
         if "on_step_end" in parts.events.heard:
             parts.events.fire("on_step_end")
+        self.parts.hooks.check_flags("on_step_end")
         for call in tuple(parts.pending):
             call()
         if parts.config.empty_cache_every and progress.step % parts.config.empty_cache_every == 0:
             parts.hooks.empty_cache()
         self.end_step()
+        self.parts.hooks.check_flags("")
 
     def _act_through_hook(self) -> None:
         assert self.parts.hooks.act is not None

@@ -35,7 +35,7 @@ from hftrain.run.plan import RunPlan, check_rounds
 from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
-from hftrain.run.training_checks import TrainingChecks, check_kept
+from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
 from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
@@ -92,7 +92,7 @@ class Run:
         self.counts.begin()
         start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
         parts.task.train()
-        self._kept = trainer.optimizer, trainer.lr_scheduler
+        self._kept, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
         check_kept(trainer, self._kept)
         self.contents.objects.begin()
@@ -175,6 +175,7 @@ class Run:
                 pass_length=lambda: plan.pass_length(parts.data.feed),
                 # An override may join or split batches.
                 check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
+                check_flags=self._check_flags,
                 read_rate=trainer._get_learning_rate if trainer._is_overridden("_get_learning_rate") else None,
             ),
             feed=parts.data.feed,
@@ -269,12 +270,15 @@ class Run:
         own = {name: float(value) for name, value in parts.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
         trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
+        self._check_flags("on_log")
 
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
         parts, trainer = self._parts, self._parts.trainer
         with parts.journal.paused():
             metrics = trainer._evaluate(parts.trial, parts.ignore_keys)
+        self._check_flags("on_evaluate")
+        # Rank 0's metric decides on every rank, which needs no check.
         is_best = trainer._determine_best_metric(metrics, parts.trial)
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True

@@ -1,8 +1,11 @@
-"""Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps."""
+"""Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps.
+
+Refuse control flags that only some ranks set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,9 +15,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.core.errors import ConfigError, listed
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.progress import TrainerControl
 from hftrain.core.types import Owns
+from hftrain.loops.fit import pass_flags
 from hftrain.loops.window import KeptGraphs
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
@@ -23,9 +29,21 @@ from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
+from hftrain.strategies.distributed import DistributedStrategy
+from hftrain.strategies.trainable_parameters import Agreement
 from hftrain.task.model_task import ModelTask
 
 logger = get_logger(__name__)
+
+_ACTIONS = ("should_log", "should_evaluate", "should_save")
+# The flags that the loop itself has cleared since the check before, by event.
+_CLEARED: dict[str, tuple[str, ...]] = {
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_end": _ACTIONS,
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
+    "": _ACTIONS,
+}
 
 
 class TrainingChecks:
@@ -178,6 +196,41 @@ def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:
                 now=type(found).__name__,
                 was=type(own).__name__,
             )
+
+
+def flag_check(parts: RunParts) -> Callable[[str], None]:
+    """Return a check that all ranks have the same control flags; see `FitHooks`. Collective.
+
+    It raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A
+    rank on which a callback has set or cleared others waits for the notes of the other ranks.
+    """
+    strategy, control = parts.strategy, parts.control
+    if not isinstance(strategy, DistributedStrategy) or strategy.watch is None:
+        return pass_flags
+    # It answers the same when it is asked a second time, which a subclass may not.
+    flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
+    # The flags that this rank knows all ranks to have.
+    expected, num_checks = TrainerControl(), [0]
+    agreement = Agreement(
+        strategy,
+        num_checks,
+        problem="Cannot continue with control flags that only some ranks set.",
+        remedy="Set the same flags on every rank: decide by what all ranks know, such as the step or the metrics that "
+        "on_evaluate is given.",
+    )
+
+    def check(event: str) -> None:
+        for name in _CLEARED.get(event, ()):
+            setattr(expected, name, False)
+        if flow is not None and event in ("on_step_end", "on_epoch_end"):
+            getattr(flow, event)(parts.args, parts.state, expected)
+        found = {name: bool(getattr(control, name)) for name in vars(expected)}
+        if found != vars(expected):
+            agreement.check([f"{name}={value}" for name, value in found.items() if value != getattr(expected, name)])
+            expected.update(found)
+        num_checks[0] += 1
+
+    return check
 
 
 def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

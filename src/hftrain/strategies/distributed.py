@@ -115,6 +115,7 @@ class DistributedStrategy(GroupRanks, Strategy):
             timeout_s = 0.0 if read_launch().local_world_size == self.world_size else self._link_timeout_s
             board = self.make_board()
             self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
+            self.watch.timeout_s = self.timeout.total_seconds()
         self._take(device)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from functools import cache
@@ -125,58 +126,62 @@ class FixedParameters(Trained):
         )
 
 
-class _Agreement:
-    """Check that all ranks change the same parameters before the same forward pass.
+class Agreement:
+    """Check that all ranks make the same change at the same position, such as a forward pass.
 
-    Steps without a change have no overhead. A rank with a change posts a note and waits for the others' notes; on a
+    A position without a change has no overhead. A rank with a change posts a note and waits for the others' notes; on a
     rank that has continued without a change, the watch's thread answers.
 
     Args:
         strategy: A launched strategy with a watch.
-        passes: A one-element list with this rank's position, which increases with each forward pass on every rank.
+        position: A one-element list with this rank's position, which increases in the same way on every rank.
+        problem: What is wrong if the changes differ.
+        remedy: What to do then.
     """
 
-    def __init__(self, strategy: DistributedStrategy, passes: list[int]) -> None:
+    def __init__(self, strategy: DistributedStrategy, position: list[int], *, problem: str, remedy: str) -> None:
         assert strategy.watch is not None
-        self.watch, self._board, self._passes = strategy.watch, strategy.make_board(), passes
+        self._problem, self._remedy = problem, remedy
+        self.watch, self._board, self._position = strategy.watch, strategy.make_board(), position
         self._rank, self._ranks = strategy.rank, range(strategy.world_size)
         self._timeout_s = strategy.timeout.total_seconds()
-        self._changed_at = self._answered = -1
-        self.watch.chore = self._answer
+        self._notes: list[tuple[int, list[str]]] = []
+        self._lock = threading.Lock()
+        self.watch.chores[problem] = self._answer
 
     def check(self, change: list[str]) -> None:
-        """Wait for the other ranks' changes. Collective among the ranks that change parameters.
+        """Wait for the other ranks' changes. Collective among the ranks that make one.
 
         Raises:
-            StrategyError: Another rank changes other parameters, or none.
+            StrategyError: Another rank makes another change, or none.
         """
-        at = self._changed_at = self._passes[0]
-        self._post(at, change)
-        self._board.post("change", str(at))
+        at = self._position[0]
+        with self._lock:
+            # Before the note: a rank that has read all notes of a position must not be asked for it again.
+            self._board.post("change", str(at))
+            self._post(at, change)
         deadline = time.monotonic() + self._timeout_s
         while others := {rank: names for rank in self._ranks if (names := self._told(rank, at)) != change}:
             if any(names is not None for names in others.values()) or time.monotonic() > deadline:
                 told = "; ".join(f"rank {rank}: {_told(names)}" for rank, names in others.items())
-                raise StrategyError(
-                    "Cannot change which parameters are trained on some ranks only.",
-                    f"Rank {self._rank}: {_told(change)}; {told}.",
-                    "Freeze, unfreeze or add the same parameters on every rank, in the same step.",
-                )
+                raise StrategyError(self._problem, f"Rank {self._rank}: {_told(change)}; {told}.", self._remedy)
             time.sleep(_POLL_S)
 
     def _told(self, rank: int, at: int) -> list[str] | None:
-        note = json.loads(self._board.read(f"rank {rank}") or "[-1, []]")
-        return note[1] if note[0] == at else None
+        notes: dict[int, list[str]] = dict(json.loads(self._board.read(f"rank {rank}") or "[]"))
+        return notes.get(at)
 
     def _post(self, at: int, change: list[str]) -> None:
-        self._board.post(f"rank {self._rank}", json.dumps([at, change]))
+        # With the note before, which a slower rank may still have to read; all have read the earlier ones.
+        self._notes = [*self._notes[-1:], (at, change)]
+        self._board.post(f"rank {self._rank}", json.dumps(self._notes))
 
     def _answer(self) -> None:
         """Post that this rank has continued without a change; called by the watch's thread."""
-        at = int(self._board.read("change") or -1)
-        if self._passes[0] > at and at not in (-1, self._changed_at, self._answered):
-            self._answered = at
-            self._post(at, [])
+        with self._lock:
+            at = int(self._board.read("change") or -1)
+            if 0 <= at < self._position[0] and at not in dict(self._notes):
+                self._post(at, [])
 
 
 class Follower(Trained):
@@ -200,7 +205,7 @@ class Follower(Trained):
         # It counts passes. Ranks may run unequal numbers of them before a synchronising one, from which they count in
         # step again.
         self._passes = [0]
-        self._agreement: _Agreement | None = None
+        self._agreement: Agreement | None = None
 
     @classmethod
     def attach(cls, outermost: Any, strategy: DistributedStrategy) -> Follower:
@@ -213,7 +218,12 @@ class Follower(Trained):
             (outermost.module if cls.wraps else outermost).register_forward_hook(follower.watch)
         agreement = follower._agreement
         if strategy.watch is not None and (agreement is None or agreement.watch is not strategy.watch):
-            follower._agreement = _Agreement(strategy, follower._passes)
+            follower._agreement = Agreement(
+                strategy,
+                follower._passes,
+                problem="Cannot change which parameters are trained on some ranks only.",
+                remedy="Freeze, unfreeze or add the same parameters on every rank, in the same step.",
+            )
         return follower
 
     def __call__(self, outermost: Any, inputs: Any) -> None:

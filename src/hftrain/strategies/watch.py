@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.frames import user_line, waits_for_others
+from hftrain.core.preserve import temporarily
 from hftrain.preemption.board import Board
 from hftrain.preemption.exits import end_process
 from hftrain.strategies.links import Links
@@ -28,6 +29,7 @@ _HEARD_S = 6 * _POLL_S
 # A process whose peer failed usually ends by itself because its next collective fails.
 _GRACE_S = 5.0
 _ANSWER_S = 3 * _POLL_S
+_MEET_S = 0.02
 # Patterns in the messages of gloo, NCCL and collective saves about another rank's failure.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed|pair closure", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -48,7 +50,8 @@ class RankWatch:
 
     Attributes:
         where: Returns a description of what this process is doing; called when another rank asks.
-        chore: Called by the thread at each poll; None for nothing.
+        chores: Called by the thread at each poll.
+        timeout_s: How long `meet` waits at most.
         before_end: Called before this process is ended because another one failed; must not block. None for nothing.
     """
 
@@ -56,7 +59,8 @@ class RankWatch:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
-        self.chore: Callable[[], None] | None = None
+        self.timeout_s = 1800.0
+        self.chores: dict[str, Callable[[], None]] = {}
         self.before_end: Callable[[], None] | None = None
         self.has_failed = False
         self._board = board
@@ -65,6 +69,7 @@ class RankWatch:
         self._answered: str | None = None
         self._failure: str | None = None
         self._gave_up = self._is_cut = False
+        self._num_calls = 0
         self._parent = os.getppid()
         self._hooks = sys.excepthook, self._report
         sys.excepthook = self._hooks[1]
@@ -74,6 +79,8 @@ class RankWatch:
 
     def stop(self) -> None:
         """Stop the thread and restore `sys.excepthook`; safe to call twice."""
+        if not self._is_over.is_set():
+            self._post(f"call {self.rank}", json.dumps([0, "has ended"]))
         self._is_over.set()
         if self._links is not None:
             self._links.close()
@@ -94,6 +101,41 @@ class RankWatch:
             f"{late} within {timeout_s:g} s: {places}.",
             "Fix what delays them, or raise ddp_timeout.",
         )
+
+    def meet(self, call: str) -> None:
+        """Wait until every rank has made the same collective call.
+
+        Raises:
+            StrategyError: A rank makes another call, has ended, or waits for this one elsewhere.
+        """
+        self._num_calls += 1
+        own = [self._num_calls, f"calls {call}()"]
+        self._post(f"call {self.rank}", json.dumps(own))
+        asked_s, deadline = time.monotonic(), time.monotonic() + self.timeout_s
+        answers: dict[int, Any] = {}
+        while not self._is_over.is_set():
+            notes = [json.loads(self._read(f"call {rank}") or "[0, null]") for rank in range(self.world_size)]
+            late = [rank for rank, (number, _) in enumerate(notes) if number < own[0]]
+            apart = {
+                r: told for r, (number, told) in enumerate(notes) if number in (0, own[0]) and told != own[1] and told
+            }
+            if late and not apart and time.monotonic() > asked_s + _POLL_S:
+                before, asked_s = answers, time.monotonic()
+                with temporarily(self, _gave_up=True):
+                    answers = self._ask()
+                # Twice at one place: ranks may wait for each other for a moment.
+                stuck = {r for r in late if _waits(answers.get(r)) and answers[r][1:] == before.get(r, [])[1:]}
+                apart = {rank: _told(answers.get(rank)) for rank in (late if asked_s > deadline else stuck)}
+            if apart:
+                self._num_calls -= 1
+                raise StrategyError(
+                    f"Rank {self.rank} cannot call {call}() without the other ranks:",
+                    "; ".join(f"rank {rank} {told}" for rank, told in apart.items()) + ".",
+                    "Call it on every rank, and not after `if trainer.is_world_process_zero():`.",
+                )
+            if not late:
+                return
+            time.sleep(_MEET_S)
 
     def missing(self) -> tuple[str, str]:
         """Return which ranks are missing where this one waits, and where each rank is, as text; takes seconds."""
@@ -176,8 +218,8 @@ class RankWatch:
 
     def _do_chore(self) -> None:
         try:
-            if self.chore is not None:
-                self.chore()
+            for chore in tuple(self.chores.values()):
+                chore()
         except (RuntimeError, OSError):
             self._is_over.set()
 

@@ -79,6 +79,7 @@ class Stages:
         trainer.compiler.open()
         if strategy.watch is not None:
             strategy.watch.where = self.whereabouts
+            strategy.watch.meet(_STAGES.get(self.name, self.name))
 
     @contextmanager
     def evaluating(self, name: str) -> Iterator[None]:

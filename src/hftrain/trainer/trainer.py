@@ -1163,10 +1163,15 @@ class Trainer:
 
         Raises:
             CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
+            StrategyError: It is collective, and another process does something else.
 
         Source: the documented `Trainer.save_model`.
         """
         folder = self._output.locate(output_dir) if output_dir else self.output_dir
+        is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
+        is_uploaded = self.args.push_to_hub or self._output.url_of(folder) is not None
+        if not _internal_call and (is_sharded or is_uploaded) and self.strategy.watch is not None:
+            self.strategy.watch.meet("save_model")
         # In a checkpoint each process may write its own part; a model saved by the user is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer), self.callback_handler.evaluation_weights(live=_internal_call):
@@ -1176,8 +1181,6 @@ class Trainer:
                 if not _internal_call:
                     logger.info("Saving model checkpoint to %s", folder)
                 self._save(str(folder), state_dict=weights)
-        is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
-        is_uploaded = self.args.push_to_hub or self._output.url_of(folder) is not None
         if not (_internal_call or is_sharded or is_uploaded):
             return  # so that the main process may save alone
         if not (_internal_call and output_dir):

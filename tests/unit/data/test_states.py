@@ -224,6 +224,31 @@ def test_closing_puts_a_dataset_back_to_where_it_was() -> None:
         assert dataset.state_dict() == before
 
 
+@pytest.mark.parametrize("kind", [StatefulStream, Lines])
+def test_run_after_a_resumed_one_begins_at_the_start(kind: Any) -> None:
+    dataset = StatefulStream(22, draws=False) if kind is StatefulStream else Lines(make_rows(22))
+    stopped, resumed = make_feed(dataset), make_feed(dataset)
+    next(batches := stopped.open(0))
+    resumed.load_state_dict(stopped.state_dict())
+    num_left = len(list(resumed.open(0, skip=1)))
+    resumed.close()
+    assert (num_left, len(list(make_feed(dataset).open(0)))) == (5, 6)
+    del batches
+
+
+def test_run_that_went_back_leaves_a_dataset_where_it_has_read_to() -> None:
+    dataset = StatefulStream(22, draws=False, starts_over=False)
+    feed = make_feed(dataset)
+    batches = feed.open(0)
+    next(batches)
+    state = feed.state_dict()
+    next(batches)
+    feed.load_state_dict(state)
+    last = list(islice(feed.open(0, skip=1), 3)), dataset.state_dict()
+    feed.close()
+    assert dataset.state_dict() == last[1]
+
+
 def make_dispatched(num: int, *, persistent: bool = False) -> TrainFeed:
     """Return what the main process of two reads for both, with two workers."""
     workers = {"num_workers": 2, "persistent_workers": persistent}

@@ -115,6 +115,8 @@ class TrainerHub:
     ) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
+        if self._trainer.strategy.watch is not None:
+            self._trainer.strategy.watch.meet("push_to_hub")
         self._trainer.save_model(_internal_call=True)
         if not self._trainer.strategy.is_main:
             return None
