@@ -16,17 +16,17 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS = {
-    "source lines": Ceiling(59_042, 49_500),
-    "source files": Ceiling(384, 384),
-    "core lines": Ceiling(47_273, 30_000),
-    "lines that a plain run loads": Ceiling(44_712, 28_000),
-    "private reaches": Ceiling(147, 40),
-    "names imported by trainer.py": Ceiling(181, 80),
+    "source lines": Ceiling(56_160, 49_500),
+    "source files": Ceiling(372, 372),
+    "core lines": Ceiling(37_900, 30_000),
+    "lines that a plain run loads": Ceiling(36_250, 28_000),
+    "private reaches": Ceiling(142, 40),
+    "names imported by trainer.py": Ceiling(156, 80),
     "files of a step": Ceiling(18, 18),
-    "files of a save": Ceiling(51, 32),
-    "files of a resume": Ceiling(114, 80),
+    "files of a save": Ceiling(50, 32),
+    "files of a resume": Ceiling(112, 80),
     "files of an evaluation": Ceiling(48, 36),
-    "test lines": Ceiling(79_900, 62_000),
+    "test lines": Ceiling(79_300, 62_000),
 }
 
 # Not of the core: what a user chooses by name, or runs from the command line.
