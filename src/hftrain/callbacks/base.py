@@ -23,15 +23,8 @@ class TrainerCallback:
     `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`.
     Some events also pass `logs` or `metrics`. To request an action, set flags of the control or return them: a control
     object, a mapping such as ``{"should_training_stop": True}``, or None for no change. `hftrain.core.events` documents
-    the order of events. A callback that keeps state, such as an averaged model, may define `checkpoint_objects`, see
-    `Trainer.checkpoint_objects`. One that defines ``close_run(self)`` has it called when a training is over, also after
-    an error, which skips `on_train_end`. One that defines ``evaluation_weights(self)``, a context manager, has it
-    entered around evaluations, predictions and `save_model`, but not around checkpoints. One that defines
-    ``wrap_stepper(self, stepper, *, args, model, optimizer, strategy, precision, **kwargs)`` changes the calls of a
-    step itself: it is called once when a training is built, and returns the `Stepper` with some of `backward`, `clip`,
-    `step` and `zero_grad` replaced (`dataclasses.replace`). Without such a callback, a step is as if there were none.
-    Before that, ``wrap_loader(self, loader)`` returns this process's loader of training batches, changed or not.
-    Likewise ``wrap_parts(self, parts)`` returns the loop's `FitParts`, such as with other `hooks`, before it starts.
+    the order of events. Beside the events, a callback may define methods of `hftrain.callbacks.guest.Guest`: they
+    change the loader, the calls of a step or the loop, give evaluations other weights, or keep objects in checkpoints.
 
     Source: the documented `TrainerCallback`.
 

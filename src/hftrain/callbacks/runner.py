@@ -10,6 +10,7 @@ from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
+from hftrain.callbacks.guest import at_point
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_once
@@ -133,9 +134,8 @@ class CallbackHandler:
             live: Evaluate the weights that train instead.
         """
         with ExitStack() as stack:
-            for callback in () if self._shows else self.callbacks:
-                if not live and callable(swap := getattr(callback, "evaluation_weights", None)):
-                    stack.enter_context(swap())
+            for swap in () if self._shows or live else at_point(self.callbacks, "evaluation_weights"):
+                stack.enter_context(swap())
             before, self._shows = self._shows, True
             try:
                 yield
@@ -207,9 +207,8 @@ class CallbackHandler:
 
     def close_run(self) -> None:
         """Call `close_run` of the callbacks that define it, and drop the loaders; also after an error."""
-        for callback in self.callbacks:
-            if close := getattr(callback, "close_run", None):
-                close()
+        for close in at_point(self.callbacks, "close_run"):
+            close()
         self.refresh(train_dataloader=None, eval_dataloader=None)
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from hftrain.callbacks.guest import at_point
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import LimitedFeed, Limits
@@ -61,8 +62,8 @@ class RunData:
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed
         loader = self._open_loader(*dataset)
-        for callback in self._events.callbacks:
-            loader = callback.wrap_loader(loader) if hasattr(callback, "wrap_loader") else loader
+        for wrap in at_point(self._events.callbacks, "wrap_loader"):
+            loader = wrap(loader)
         loader = drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
         loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
         if dataset:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.callbacks.guest import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off
@@ -77,7 +78,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         computing=parts.computing,
     )
     stepper = parts.trained.averaging(stepper)
-    for wrap in filter(None, (getattr(callback, "wrap_stepper", None) for callback in parts.events.callbacks)):
+    for wrap in at_point(parts.events.callbacks, "wrap_stepper"):
         stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
     parts.stepper = stepper
     parts.computing.use(stepper, optimizer)

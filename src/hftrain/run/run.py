@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
+from hftrain.callbacks.guest import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
@@ -138,8 +139,8 @@ class Run:
     def _wrapped_parts(self) -> FitParts:
         """Return the parts for the training loop, as the callbacks with `wrap_parts` change them."""
         fit = self._salvage.watch(self._fit_parts())
-        for callback in self._parts.events.callbacks:
-            fit = callback.wrap_parts(fit) if hasattr(callback, "wrap_parts") else fit
+        for wrap in at_point(self._parts.events.callbacks, "wrap_parts"):
+            fit = wrap(fit)
         return fit
 
     def _fit_parts(self) -> FitParts:

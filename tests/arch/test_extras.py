@@ -1,0 +1,49 @@
+"""Extras can be taken out: without one, its line and its names, the core's own tests pass."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.source import PACKAGE, ROOT
+
+from hftrain.core.errors import MissingDependencyError
+from hftrain.core.extras import EXTRAS, extra
+
+CORE = ("tests/loops/test_first_steps.py", "tests/resume/test_numbers.py", "tests/unit/run/test_writing.py")
+
+
+def test_core_works_without_extras(tmp_path: Path) -> None:
+    source = tmp_path / "src" / "hftrain"
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("flight", "search", "averaging.py"):
+        gone = source / "extras" / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        for path in (source / "core" / "extras.py", source / "__init__.pyi"):
+            kept = re.sub(rf".*hftrain\.extras\.{gone.stem}\b.*\n", "", path.read_text("utf-8"))
+            path.write_text(kept, "utf-8")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(source.parent)!r}); import pytest; sys.exit(pytest.main({[*CORE]!r}))"
+    command = [sys.executable, "-c", code.replace("main([", "main(['-q', '-n', '0', '-p', 'no:cacheprovider', ")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_every_name_leads_to_a_module() -> None:
+    assert [name for name in EXTRAS if extra(name).__name__ != EXTRAS[name]] == []
+
+
+def test_extra_that_was_taken_out_is_named() -> None:
+    with pytest.raises(MissingDependencyError, match="'other'"):
+        extra("other")
+
+
+def test_page_shows_an_extra_whole() -> None:
+    page = (ROOT / "docs/extras.md").read_text("utf-8")
+    assert (PACKAGE / "extras/accumulation.py").read_text("utf-8").rstrip() in page
