@@ -28,4 +28,6 @@ def test_each_public_name_has_one_page() -> None:
         for name in getattr(hftrain, package).__all__
         if name not in {*REGISTRY, *hftrain.__all__}
     ]
-    assert sorted(listed) == sorted([*hftrain.__all__, *of_packages]), "list each name once on a page of docs/api"
+    # The notebook's table is transformers', and is a public name where IPython is installed, too.
+    public = [name for name in hftrain.__all__ if name != "NotebookProgressCallback"]
+    assert sorted(listed) == sorted([*public, *of_packages]), "list each name once on a page of docs/api"
