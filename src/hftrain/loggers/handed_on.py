@@ -12,7 +12,7 @@ from hftrain.loggers.base import Logger
 
 
 class HandedOnTracker(Logger):
-    """A tracker without a logger of ours: its name is known here, and transformers has the callback.
+    """A tracker whose name is known here, and whose callback is in transformers.
 
     Raises:
         ConfigError: A logger is created; there is only the callback.

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.tiny import make_rows, train
 
 from hftrain.loggers import base
+from hftrain.loggers.accelerate import DVCLiveLogger
+from hftrain.loggers.base import RunFacts
 
 
 class Run:
@@ -58,3 +61,12 @@ def test_run_is_started_or_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (callback,) = [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "SwanLabCallback"]
     callback.close()
     assert run.is_finished is not is_open
+
+
+def test_run_of_the_user_is_not_ended() -> None:
+    own = Mock(dir="mine")
+    logger = DVCLiveLogger(live=own)
+    logger.start(RunFacts(name="x", hparams={"a": 1, "b": None}))
+    logger.close()
+    own.log_params.assert_called_once_with({"a": 1})
+    assert (logger.run_id, own.end.called) == ("mine", False)
