@@ -31,7 +31,7 @@ EXTRAS = {
 
 
 def extra(name: str) -> Any:
-    """Return the module of an extra, one of ours or another package's entry point in the group ``hftrain.extras``.
+    """Return the module of an extra: one that hftrain has, or another package's entry point in ``hftrain.extras``.
 
     Raises:
         MissingDependencyError: There is no such extra.
@@ -41,5 +41,5 @@ def extra(name: str) -> Any:
     for point in entry_points(group="hftrain.extras", name=name):
         return point.load()
     raise MissingDependencyError(
-        f"Cannot use the extra {name!r}.", "It was taken out of this installation.", "Install hftrain anew."
+        f"Cannot use the extra {name!r}.", "It was taken out of this installation.", "Install hftrain again."
     )
