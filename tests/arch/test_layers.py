@@ -9,24 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.source import PACKAGE, ROOT, Module, is_type_checking, modules, walk_outside_functions
-
-# A room may import rooms of lower floors only.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("core",),
-    ("arguments",),
-    ("preemption",),
-    ("precision", "strategies", "data", "optim", "storage", "loggers"),
-    ("task", "step", "callbacks", "checkpoint"),
-    ("loops", "hub", "search", "engine", "flight"),
-    ("adapter",),
-    ("rules", "evaluation"),
-    ("run",),
-    ("trainer",),
-    ("cli",),
-    ("compat",),
-)
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+from support.source import FLOOR_OF, PACKAGE, ROOT, Module, is_type_checking, modules, walk_outside_functions
 
 # What an import inside a function may be for: packages that are optional, or too heavy for `import hftrain`.
 OPTIONAL_OR_HEAVY = frozenset(

@@ -12,6 +12,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hftrain"
 
+# A room may import rooms of lower floors only.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("core",),
+    ("arguments",),
+    ("preemption",),
+    ("precision", "strategies", "data", "optim", "storage", "loggers"),
+    ("task", "step", "callbacks", "checkpoint"),
+    ("loops", "hub", "search", "engine", "flight"),
+    ("adapter",),
+    ("rules", "evaluation"),
+    ("run",),
+    ("trainer",),
+    ("cli",),
+    ("compat",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
