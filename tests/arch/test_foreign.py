@@ -5,7 +5,6 @@ A canary runs with the installed versions, so `tests-newest` shows what a new re
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -217,11 +216,6 @@ def values_that_metrics_keep() -> None:
     metric(1.0)
     assert (metric._computed, metric._forward_cache) == (None, 1)
     assert metric.compute() == metric._computed == 1
-
-
-@canary("_option_string_actions")
-def options_of_a_parser() -> None:
-    assert "--help" in argparse.ArgumentParser()._option_string_actions
 
 
 @canary("_xla_checkpointed_forward_no_kwargs", "_xla_checkpointed_forward_original")
