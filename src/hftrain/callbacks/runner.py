@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.base import TrainerCallback, at_point
 from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
-from hftrain.callbacks.guest import at_point
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_once

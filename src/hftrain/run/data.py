@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hftrain.callbacks.guest import at_point
+from hftrain.callbacks.base import at_point
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import LimitedFeed, Limits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.callbacks.guest import at_point
+from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
-from hftrain.callbacks.guest import at_point
+from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily

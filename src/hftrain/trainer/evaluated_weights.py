@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hftrain.callbacks.guest import at_point
+from hftrain.callbacks.base import at_point
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
 from hftrain.core.types import Owns
 from hftrain.optim.weight_modes import evaluation_weights

@@ -615,7 +615,8 @@ class Trainer:
             return self._shares.take, self.optimizer.stepping(self._slot_training_step, self._shares.weighing)
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
-        fitting = extra("smaller_batches").make_micro_batches(self, self._shares, self._run_parts.logs, resume)
+        sizes = extra("smaller_batches")
+        fitting = sizes.MicroBatches(self, self._shares, self._run_parts.logs, sizes.found_size(self.args, resume))
         return fitting.take, fitting.step
 
     def _end_steps(self) -> None:
@@ -1563,12 +1564,12 @@ class Trainer:
     @property
     def hub_model_id(self) -> str | None:
         """The full name of the repository on the Hub, once created or found; set on the main process only."""
-        return None if self._hub_pushes is None else self._hub_pushes.repo_id
+        return getattr(self._hub_pushes and self._hub_pushes.uploads, "repo_id", None)
 
     @property
     def push_in_progress(self) -> Any:
         """The future of the newest background push, possibly done; None before the first push."""
-        return None if self._hub_pushes is None else self._hub_pushes.newest
+        return getattr(self._hub_pushes and self._hub_pushes.uploads, "newest", None)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create or find the repository on the Hub, on the main process.
@@ -1836,10 +1837,9 @@ class Trainer:
             # Each trial creates its own, and Ray's processes must not receive these.
             self.accelerator = None
             evaluates, handler = self.args.eval_strategy != "no", self.callback_handler
-            found: BestRun | list[BestRun] = searching.search(
+            return searching.search(  # type: ignore[no-any-return]
                 config, chosen, attempt, strategy=self.strategy, handler=handler, evaluates=evaluates
             )
-            return found
         finally:
             self.hp_search_backend = None
 

@@ -189,11 +189,6 @@ def _is_per_sample(value: Any, total: int) -> bool:
     return not any(tensor.dim() and len(tensor) == total for tensor in tensors_of(value))
 
 
-def make_micro_batches(trainer: TrainerHooks, shares: LossShares, logs: LogWindow, resume: Path | None) -> MicroBatches:
-    """Return the micro-batches of a run, of the size that an earlier run found if it resumes that run."""
-    return MicroBatches(trainer, shares, logs, found_size(trainer.args, resume))
-
-
 def found_size(args: TrainingArguments, resume: Path | None) -> int | None:
     """Return the micro-batch size that the run to resume has found, or None."""
     if resume is None or not args.auto_find_batch_size:

@@ -32,16 +32,6 @@ class TrainerHub:
         self.uploads: Uploads | None = None
         self._licenses: dict[str, str | None] = {}
 
-    @property
-    def repo_id(self) -> str | None:
-        """The repository's full name, once created or found."""
-        return None if self.uploads is None else self.uploads.repo_id
-
-    @property
-    def newest(self) -> Any:
-        """The future of the newest background push; None before the first."""
-        return None if self.uploads is None else self.uploads.newest
-
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find an existing one."""
         require_hub("push_to_hub")

@@ -18,7 +18,9 @@ from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
 from hftrain.core.types import BestRun, HPSearchBackend
-from hftrain.extras.search.config import Attempt, Report, SearchConfig, check_directions, choose_backend
+from hftrain.extras.search.config import Attempt, Report, SearchConfig
+from hftrain.extras.search.config import check_directions as check_directions
+from hftrain.extras.search.config import choose_backend as choose_backend
 from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -34,18 +36,6 @@ from hftrain.run.output import Output
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
-
-# What a Trainer calls.
-__all__ = [
-    "SPACES",
-    "SearchConfig",
-    "check_directions",
-    "check_search",
-    "choose_backend",
-    "default_objective",
-    "search",
-    "trying",
-]
 
 logger = get_logger(__name__)
 
