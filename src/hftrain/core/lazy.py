@@ -40,7 +40,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     absent = tuple(
         modules
         for package_needed, modules in _NEEDED.items()
-        if handed_on and package_needed not in sys.modules and not importlib.util.find_spec(package_needed)
+        if handed_on and not (sys.modules.get(package_needed) or _is_found(package_needed))
     )
     public = {*own, *(name for name, home in home_of.items() if not home.startswith(absent))}
 
@@ -67,6 +67,10 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *public})
 
     return get, list_names, sorted(public)
+
+
+def _is_found(package: str) -> bool:
+    return package not in sys.modules and importlib.util.find_spec(package) is not None
 
 
 def _from_transformers(home: str, name: str) -> Any:

@@ -11,7 +11,7 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, MissingDependencyError, TaskError, Trainer
 from hftrain.arguments.enums import DebugOption
-from hftrain.callbacks import xla_metrics
+from hftrain.extras import xla_metrics
 from hftrain.extras.xla_metrics import XLAMetricsCallback
 
 FORMS = ["underflow_overflow", ["underflow_overflow"], [DebugOption.UNDERFLOW_OVERFLOW], DebugOption.UNDERFLOW_OVERFLOW]

@@ -24,7 +24,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.core.seed import capture_rng
-from hftrain.extras.rehearsal.rehearsal import number_of_batches
+from hftrain.trainer.choices import number_of_batches
 
 BASIC: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "gradient_accumulation_steps": 2}
 
