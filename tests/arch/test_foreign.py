@@ -51,8 +51,7 @@ FOREIGN = {
     "optim/greedy.py": {"_reset"},
     "optim/groups.py": {"_parameters"},
     "precision/autocast.py": {"_growth_tracker"},
-    "rules/error_hints.py": {"_forward_unimplemented"},
-    "storage/archives.py": {"_metadata"},
+    "rules/data_mistakes.py": {"_utils"},
     "strategies/checks.py": {"_is_fsdp_managed_module"},
     "strategies/deepspeed/states.py": {
         *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
@@ -179,13 +178,11 @@ def call_of_a_module() -> None:
     assert seen == [1]
 
 
-@canary("_parameters", "_buffers", "_forward_unimplemented", "_metadata")
+@canary("_parameters", "_buffers")
 def slots_of_modules() -> None:
     module = nn.BatchNorm1d(1, affine=False)
     assert module._parameters == {"weight": None, "bias": None}
     assert set(module._buffers) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert nn.Module.forward.__name__ == "_forward_unimplemented"
-    assert module.state_dict()._metadata[""] == {"version": 2}  # type: ignore[attr-defined]
 
 
 @canary("_handle_fromlist")

@@ -156,8 +156,6 @@ DATA = [
     collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
     collating("collator None", lambda samples: None, "Let it return the batch"),
     collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "label_names"),
-    collating("lists", lambda samples: {"x": [s["x"] for s in samples]}, "as_tensor"),
-    collating("arrays", lambda samples: {k: v.numpy() for k, v in stacked(samples).items()}, "as_tensor"),
     collating("two arguments", lambda samples, more: samples, "data_collator(samples)"),
     collating("collator class", NeedsInstance, "Pass an instance: NeedsInstance()"),
 ]
@@ -176,20 +174,6 @@ METRICS = [
         error=UserWarning,
         metric=lambda: [accuracy()],
         evaluation_step=update_of(lambda own: own.acc[0]),
-    ),
-    tracking(
-        "swapped",
-        "the model's outputs first, then the labels",
-        error=ValueError,
-        metric=accuracy,
-        evaluation_step=lambda s, b: s.acc.update(b["labels"], s.model.layers(b["x"])),
-    ),
-    tracking(
-        "number of classes",
-        "num_classes must be the number of outputs",
-        error=ValueError,
-        metric=lambda: tm.Accuracy("multiclass", num_classes=2),
-        evaluation_step=update_of(lambda own: own.acc),
     ),
 ]
 

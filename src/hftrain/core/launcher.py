@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from hftrain.core.errors import ConfigError
 
+STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports
+
 
 class _Names(NamedTuple):
     """Environment variables in which a launcher describes the current process."""

@@ -20,6 +20,8 @@ HOMES = handed_on()
 @pytest.mark.interop
 @pytest.mark.parametrize("name", HOMES)
 def test_name_is_the_object_of_transformers(name: str) -> None:
+    if name == "NotebookProgressCallback":
+        pytest.importorskip("IPython")
     assert getattr(hftrain, name) is getattr(importlib.import_module(HOMES[name]), name)
     assert name in hftrain.__all__
 

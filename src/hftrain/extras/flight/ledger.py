@@ -16,7 +16,6 @@ The batches of the last steps whose loss or norm stood out are in the folder ``s
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ import torch
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.launcher import STARTED_IN
 from hftrain.core.parameters import is_partitioned
 from hftrain.extras.flight.files import Ledger, Steps, quiet
 from hftrain.extras.flight.fingerprint import Fingerprint
@@ -40,7 +40,6 @@ from hftrain.extras.flight.stacks import Phase, StackDumps
 from hftrain.extras.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
-_STARTED_IN = os.getcwd()  # most scripts that change it do so after their imports
 _TRAININGS = count(1)
 _PRINTS = ("weights", "gradients")
 
@@ -207,7 +206,7 @@ class _Recorder:
                 "data": data_of(parts.dataset),
                 "environment": environment_of(parts.device),
                 "command": sys.orig_argv,
-                "folder": _STARTED_IN,
+                "folder": STARTED_IN,
                 "training": next(_TRAININGS),
                 "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
             }
