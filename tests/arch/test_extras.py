@@ -28,8 +28,14 @@ def test_core_works_without_extras(tmp_path: Path) -> None:
             path.write_text(kept, "utf-8")
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    code = f"import sys; sys.path.insert(0, {str(source.parent)!r}); import pytest; sys.exit(pytest.main({[*CORE]!r}))"
-    command = [sys.executable, "-c", code.replace("main([", "main(['-q', '-n', '0', '-p', 'no:cacheprovider', ")]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", *CORE]
+    code = f"""
+import sys; sys.path.insert(0, {str(source.parent)!r})
+import hftrain, pytest
+assert hftrain.__file__ == {str(source / "__init__.py")!r}
+sys.exit(pytest.main({options!r}))
+"""
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout

@@ -1,6 +1,6 @@
 """Checkpoints of an earlier version, in `tests/kept`: today's code must load them and end with the same weights.
 
-`python tests/support/kept.py NAME...` writes them anew, which only a new feature or format calls for.
+`python tests/support/kept.py NAME...` writes them again, which only a new feature or format calls for.
 """
 
 from __future__ import annotations

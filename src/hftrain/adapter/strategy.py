@@ -20,9 +20,10 @@ logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_S = 1800
 # Variables that `accelerate launch` sets for the engines it can configure.
+FSDP_LAUNCHED, DEEPSPEED_LAUNCHED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 _LAUNCHER_ENGINES = {
-    "ACCELERATE_USE_FSDP": "fsdp",
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    FSDP_LAUNCHED: "fsdp",
+    DEEPSPEED_LAUNCHED: "deepspeed",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
 }
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
@@ -189,9 +190,9 @@ def _automatic(args: Any) -> str:
     """Return the default strategy of a run."""
     if _asks_for_xla(args):
         return "xla"
-    if args.deepspeed or is_set("ACCELERATE_USE_DEEPSPEED"):
+    if args.deepspeed or is_set(DEEPSPEED_LAUNCHED):
         return "deepspeed"
-    if args.fsdp or is_set("ACCELERATE_USE_FSDP"):
+    if args.fsdp or is_set(FSDP_LAUNCHED):
         return "fsdp"
     return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
 

@@ -10,33 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.adapter.data import total_batch_size
+from hftrain.adapter.strategy import DEEPSPEED_LAUNCHED, FSDP_LAUNCHED
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
-from hftrain.extras.engine_settings import fsdp
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 from hftrain.strategies.environment import is_set
 
-# Set by `accelerate launch --use_deepspeed`.
-LAUNCHED = "ACCELERATE_USE_DEEPSPEED"
 _YES = ("1", "true", "yes")
 _HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
 def deepspeed_options(args: Any) -> dict[str, Any]:
     """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher."""
-    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(fsdp.LAUNCHED) else None
+    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(FSDP_LAUNCHED) else None
     if other is not None:
         raise ConfigError(
             f"Cannot use DeepSpeed together with {other}.",
             "Both choose how processes share the model.",
             "Keep one of the two.",
         )
-    config = args.deepspeed or (_from_launcher() if is_set(LAUNCHED) else None)
+    config = args.deepspeed or (_from_launcher() if is_set(DEEPSPEED_LAUNCHED) else None)
     return {"config": config}
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hftrain.adapter.strategy import FSDP_LAUNCHED
 from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, check_known, read_json, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.strategies.checks import warn_of_wrapper
 from hftrain.strategies.environment import is_set
 
-# Set by `accelerate launch --use_fsdp`.
-LAUNCHED = "ACCELERATE_USE_FSDP"
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 # Keys that are options of the strategy, most of them with the same name.
@@ -77,7 +76,7 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
 def _asked(args: Any) -> tuple[list[str], Any]:
     """Return `fsdp` and `fsdp_config`, or the launcher's if both are unset."""
     words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
-    return _from_launcher() if is_set(LAUNCHED) and not words and not given else (words, given)
+    return _from_launcher() if is_set(FSDP_LAUNCHED) and not words and not given else (words, given)
 
 
 def _keys_of_wrapper(config: dict[str, Any]) -> list[str]:
