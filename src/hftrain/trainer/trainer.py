@@ -47,7 +47,7 @@ from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
 from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.evaluation.casting import cast_inputs
-from hftrain.evaluation.generating import align_special_tokens
+from hftrain.evaluation.configured import align_special_tokens
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
@@ -58,11 +58,10 @@ from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
-from hftrain.rules.data import check_train_data
+from hftrain.rules.data import check_train_data, check_with_datasets
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.rules.optimizer import check_optimizer, read_optimizers
-from hftrain.rules.packing import check_packed_rows, check_packing
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
 from hftrain.run.best import follow_metric
@@ -75,7 +74,6 @@ from hftrain.run.plan import start_state
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
 from hftrain.run.writing import make_manager, saved_tool, write_model
-from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
@@ -307,11 +305,10 @@ class Trainer:
         self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._own_evaluation = Evaluation(self, self._own_stages, self._computing, eval_sets)
         self._take_model(model)
-        check_packing(self.args, self.task, data_collator)
+        self.data_collator = data_collator or default_collator(self.processing_class)
+        check_with_datasets(self.args, self.task, self.data_collator, [train_dataset, *self._own_data.eval_sets])
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
         self._own_evaluation.check()
-        self.data_collator = data_collator or default_collator(self.processing_class)
-        check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._own_data.eval_sets])
         self._resolve_hooks()
         check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
         self._make_own_accelerator()
@@ -611,8 +608,9 @@ class Trainer:
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
-        if isinstance(self.optimizer, OptimizersByHand):
-            return self._shares.take, self.optimizer.stepping(self._slot_training_step, self._shares.weighing)
+        optimizer: Any = self.optimizer
+        if hasattr(optimizer, "stepping"):
+            return self._shares.take, optimizer.stepping(self._slot_training_step, self._shares.weighing)
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
         sizes = extra("smaller_batches")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hftrain.adapter.configs import generation_options
-from hftrain.evaluation.generating import limited
+from hftrain.extras.seq2seq.generating import limited
 
 LIMITED = SimpleNamespace(max_new_tokens=50)
 
