@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizer_runs import Words, make_words
-from support.resuming import StopAt
-from support.tiny import make_arguments
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hftrain import Muon, Trainer, set_seed
+from hftrain import Muon
 
 pytestmark = pytest.mark.distributed
 
@@ -57,28 +54,3 @@ def check_split(folder: str) -> bool:
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_split_matrices_get_the_bits_of_whole_ones(tmp_path: Path, run_distributed: Any, num_processes: int) -> None:
     assert all(run_distributed(check_split, num_processes=num_processes, folder=str(tmp_path)))
-
-
-def train(folder: str, strategies: list[str]) -> list[list[list[float]]]:
-    """Train `Words` as a whole, and in three parts for the last strategy; return the weights of each run."""
-    found = []
-    plans: list[tuple[str, str, Any, bool]] = [(each, each, None, False) for each in strategies]
-    plans += [(strategies[-1], "parts", at, at != 2) for at in (2, 4, None)]
-    for strategy, name, at, resumes in plans:
-        set_seed(1)
-        args = make_arguments(
-            Path(folder) / name, optim="muon", max_steps=6, per_device_train_batch_size=2, max_grad_norm=0.0,
-            learning_rate=1e-2, save_strategy="no",
-        )  # fmt: skip
-        trainer = Trainer(Words(), args, train_dataset=make_words(), callbacks=[StopAt(at)], strategy=strategy)
-        trainer.train(resume_from_checkpoint=resumes)
-        state = trainer.strategy.model_state(trainer.model_wrapped)
-        found.append([value.flatten().tolist() for value in state.values()])
-        trainer.strategy.close()
-    return found
-
-
-def test_fsdp_trains_as_ddp_does_and_continues_exactly_twice(tmp_path: Path, run_distributed: Any) -> None:
-    ddp, fsdp, *_, resumed = run_distributed(train, folder=str(tmp_path), strategies=["ddp", "fsdp"])[0]
-    assert fsdp == ddp
-    assert resumed == fsdp

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, at, make_arguments, make_rows
+from support.tiny import Net, Task, at, make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -18,13 +18,8 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
-def make(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    return kind(
-        Net() if model is None else model,
-        make_arguments(folder, **options),
-        train_dataset=make_rows(),
-        eval_dataset=make_rows(5),
-    )
+def make(folder: Path, model: Any = None, kind: Any = Trainer, **options: Any) -> Any:
+    return make_trainer(folder, model, kind=kind, eval_dataset=make_rows(5), **options)
 
 
 def test_documented_attributes_are_there(tmp_path: Path) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments
 
-
-def train(folder: Path, **options: Any) -> Trainer:
-    trainer = Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
-    trainer.train()
-    return trainer
+train = partial(tiny.train, eval_dataset=make_rows(5))
 
 
 def test_every_contradiction_has_an_entry() -> None:

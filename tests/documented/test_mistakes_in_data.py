@@ -141,16 +141,12 @@ DATA = [
     sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "Number the classes"),
     sampling("label as text", lambda i: {"x": X, "label": "cat"}, "Number the classes"),
     reading("columns of tensors", (torch.zeros(8, 4), torch.zeros(8)), "TensorDataset", error=ValueError),
-    reading("splits", {"train": Own(lambda i: None)}, "such as ['train']", error=ValueError),
     reading("texts", ["a"] * 8, "let the dataset return dicts", error=TypeError),
     reading("set", {1, 2}, "no order", error=ValueError),
     reading("class", Own, "Pass an instance: Own(...)", error=ValueError),
     reading("function", lambda: None, "Pass what it returns", error=ValueError),
     reading("generator", (row for row in make_rows(8)), "Pass a list", error=ValueError),
     reading("columns", {"x": [1], "labels": [0]}, "Dataset.from_dict", error=ValueError),
-    Mistake(
-        "no length", lambda folder: train(folder, train_dataset=NoIterator(), max_steps=-1), "Set max_steps", ValueError
-    ),
     collating("list", lambda samples: samples, "join them"),
     collating("list for a task", lambda samples: samples, "join them", model=Task),
     collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
@@ -167,14 +163,6 @@ METRICS = [
     tracking("list of metrics", "a dict", metrics=lambda s, stage: [accuracy()]),
     tracking("metrics as numbers", "StepOutput(logs=...)", metrics=lambda s, stage: {"a": 0.5}),
     tracking("metrics without stage", "metrics(self, stage)", metrics=lambda s: {}),
-    tracking("never updated", "Call its update()", error=UserWarning, metric=accuracy),
-    tracking(
-        "in a plain list",
-        "an attribute of the task",
-        error=UserWarning,
-        metric=lambda: [accuracy()],
-        evaluation_step=update_of(lambda own: own.acc[0]),
-    ),
 ]
 
 CALLBACKS = [

@@ -297,7 +297,6 @@ MODELS = [
         lambda folder: train(folder, type("Lazy", (Net,), {"__init__": lazy_init})()),
         "Call the model on one batch before train()",
     ),
-    Mistake("model_init", lambda folder: make_trainer(folder, model_init=Net()), "Pass it as model"),
     Mistake("plain list", lambda folder: train(folder, Listed()), "nn.ModuleList"),
     Mistake("frozen path", lambda folder: train(folder, Frozen(), max_steps=1), "requires_grad=True", TaskError),
     Mistake("takes no labels", lambda folder: train(folder, NoLabels()), "NoLabels.forward takes x. ", TypeError),

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +95,7 @@ def test_setup_devices_is_the_device(tmp_path: Path) -> None:
 # -- the Trainer --------------------------------------------------------------------------------------------------
 
 
-def make(folder: Path, **options: Any) -> Trainer:
-    return make_trainer(folder, eval_dataset=make_rows(5), **options)
+make = partial(make_trainer, eval_dataset=make_rows(5))
 
 
 def test_trainer_has_the_private_names_that_clients_read(tmp_path: Path) -> None:

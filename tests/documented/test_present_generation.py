@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.hub_server import running_hub
-from support.tiny import Net, at, make_arguments, make_rows
+from support.tiny import Net, at, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerControl
 from hftrain.strategies.ddp import DDPStrategy
 
-
-def make(folder: Path, model: Any = None, **options: Any) -> Trainer:
-    model = Net() if model is None else model
-    return Trainer(model, make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
+make = partial(make_trainer, eval_dataset=make_rows(5))
 
 
 def test_activation_checkpointing_is_gradient_checkpointing(tmp_path: Path) -> None:

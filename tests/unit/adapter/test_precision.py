@@ -65,12 +65,6 @@ def test_keyword_that_contradicts_an_argument_is_refused(
     assert f"precision='{name}' together with {field}={value}" in str(caught.value)
 
 
-def test_unknown_name_is_refused_with_or_without_tf32(tmp_path: Path) -> None:
-    for options in ({}, {"tf32": True}):
-        with pytest.raises(ConfigError, match="Did you mean"):
-            Trainer(Net(), make_arguments(tmp_path, **options), precision="fp3")
-
-
 def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precisions, "_entries", dict(precisions._entries))
     precisions.register("open", lambda **options: FullPrecision(**options))

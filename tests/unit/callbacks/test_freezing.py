@@ -13,8 +13,6 @@ from torch import nn
 
 from hftrain import ConfigError, Freeze, Trainer, TrainerCallback, layerwise_groups, set_seed
 
-STEPS_PER_EPOCH = 4
-
 
 class Deep(nn.Module):
     """A backbone with batch normalization, and a head."""

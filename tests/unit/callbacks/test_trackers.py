@@ -62,7 +62,7 @@ class Recorder(Logger):
 
 def make_trainer(folder: Path, recorder: Logger | list[Logger], **options: Any) -> Trainer:
     parts = {"train_dataset": make_rows(8), "eval_dataset": make_rows(8), "num_train_epochs": 1, **options}
-    return tiny.make_trainer(folder, loggers=recorder if isinstance(recorder, list) else [recorder], **parts)
+    return tiny.make_trainer(folder, loggers=recorder, **parts)
 
 
 def test_run_is_told_of_in_order(tmp_path: Path) -> None:

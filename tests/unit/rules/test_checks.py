@@ -11,28 +11,13 @@ from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 from torchmetrics import MeanMetric
 
-from hftrain import ConfigError, TaskError, TaskModule, Trainer
-from hftrain.rules.constructor import check_arguments, check_parts
+from hftrain import TaskModule, Trainer
+from hftrain.rules.constructor import check_parts
 from hftrain.rules.data import check_eval_data
 from hftrain.rules.evaluation import best_metric_key, check_best_metric
 from hftrain.rules.optimizer import check_optimizer, read_optimizers
 from hftrain.rules.task import check_task
 from hftrain.task.model_task import ModelTask
-
-
-class Strange:
-    """Looks like arguments."""
-
-    output_dir = "out"
-
-
-@pytest.mark.parametrize("args", [Strange(), {"output_dir": "out"}, "out"])
-def test_arguments_of_another_library_are_refused(args: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"Cannot use .*{type(args).__qualname__} as args: it must be hftrain's TrainingArguments"
-    ):
-        check_arguments(args)
-
 
 # -- model -----------------------------------------------------------------------------------------------------------
 
@@ -130,21 +115,6 @@ class Own(TaskModule):
 )
 def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
     assert read_optimizers(Own(made)) == expected
-
-
-@pytest.mark.parametrize(
-    ("made", "named"),
-    [
-        (3, r"it is a int\."),
-        ((sgd, sgd), r"a tuple of \(SGD, SGD\)"),
-        ([sgd], r"a list of \(SGD\)"),
-        (([sgd], [schedule_of_sgd]), r"a tuple of \(list, list\)"),
-        ({"optimizer": sgd, "frequency": 2}, "frequency"),
-    ],
-)
-def test_task_that_gives_something_else_is_named(made: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"what Own.configure_optimizers returned: .*{named}"):
-        read_optimizers(Own(made))
 
 
 # -- task ------------------------------------------------------------------------------------------------------------

@@ -132,19 +132,6 @@ def test_count_that_is_no_number_is_refused(tmp_path: Path, found: Any, accumula
                 run()
 
 
-def test_iterator_that_is_used_up_after_one_pass_is_named(tmp_path: Path) -> None:
-    class Once(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return iter(super().get_train_dataloader())
-
-    def trainer(max_steps: int) -> Trainer:
-        return Once(Net(), make_arguments(tmp_path, max_steps=max_steps), train_dataset=make_rows(8))
-
-    assert trainer(2).train().global_step == 2
-    with pytest.raises(TaskError, match=r"Cannot train epoch 1\..*an iterator or generator is used up after one"):
-        trainer(3).train()
-
-
 def test_a_child_that_a_method_hides_is_refused(tmp_path: Path) -> None:
     class Named(Task):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, share, train
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, share, train
 from torch import nn
 
 from hftrain import (
@@ -21,7 +21,6 @@ from hftrain import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    set_seed,
 )
 
 
@@ -75,18 +74,6 @@ def test_evaluate_before_training(tmp_path: Path) -> None:
     json.dumps(metrics)
     assert trainer.state.log_history[-1]["eval_loss"] == metrics["eval_loss"]
     assert trainer.model.training
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 9])
-def test_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path, size: int) -> None:
-    set_seed(0)
-    model = Net()
-    rows = make_rows(9)
-    x, labels = torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows])
-    expected = model(x, labels)[0].item()
-    for data in (rows, Stream(rows)):
-        trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=size), eval_dataset=data)
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluate_several_sets_by_name(tmp_path: Path) -> None:
