@@ -20,7 +20,7 @@ from hftrain.data.samplers import (
     own_order,
     samplers_of,
 )
-from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, check_undivided, splits_among_workers
+from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
 
 _COPIED = (
     "dataset",
@@ -162,8 +162,6 @@ class ShardPlan:
         """Shard a torch loader that is not sharded yet; see `share`."""
         if self.world_size == 1 or any(is_rank_aware(part) for part in (loader.dataset, *samplers_of(loader))):
             return loader
-        if isinstance(loader.dataset, IterableDataset):
-            check_undivided(loader.dataset, world_size=self.world_size)
         if not is_plain_loader(loader):
             raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
         give_generator(loader, seed=self.seed)

@@ -16,11 +16,11 @@ from hftrain.core.log import warn_once
 from hftrain.data.datasets import has_length, whole_dataset
 from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of, share_of_datasets
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
-from hftrain.data.streams import BatchShardStream
+from hftrain.data.streams import BatchShardStream, splits_among_workers
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
-    """Raise if ranks cut their shares from different datasets; warn if each reads all of one. Collective.
+    """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective.
 
     Args:
         loader: What this rank reads.
@@ -46,6 +46,14 @@ def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callabl
             f"Each of the {len(marks)} processes reads all of the {type(loader.dataset).__name__}: a DataLoader from "
             "get_train_dataloader, get_eval_dataloader or get_test_dataloader is read as it is. To split it, return "
             "self.accelerator.prepare(loader)."
+        )
+    whole = whole_dataset(getattr(loader, "dataset", None))
+    is_declared = hasattr(whole, "world_size") or splits_among_workers(whole)
+    if _is_cut(loader) and isinstance(whole, IterableDataset) and not is_declared:
+        warn_once(
+            f"{len(marks)} processes share the samples of {type(whole).__name__}, which is assumed to yield all of "
+            "them in every process. If it does, give it the attribute world_size = 1. If it yields only this process's "
+            "part, give it the attributes rank and world_size; it is then read as it is."
         )
 
 
@@ -110,12 +118,18 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
 
 def _mark(loader: Any) -> Any:
     """Return what is the same on all ranks that cut their shares from one dataset; None without a length."""
-    share: Any = getattr(loader, "dataset", None)
-    dataset, cuts = whole_dataset(share), (RankBatches, ContiguousShard, BatchShardStream)
-    is_cut = any(isinstance(part, cuts) for part in (share, *samplers_of(loader)))
-    if not (is_cut or isinstance(loader, DispatchLoader)) or not has_length(dataset) or not len(dataset):
+    dataset = whole_dataset(getattr(loader, "dataset", None))
+    if not _is_cut(loader) or not has_length(dataset) or not len(dataset):
         return None
     return len(dataset), _ends(dataset)
+
+
+def _is_cut(loader: Any) -> bool:
+    """Return whether ranks cut their shares from one dataset."""
+    parts = (getattr(loader, "dataset", None), *samplers_of(loader))
+    return isinstance(loader, DispatchLoader) or any(
+        isinstance(part, (RankBatches, ContiguousShard, BatchShardStream)) for part in parts
+    )
 
 
 def _ends(dataset: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.data.datasets import StreamWrapper, has_state, tell_epoch
 from hftrain.data.samplers import even_out, is_rank_aware
 from hftrain.data.seeding import derive_seed, seed_process
@@ -227,29 +226,6 @@ class EvenedStream(StreamWrapper):
 def is_cut_stream(dataset: Any) -> bool:
     """Return whether ranks cut their shares from this stream, which must then be the same on all of them."""
     return isinstance(dataset, BatchShardStream) or is_rank_aware(dataset)
-
-
-def check_undivided(dataset: Any, *, world_size: int) -> None:
-    """Raise `ConfigError` if a stream's class asks for the rank, and may yield only this process's part.
-
-    A stream that says which part it yields, by `rank` and `world_size`, is not split. One with a `world_size` of 1
-    yields all samples.
-    """
-    members = [value for kind in type(dataset).__mro__ for value in vars(kind).values()]
-    if not hasattr(dataset, "world_size") and any(_asks_for_rank(getattr(each, "__code__", None)) for each in members):
-        raise ConfigError(
-            f"Cannot split the {type(dataset).__name__} among {world_size} processes.",
-            "Its code asks for the rank of the process: if it yields only that process's part, the other parts would "
-            "never be read, or each part would be divided again.",
-            "Let it yield all samples in every process. If it does and needs the rank for something else, give it the "
-            "attribute world_size = 1. If it yields a part, give it the attributes rank and world_size.",
-        )
-
-
-def _asks_for_rank(code: Any) -> bool:
-    if not isinstance(code, CodeType):
-        return False
-    return "get_rank" in code.co_names or "RANK" in code.co_consts or any(map(_asks_for_rank, code.co_consts))
 
 
 def splits_among_workers(dataset: Any) -> bool:
