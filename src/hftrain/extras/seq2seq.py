@@ -168,7 +168,7 @@ class Seq2SeqTrainer(Trainer):
             mean = self._own_evaluation.mean if has_loss else None
             if mean is not None:
                 mean.open(inputs)
-            loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
+            loss = self._trainer_hooks.compute_loss(model, inputs).detach() if has_loss else None
             if mean is not None:
                 mean.see(loss, None)
         length = longest_output(options, getattr(bare, "generation_config", None))

@@ -19,6 +19,7 @@ from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
@@ -244,7 +245,7 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 
 
-def find_resume(trainer: TrainerHooks, output: Output, resume: str | bool | None) -> Path | None:
+def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; launches nothing.
 
     Args:
@@ -271,7 +272,7 @@ def find_resume(trainer: TrainerHooks, output: Output, resume: str | bool | None
     manager = trainer._make_manager()
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
-        writes_itself = trainer._is_overridden("_save_checkpoint")
+        writes_itself = hooks.is_overridden("_save_checkpoint")
         latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
         if resume == AUTO:
             if args.save_only_model:

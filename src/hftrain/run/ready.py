@@ -46,10 +46,10 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
     model = parts.model = trainer.model = task.model = precision.convert(trainer.model)
     if resume is not None:
         with restoring(resume):
-            trainer._load_from_checkpoint(str(resume))
+            parts.hooks.load_from_checkpoint(str(resume))
     with without_model(task):
         task.to(strategy.device)  # its metrics and other parts; the strategy places the model
-    trainer._align_special_tokens()
+    parts.hooks.align_special_tokens()
     parts.unchanged = _change_model(parts, model, changes)
     trainer._forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
@@ -105,8 +105,8 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
         recompute = strategy.recompute or recompute_activations
         undo.callback(recompute(model, options if isinstance(options, dict) else {}))
     if trainer.neftune_noise_alpha is not None:
-        trainer._activate_neftune(model)
-        undo.callback(trainer._deactivate_neftune, model)
+        parts.hooks.activate_neftune(model)
+        undo.callback(parts.hooks.deactivate_neftune, model)
     if put_back is None:
         return nullcontext
 
@@ -125,7 +125,7 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
 def _division(parts: RunParts) -> int | None:
     """Return by how many micro-batches a loss is divided; None if a user's step does so."""
     trainer = parts.trainer
-    if trainer._is_overridden("training_step"):
+    if parts.hooks.is_overridden("training_step"):
         return None
     is_plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
     is_scaled = is_plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
@@ -171,7 +171,7 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
     outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
     parts.wrap = wrap
     try:
-        wrapped = trainer._wrap_model(outermost)
+        wrapped = parts.hooks.wrap_model(outermost)
     finally:
         parts.wrap = None
     if not made:

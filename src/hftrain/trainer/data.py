@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
@@ -32,11 +33,12 @@ class TrainerData:
     """Make loaders and samplers from a Trainer's datasets, and check these before anything is launched.
 
     Args:
-        trainer: Has the datasets, and hooks that override the parts of this.
+        trainer: Has the datasets.
+        hooks: May override the parts of this.
     """
 
-    def __init__(self, trainer: TrainerHooks) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
+        self._trainer, self._hooks = trainer, hooks
         # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
         self._kept: dict[str, tuple[Any, ...]] = {}
         self._seeded: SeededCollator | None = None
@@ -50,14 +52,14 @@ class TrainerData:
     def close(self) -> None:
         """Drop the loaders that were kept, whose workers then end."""
         self._kept.clear()
-        self._trainer._eval_dataloaders.clear()
+        self._hooks.eval_dataloaders.clear()
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_given(self) -> None:
         """Raise if what was given cannot be read."""
-        trainer, has_own_loader = self._trainer, self._trainer._is_overridden("get_eval_dataloader")
-        if not trainer._is_overridden("get_train_dataloader"):
+        trainer, has_own_loader = self._trainer, self._hooks.is_overridden("get_eval_dataloader")
+        if not self._hooks.is_overridden("get_train_dataloader"):
             check_kind(trainer.train_dataset, "train_dataset")
         for dataset in () if has_own_loader else self.eval_sets:
             check_kind(dataset, "eval_dataset")
@@ -74,16 +76,16 @@ class TrainerData:
             trainer.strategy,
             is_handled=trainer.is_deepspeed_enabled or bool(trainer.strategy.sizes),
         )
-        if not trainer._is_overridden("get_train_dataloader"):
+        if not self._hooks.is_overridden("get_train_dataloader"):
             check_train_data(args, trainer.train_dataset, trainer.limits)
             self._check_columns(trainer.train_dataset, role="train_dataset")
-            if not trainer._is_overridden("_get_train_sampler"):
+            if not self._hooks.is_overridden("_get_train_sampler"):
                 self._check_lengths(trainer.train_dataset, is_training=True)
         is_evaluated = args.eval_strategy != "no" and trainer.eval_dataset is not None
-        if is_evaluated and not trainer._is_overridden("get_eval_dataloader"):
+        if is_evaluated and not self._hooks.is_overridden("get_eval_dataloader"):
             for dataset in self.eval_sets:
                 self._check_columns(dataset, role="eval_dataset")
-                if not trainer._is_overridden("_get_eval_sampler"):
+                if not self._hooks.is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
 
     def _check_columns(self, dataset: Any, *, role: str) -> None:
@@ -91,7 +93,7 @@ class TrainerData:
         check_kind(dataset, role)
         check_one_set(dataset)
         trainer = self._trainer
-        if trainer._is_overridden("_get_dataloader") or trainer._is_overridden("_remove_unused_columns"):
+        if self._hooks.is_overridden("_get_dataloader", "_remove_unused_columns"):
             return
         keep = self._columns_to_keep()
         names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
@@ -136,8 +138,8 @@ class TrainerData:
         """Return this rank's batches of an evaluation or a prediction, through the documented hooks."""
         trainer = self._trainer
         self._check_columns(dataset, role="test_dataset" if description == "test" else "eval_dataset")
-        size, order = trainer.args.eval_batch_size, trainer._get_eval_sampler
-        return trainer._get_dataloader(dataset, description, size, sampler_fn=order, dataloader_key=key)
+        size, order = trainer.args.eval_batch_size, self._hooks.get_eval_sampler
+        return self._hooks.get_dataloader(dataset, description, size, sampler_fn=order, dataloader_key=key)
 
     def loader(
         self,
@@ -156,8 +158,8 @@ class TrainerData:
         options["batch_size"] = batch_size
 
         def make() -> Any:
-            pruned = trainer._remove_unused_columns(dataset, description=description)
-            collate = trainer._get_collator_with_removed_columns(self._collator(), description=description)
+            pruned = self._hooks.remove_unused_columns(dataset, description=description)
+            collate = self._hooks.get_collator_with_removed_columns(self._collator(), description=description)
             # A stream is read in its own order, even if it has a length.
             sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
@@ -170,10 +172,8 @@ class TrainerData:
 
         if is_training or key is None or not options["persistent_workers"]:
             return make()
-        parts, loaders = (
-            (dataset, trainer.data_collator, trainer._signature_columns, batch_size),
-            trainer._eval_dataloaders,
-        )
+        parts = dataset, trainer.data_collator, self._hooks.signature_columns, batch_size
+        loaders = self._hooks.eval_dataloaders
         if key not in loaders or not all(map(is_, self._kept.get(key, (None,)), parts)):
             # Removed first, so that its workers end before others start.
             loaders.pop(key, None)
@@ -266,5 +266,6 @@ class TrainerData:
     def _columns_to_keep(self) -> list[str] | None:
         if not self._trainer.args.remove_unused_columns:
             return None
-        self._trainer._set_signature_columns_if_needed()
-        return self._trainer._signature_columns
+        self._hooks.set_signature_columns_if_needed()
+        columns: list[str] | None = self._hooks.signature_columns
+        return columns

@@ -14,6 +14,7 @@ from torch import nn
 from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
@@ -55,8 +56,11 @@ class Evaluation:
         mean: Weighs the losses of a plain model; set during an evaluation.
     """
 
-    def __init__(self, trainer: TrainerHooks, stages: Stages, computing: Computing, sets: dict[str, EvalSet]) -> None:
-        self._trainer, self._stages, self._computing, self.sets = trainer, stages, computing, sets
+    def __init__(
+        self, trainer: TrainerHooks, hooks: Hooks, stages: Stages, computing: Computing, sets: dict[str, EvalSet]
+    ) -> None:
+        self._trainer, self._hooks, self._stages, self._computing = trainer, hooks, stages, computing
+        self.sets = sets
         self.mean: EvaluationMean | None = None
         # Values that the task has logged in the last step.
         self._logs: Mapping[str, Any] = {}
@@ -65,7 +69,7 @@ class Evaluation:
         """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
         check_evaluating(args, strategy=trainer.strategy, task=trainer.task)
-        if generates(args) and not trainer._is_overridden("prediction_step"):
+        if generates(args) and not self._hooks.is_overridden("prediction_step"):
             warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
         if args.prediction_loss_only and (trainer.compute_metrics or own) is not None:
@@ -193,7 +197,9 @@ class Evaluation:
             input_name=getattr(trainer.model, "main_input_name", "input_ids"),
             returns_predictions=not is_replaced,
         )
-        hooks = self._hooks(shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
+        hooks = self._evaluate_hooks(
+            shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs
+        )
         kind = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
         if kind.stage in trainer.loops:
@@ -231,7 +237,7 @@ class Evaluation:
             is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
         )
 
-    def _hooks(
+    def _evaluate_hooks(
         self,
         shares: LossShares,
         jit: Any,
@@ -278,7 +284,7 @@ class Evaluation:
             return True
         # With metrics per batch, hftrain's own step leaves communication to the metrics.
         is_per_batch = trainer.args.batch_eval_metrics and has_metrics
-        is_own = is_per_batch and not any(map(trainer._is_overridden, ("prediction_step", "compute_loss")))
+        is_own = is_per_batch and not self._hooks.is_overridden("prediction_step", "compute_loss")
         return self._computing.accelerator is not None and isinstance(trainer.task, ModelTask) and not is_own
 
     def step(
@@ -293,13 +299,13 @@ class Evaluation:
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Return loss, outputs and labels of one batch (each may be None), without gradients."""
         trainer, task, mean, computing = self._trainer, self._trainer.task, self.mean, self._computing
-        inputs = trainer._prepare_inputs(inputs)
+        inputs = self._hooks.prepare_inputs(inputs)
         count = shares.count_for_evaluation(inputs)
         if mean is not None:
             mean.open(inputs)
 
         def compute(batch: Any) -> Any:
-            found = trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            found = self._hooks.compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
             return _parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hftrain.adapter.configs import full_eval_dtype
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.evaluation.casting import cast_weights
@@ -35,8 +36,8 @@ class Stages:
         name: The innermost: ``"train"``, which is also the value between calls, ``"eval"`` or ``"predict"``.
     """
 
-    def __init__(self, trainer: TrainerHooks, computing: Computing, memory: MemoryTracker) -> None:
-        self._trainer, self._computing, self._memory = trainer, computing, memory
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing, memory: MemoryTracker) -> None:
+        self._trainer, self._hooks, self._computing, self._memory = trainer, hooks, computing, memory
         self.depth, self.name = 0, "train"
         # Whether the precision has been prepared for steps outside of these calls.
         self._is_prepared = False
@@ -55,7 +56,7 @@ class Stages:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
-            maker = f"{type(trainer).__name__}.compute_loss" if trainer._is_overridden("compute_loss") else None
+            maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
             explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker)
             raise
@@ -70,7 +71,7 @@ class Stages:
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        trainer._resolve_hooks()  # again, because scripts may assign hooks to the instance
+        self._hooks.resolve()  # again, because scripts may assign hooks to the instance
         self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
@@ -103,7 +104,7 @@ class Stages:
         """Evaluate the task's unwrapped model, with inputs cast to a dtype if there is one."""
         trainer, task, computing = self._trainer, self._trainer.task, self._computing
         wrapped = task.model
-        task.model = trainer._wrap_model(wrapped, training=False)
+        task.model = self._hooks.wrap_model(wrapped, training=False)
         task.eval()
         for metric in checked_metrics(task, "eval").values():
             metric.reset()

@@ -31,12 +31,13 @@ from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
-from hftrain.core.signatures import accepts, call_with, in_context, takes_trial, taking
+from hftrain.core.signatures import accepts, call_with, takes_trial
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
@@ -211,19 +212,12 @@ class Trainer:
     hp_name: Callable[[Any], str] | None = None
 
     _own_stages: Stages
+    _trainer_hooks: Hooks
     # Set by an override of create_scheduler too.
     _created_lr_scheduler: bool
     # The documented `model_accepts_loss_kwargs`, as set by user code.
     _accepts_declared: bool | None = None
     _loss_shifts_labels: bool
-    # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
-    _slot_compute_loss: Callable[..., Any]
-    _slot_training_step: Callable[..., Any]
-    _slot_get_batch_samples: Callable[..., Any]
-    _slot_log: Callable[..., Any]
-    _walks_inputs: bool
-    _counts_items_itself: bool
-    _makes_contexts: bool
     # Overrides of hooks in classes of hftrain's own.
     _own_hooks: ClassVar[tuple[Any, ...]] = ()
 
@@ -269,6 +263,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
+        self._trainer_hooks = Hooks(self, _DEFINED)
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
         self.limits = Limits(
             limit_train_batches=limit_train_batches,
@@ -277,7 +272,7 @@ class Trainer:
             sanity_eval_batches=sanity_eval_batches or None,
         )
         check_model(model, model_init)
-        has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
+        has_own_loop = self._trainer_hooks.is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
             model_init=model_init,
             optimizers=optimizers,
@@ -296,7 +291,7 @@ class Trainer:
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._own_data = TrainerData(self)
+        self._own_data = TrainerData(self, self._trainer_hooks)
         self._own_data.check_given()
         check_save_policy(self.args, self.save_policy, self.strategy)
         check_cadences(self.args, eval_sets, eval_steps=self.args.eval_steps)
@@ -305,7 +300,7 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        self._own_evaluation = Evaluation(self, self._own_stages, self._computing, eval_sets)
+        self._own_evaluation = Evaluation(self, self._trainer_hooks, self._own_stages, self._computing, eval_sets)
         self._take_model(model)
         check_packing(self.args, self.task, data_collator)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
@@ -370,24 +365,12 @@ class Trainer:
             self._found[name] = value
 
     def _resolve_hooks(self) -> None:
-        """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
-        # Stored under names that no subclass would choose for its own methods.
-        self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
-        self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
-        if self._is_overridden("_prepare_context_parallel_inputs"):
-            self._slot_training_step = in_context(self._prepare_context_parallel_inputs, self._slot_training_step)
-        self._slot_get_batch_samples = taking(self.get_batch_samples, 2, "device")
-        self._slot_log = taking(self.log, 1, "start_time")
-        self._walks_inputs = self._is_overridden("_prepare_input")
-        self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
-        self._makes_contexts = self._is_overridden("autocast_smart_context_manager")
+        """Inspect the hooks, and weigh losses as the present ones need it."""
+        self._trainer_hooks.resolve()
         before: LossShares | None = vars(self).get("_shares")
         self._shares = self._make_shares()
         if before is not None:
             self._shares.rule.inherit(before.rule)
-
-    def _is_overridden(self, name: str) -> bool:
-        return name in vars(self) or getattr(type(self), name) is not _DEFINED[name]
 
     if not TYPE_CHECKING:
         # Hidden from type checkers, which would otherwise accept every attribute.
@@ -426,7 +409,7 @@ class Trainer:
         self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
         # Its pushes to the Hub, once there is one.
         self._hub_pushes: Any = None
-        self._own_stages = Stages(self, self._computing, self._memory)
+        self._own_stages = Stages(self, self._trainer_hooks, self._computing, self._memory)
         self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
         # A subclass may have set these two earlier. The first are loaders with workers that persist, by their set.
         self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
@@ -502,7 +485,7 @@ class Trainer:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         found, owned = existing_part(self.output_dir), (self._own_data, self._own_evaluation, self._output)
-        resume = check_before_training(self, *owned, resume_from_checkpoint)
+        resume = check_before_training(self, self._trainer_hooks, *owned, resume_from_checkpoint)
         run = partial(self._train_once, ignore_keys=ignore_keys_for_eval)
         if self.args.auto_find_batch_size == "smaller_batch":
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
@@ -530,11 +513,12 @@ class Trainer:
 
     def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
         """Return the parts that exist before a run is built."""
-        self._loss_window = loss_window(self)
+        self._loss_window = loss_window(self, self._trainer_hooks)
         self._journal = Journal()
         self.callback_handler = self.callback_handler  # whose `logger` writes into this journal
         return RunParts(
             trainer=self,
+            hooks=self._trainer_hooks,
             args=self.args,
             save_policy=self.save_policy,
             strategy=self.strategy,
@@ -612,11 +596,13 @@ class Trainer:
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
         if isinstance(self.optimizer, OptimizersByHand):
-            return self._shares.take, self.optimizer.stepping(self._slot_training_step, self._shares.weighing)
+            return self._shares.take, self.optimizer.stepping(self._trainer_hooks.training_step, self._shares.weighing)
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
-            return self._shares.take, self._slot_training_step
+            return self._shares.take, self._trainer_hooks.training_step
         sizes = extra("smaller_batches")
-        fitting = sizes.MicroBatches(self, self._shares, self._run_parts.logs, sizes.found_size(self.args, resume))
+        fitting = sizes.MicroBatches(
+            self, self._trainer_hooks, self._shares, self._run_parts.logs, sizes.found_size(self.args, resume)
+        )
         return fitting.take, fitting.step
 
     def _end_steps(self) -> None:
@@ -660,7 +646,7 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        count = self._get_num_items_in_batch if self._trainer_hooks.counts_items_itself else self._shares.count
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
@@ -696,7 +682,7 @@ class Trainer:
         if shares is not None:
             shares.open(inputs)
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss: torch.Tensor = self._trainer_hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = self._computing
         try:
             weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
@@ -748,7 +734,7 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
-        if self._makes_contexts:
+        if self._trainer_hooks.makes_contexts:
             return self.autocast_smart_context_manager()
         return nullcontext() if self._cast is not None else self._computing.autocast()
 
@@ -770,12 +756,12 @@ class Trainer:
         Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
         the whole step is cast, which copies no outputs.
         """
-        names = filter(self._is_overridden, ("compute_loss", "training_step", "prediction_step"))
+        names = filter(self._trainer_hooks.is_overridden, ("compute_loss", "training_step", "prediction_step"))
         is_users = any(getattr(type(self), name) not in self._own_hooks or name in vars(self) for name in names)
         casts = self.precision.policy.autocast and Owns.CASTING not in self.strategy.owns
         # Copies on several devices call the original's forward pass.
         is_copied = getattr(self.strategy, "num_devices", 1) > 1
-        if not casts or is_copied or self._makes_contexts or not isinstance(self.task, ModelTask):
+        if not casts or is_copied or self._trainer_hooks.makes_contexts or not isinstance(self.task, ModelTask):
             return
         if is_users or callable(self.compute_loss_func):
             self._cast = ModelCall.of(self.model)
@@ -800,7 +786,7 @@ class Trainer:
                 + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
                 "Rename the columns, or set remove_unused_columns=False.",
             )
-        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        inputs = self._prepare_input(inputs) if self._trainer_hooks.walks_inputs else self.strategy.to_device(inputs)
         computing = self._computing
         if computing.past is not None:
             inputs = extra("past_index").with_memory(inputs, computing.past)
@@ -832,7 +818,7 @@ class Trainer:
         is_causal = False
         if isinstance(self.task, ModelTask):
             is_causal = self.task.is_causal = self.task.is_causal or self._loss_shifts_labels
-        overrides_loss, owner = self._is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
+        overrides_loss, owner = self._trainer_hooks.is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
         function = "" if self.compute_loss_func is None else "compute_loss_func"
         # FSDP puts its name before that of the model's class.
         model_name = type(self.strategy.unwrap(self.model)).__name__.removeprefix("FSDP")
@@ -846,7 +832,7 @@ class Trainer:
             is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
             loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
             shifts_labels=self._loss_shifts_labels,
-            get_batch_samples=self._slot_get_batch_samples,
+            get_batch_samples=self._trainer_hooks.get_batch_samples,
         )
         return LossShares(self.args, self.strategy, self.task, hooks)
 
@@ -904,7 +890,10 @@ class Trainer:
         Source: the documented `Trainer.evaluate`.
         """
         if ckpt is not None or weights != "average":
-            with self._own_stages.running("eval"), other_weights(self, self._output, ckpt, weights=weights):
+            with (
+                self._own_stages.running("eval"),
+                other_weights(self, self._trainer_hooks, self._output, ckpt, weights=weights),
+            ):
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
@@ -920,7 +909,7 @@ class Trainer:
                 metric_key_prefix=metric_key_prefix,
             )
             metrics = self._own_evaluation.metrics_of_main(metrics)
-            self._slot_log(metrics)
+            self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
             self._own_stages.report_memory(metrics)
@@ -951,7 +940,10 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         if ckpt is not None or weights != "average":
-            with self._own_stages.running("predict"), other_weights(self, self._output, ckpt, weights=weights):
+            with (
+                self._own_stages.running("predict"),
+                other_weights(self, self._trainer_hooks, self._output, ckpt, weights=weights),
+            ):
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._own_stages.evaluating("predict"):
             output, metrics = self._own_evaluation.over(
@@ -1052,7 +1044,7 @@ class Trainer:
         `tr_loss` in place and sets `_globalstep_last_logged`, as the documented method does.
         """
         session = self._running_session("_maybe_log_save_evaluate")
-        if self._is_overridden("_maybe_log_save_evaluate"):
+        if self._trainer_hooks.is_overridden("_maybe_log_save_evaluate"):
             session.act(tr_loss)
 
     @property
@@ -1082,7 +1074,7 @@ class Trainer:
         session = self._running_session("_evaluate")
         with session.evaluating():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-            if self._is_overridden("evaluate"):  # the method itself returns rank 0's
+            if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
                 metrics = self._own_evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
@@ -1719,7 +1711,7 @@ class Trainer:
 
     def _make_own_accelerator(self) -> None:
         """Call an override that makes the accelerator: it may set what its class uses elsewhere."""
-        if self._is_overridden("create_accelerator_and_postprocess"):
+        if self._trainer_hooks.is_overridden("create_accelerator_and_postprocess"):
             self.create_accelerator_and_postprocess()
 
     @property
@@ -1821,7 +1813,7 @@ class Trainer:
         Source: the documented `Trainer.hyperparameter_search`.
         """
         searching = extra("search")
-        has_data = self.eval_dataset is not None or any(map(self._is_overridden, ("get_eval_dataloader", "evaluate")))
+        has_data = self.eval_dataset is not None or self._trainer_hooks.is_overridden("get_eval_dataloader", "evaluate")
         searching.check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
         chosen = self.hp_search_backend = searching.choose_backend(backend)
         try:
@@ -1919,11 +1911,11 @@ class Trainer:
     @property
     def compute_loss_func(self) -> Any:
         """The function that computes the loss in place of the model; it may be set at any time."""
-        return self._slot_loss_func
+        return self._loss_function
 
     @compute_loss_func.setter
     def compute_loss_func(self, function: Any) -> None:
-        self._slot_loss_func = function
+        self._loss_function = function
         task = vars(self).get("task")
         if isinstance(task, ModelTask):
             task.use_loss(function)

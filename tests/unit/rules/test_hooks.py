@@ -163,6 +163,6 @@ def test_hook_that_is_assigned_to_the_trainer_itself_is_called(tmp_path: Path, m
     given = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).get_train_dataloader()
     monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: given)
     trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2))
-    assert trainer._is_overridden("get_train_dataloader")
+    assert trainer._trainer_hooks.is_overridden("get_train_dataloader")
     trainer.train()
     assert trainer.state.global_step == 2
