@@ -26,9 +26,11 @@ class Hooks:
         defined: What its class defines; whatever else a subclass, an instance or a library has, is an override.
 
     Attributes:
+        trial: The current trial of a search, from its backend, which several hooks are given.
         compute_loss: The documented method, callable in its newer form; like the next three set by `resolve`.
     """
 
+    trial: Any = None
     compute_loss: Callable[..., Any]
     training_step: Callable[..., Any]
     get_batch_samples: Callable[..., Any]
@@ -47,6 +49,8 @@ class Hooks:
     maybe_log_save_evaluate = Hook("_maybe_log_save_evaluate")
     evaluate_in_training = Hook("_evaluate")
     determine_best_metric = Hook("_determine_best_metric")
+    loss_shifts_labels = Hook("_loss_shifts_labels")
+    created_lr_scheduler = Hook("_created_lr_scheduler")
     # Checkpoints.
     get_output_dir = Hook("_get_output_dir")
     save_checkpoint = Hook("_save_checkpoint")
@@ -73,6 +77,12 @@ class Hooks:
         """Tell whether the user's class or instance, or a library, overrides any of these documented methods."""
         kind, own = type(self.owner), vars(self.owner)
         return any(name in own or getattr(kind, name) is not self._defined[name] for name in names)
+
+    def is_users(self, *names: str) -> bool:
+        """Tell whether any of these methods is overridden outside the package."""
+        kind, own = type(self.owner), vars(self.owner)
+        modules = [getattr(getattr(kind, name), "__module__", "") for name in names if self.is_overridden(name)]
+        return any(name in own for name in names) or not all(each.startswith("hftrain.") for each in modules)
 
     def resolve(self) -> None:
         """Inspect the hooks of a step, so that overrides in the older forms work and a step makes no decision.

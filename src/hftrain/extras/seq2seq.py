@@ -165,7 +165,7 @@ class Seq2SeqTrainer(Trainer):
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may pop the labels from the batch.
-            mean = self._own_evaluation.mean if has_loss else None
+            mean = self._trainer_evaluation.mean if has_loss else None
             if mean is not None:
                 mean.open(inputs)
             loss = self._trainer_hooks.compute_loss(model, inputs).detach() if has_loss else None
@@ -177,8 +177,6 @@ class Seq2SeqTrainer(Trainer):
             if isinstance(labels, torch.Tensor) and labels.dim() > 1:
                 labels = self._pad_tensors_to_max_len(labels, length)
         return loss, tokens, detach(labels)
-
-    _own_hooks = (prediction_step,)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad generated tokens or labels up to a length; may be overridden to pad differently."""
@@ -196,8 +194,8 @@ class Seq2SeqTrainer(Trainer):
         given = getattr(self.args, "generation_config", None)
         self._generation_config = None if given is None else load_generation_config(given)
 
-    def _adopt_model(self, model: nn.Module) -> None:
-        super()._adopt_model(model)
+    def _on_adopted(self) -> None:
+        super()._on_adopted()
         prepare_generation(self.args, self.strategy, self.task, self.model, config=self._generation_config)
 
     def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
@@ -48,10 +47,9 @@ class RunParts:
         hooks: The documented methods that the run calls.
         losses: The open logging window.
         logs: Values logged by the steps in that window.
-        trial: The current trial of a search, from its backend.
+        trial_run: The current trial of a search, with its results; None outside of one.
         ignore_keys: Outputs that evaluations leave out of the predictions.
-        where: Describes what the Trainer is doing; from any thread.
-        read_metrics: Computes and resets the task's training metrics.
+        services: What the Trainer's own parts do.
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
@@ -81,11 +79,10 @@ class RunParts:
     events: CallbackHandler
     losses: LossWindow
     logs: LogWindow
-    trial: Any
+    trial_run: Any
     ignore_keys: list[str] | None
     journal: Journal
-    where: Callable[[], str]
-    read_metrics: Callable[[], Mapping[str, Any]]
+    services: TrainerServices
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
@@ -115,8 +112,7 @@ class RunParts:
 class TrainerHooks(Protocol):
     """The documented attributes and hooks of a Trainer, with its documented arguments; collective where those are.
 
-    A run looks them up at each use, because subclasses override them and scripts assign them during a run. The methods
-    below the line are the Trainer's own part of a run.
+    A run looks them up at each use, because subclasses override them and scripts assign them during a run.
     """
 
     args: TrainingArguments
@@ -139,6 +135,11 @@ class TrainerHooks(Protocol):
     compute_loss_func: Any
     optimizer_cls_and_kwargs: Any
     model_init: Any
+    count_items: Any
+    model_accepts_loss_kwargs: Any
+    is_model_parallel: bool
+    is_in_train: bool
+    fast_dev_run: int
     save_policy: SavePolicy
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
@@ -151,6 +152,8 @@ class TrainerHooks(Protocol):
 
     @property
     def output_dir(self) -> Path: ...
+    @property
+    def place_model_on_device(self) -> bool: ...
     @property
     def callback_handler(self) -> CallbackHandler:
         """The callbacks."""
@@ -177,35 +180,54 @@ class TrainerHooks(Protocol):
     def create_model_card(self, *args: Any, **options: Any) -> None: ...
     def save_model(self, *args: Any, **options: Any) -> None: ...
 
-    # -- not documented ------------------------------------------------------------------------------------------
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]: ...
+    def call_model_init(self, trial: Any = None) -> nn.Module: ...
+    def get_train_dataloader(self) -> Any: ...
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...
+    def add_callback(self, callback: Any) -> None: ...
+    def remove_callback(self, callback: Any) -> None: ...
+    def is_world_process_zero(self) -> bool: ...
+    def is_local_process_zero(self) -> bool: ...
 
-    # The parts of the current run, None between runs.
-    _run_parts: RunParts | None
-    # The user's wrapper around the model, if any, else the model.
-    _outermost: nn.Module
-    # Number of batches of a running memory estimate.
-    _num_estimated: int
 
-    @property
-    def _num_rehearsed(self) -> int: ...
-    def _stop_observing(self) -> None: ...
-    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
-        """Return the manager that commits the run's checkpoints."""
+class TrainerPart:
+    """A part of a Trainer, with state that a rehearsal restores.
 
-    def _make_model(self) -> nn.Module: ...
-    def _open_training_data(self, *dataset: Any) -> Any: ...
-    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None: ...
-    def _forget_schedule(self) -> None: ...
-    def _cast_model(self) -> None: ...
-    def _begin_steps(self) -> Sequence[InManifest]: ...
-    def _end_steps(self) -> None:
-        """Undo `_begin_steps`."""
+    Args:
+        trainer: Has the documented attributes.
+        hooks: Its documented methods, as they are overridden.
+    """
 
-    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]: ...
-    def _note_sync(self, syncs: bool) -> None: ...
-    def _try_evaluation(self) -> None: ...
-    def _finish_training(self, metrics: dict[str, Any]) -> None:
-        """End the documented state of training, and add the memory use to the metrics."""
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
+        self._trainer, self._hooks = trainer, hooks
+
+
+Part = TypeVar("Part")
+
+
+def parts_of(trainer: TrainerHooks, kind: type[Part]) -> list[Part]:
+    """Return the parts of a Trainer that are of a kind."""
+    return [each for each in vars(trainer).values() if isinstance(each, kind)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerServices:
+    """What the parts of a Trainer do for a run; collective where the documented methods are."""
+
+    make_model: Callable[[], nn.Module]  # returns the bare model, rebuilt if there is a `model_init`
+    outermost: Callable[[], nn.Module]  # the user's wrapper around the model, if any, else the model
+    open_data: Callable[..., Any]  # this rank's training batches, or those of another dataset if one is given
+    forget_schedule: Callable[[], None]  # drops what an earlier run made
+    cast_model: Callable[[], None]  # makes the model cast itself, where user code computes a loss
+    begin_steps: Callable[[], Sequence[InManifest]]  # returns what the manifest records of them
+    end_steps: Callable[[], None]
+    step_functions: Callable[[Path | None, LogWindow], tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]]
+    mark_sync: Callable[[bool], None]  # notes whether an update follows the next micro-step
+    check_cadences: Callable[[], None]  # of the evaluation sets, once the length of the run is known
+    try_evaluation: Callable[[], None]  # as `sanity_eval_batches` says; leaves no trace
+    read_metrics: Callable[[], Mapping[str, Any]]  # computes and resets the task's training metrics
+    report_memory: Callable[[dict[str, Any]], None]  # adds the memory use to metrics
+    where: Callable[[], str]  # describes what the Trainer is doing; from any thread
 
 
 def checkpoint_object_owners(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:

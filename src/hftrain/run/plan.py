@@ -29,6 +29,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
+from hftrain.run.writing import make_manager
 
 logger = get_logger(__name__)
 
@@ -269,7 +270,7 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
         logger.warning(unused, args.resume_from_checkpoint)
     if resume is None or resume is False or not strategy.is_main:
         return None
-    manager = trainer._make_manager()
+    manager = make_manager(trainer, hooks, output)
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
         writes_itself = hooks.is_overridden("_save_checkpoint")
@@ -309,17 +310,19 @@ def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
     )
 
 
-def start_state(
-    trainer: TrainerHooks, fresh: TrainerState, resume: Path | None, *, num_steps: int, num_epochs: int
-) -> None:
+def start_state(parts: RunParts, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
     """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
-    state, args = trainer.state, trainer.args
-    loaded = fresh if resume is None else load_trainer_state(resume)
-    for flag in ("is_local_process_zero", "is_world_process_zero"):
-        setattr(loaded, flag, getattr(fresh, flag))
+    state, args, trainer = parts.state, parts.args, parts.trainer
+    loaded = TrainerState() if resume is None else load_trainer_state(resume)
+    loaded.is_local_process_zero = trainer.is_local_process_zero()
+    loaded.is_world_process_zero = trainer.is_world_process_zero()
     vars(state).update(vars(loaded))
     state.max_steps, state.num_train_epochs = num_steps, num_epochs
     if state.epoch is None:
         state.epoch = 0.0
     state.train_batch_size = args.train_batch_size
     state.compute_steps(args, num_steps)
+    if parts.trial_run is not None:
+        parts.trial_run.describe(state)
+    parts.services.check_cadences()
+    trainer.current_flos = 0

@@ -36,7 +36,7 @@ def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Ite
         changes.close()
         trainer.task.model = trainer.model
         parts.computing.use(parts.precision, None)
-        trainer._end_steps()
+        parts.services.end_steps()
 
 
 def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
@@ -51,14 +51,14 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         task.to(strategy.device)  # its metrics and other parts; the strategy places the model
     parts.hooks.align_special_tokens()
     parts.unchanged = _change_model(parts, model, changes)
-    trainer._forget_schedule()
+    parts.services.forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
     parts.trained = TrainedParameters(strategy, task, lambda: trainer.lr_scheduler)
     with parts.trained.splitting(model, saves=saves_at_all(args, parts.save_policy)):
         unheld = _wrap(parts, max_steps)
     optimizer = parts.optimizer
     trainer.compiler.compile(model)
-    trainer._cast_model()
+    parts.services.cast_model()
     if "scheduler" in strategy.makes:
         trainer.lr_scheduler = strategy.schedule
     elif "optimizer" in strategy.makes:
@@ -82,7 +82,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
     parts.stepper = stepper
     parts.computing.use(stepper, optimizer)
-    parts.facts = trainer._begin_steps()
+    parts.facts = parts.services.begin_steps()
 
 
 def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callable[[], AbstractContextManager[Any]]:
@@ -168,7 +168,8 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         return wrapped
 
     # The user's own wrapper, if it still holds the model.
-    outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+    outermost = parts.services.outermost()
+    outermost = outermost if strategy.unwrap(outermost) is trainer.model else trainer.model
     parts.wrap = wrap
     try:
         wrapped = parts.hooks.wrap_model(outermost)

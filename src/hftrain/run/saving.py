@@ -66,7 +66,7 @@ class Saver:
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
-            self._parts.hooks.save_checkpoint(self._parts.wrapped, self._parts.trial)
+            self._parts.hooks.save_checkpoint(self._parts.wrapped, self._parts.hooks.trial)
         if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
             self._begin()
             self._uncommitted.note(self._parts.state.global_step)

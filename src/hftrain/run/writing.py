@@ -24,6 +24,7 @@ from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, shard_writers
 from hftrain.checkpoint.weights import save_task_state, save_weights, with_own_configs
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
@@ -316,10 +317,10 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 
 
 def make_manager(
-    trainer: TrainerHooks, output: Output, folder: Path, uploads: NodeUploads | None = None
+    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
 ) -> CheckpointManager:
-    """Return the manager that saves and finds the checkpoints of a run in a folder."""
-    args = trainer.args
+    """Return the manager that saves and finds the checkpoints of a run."""
+    args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
     return CheckpointManager(
         folder,
         group=trainer.strategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -13,6 +14,7 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import temporarily
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length
@@ -189,6 +191,15 @@ class TrainerData:
             self._seeded = SeededCollator(given)
         return self._seeded
 
+    def training_share(self, *dataset: Any) -> Any:
+        """Return this rank's training batches, or those of another dataset if one is given. Collective."""
+        with temporarily(self._trainer, train_dataset=dataset[0]) if dataset else nullcontext():
+            return self.share_of(self._trainer.get_train_dataloader(), is_training=True)
+
+    def eval_share(self, dataset: Any) -> Any:
+        """Return this rank's batches of an evaluation. Collective."""
+        return self.share_of(self._trainer.get_eval_dataloader(dataset), is_training=False)
+
     def share_of(self, loader: Any, *, is_training: bool) -> Any:
         """Return what this rank reads of a loader that a hook returned. Collective."""
         trainer = self._trainer
@@ -200,7 +211,7 @@ class TrainerData:
         if data.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
             check_shares(share, sets, gather_object=data.gather_object)
-        return share if is_training else first_batches(share, trainer._num_rehearsed)
+        return share if is_training else first_batches(share, trainer.fast_dev_run)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,20 +23,15 @@ from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import NodeUploads
-from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, set_verbosity, warn_once
 from hftrain.core.notes import keep_facts
-from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
-from hftrain.core.signatures import accepts, call_with, takes_trial
+from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
@@ -54,7 +48,7 @@ from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.groups import decay_parameter_names
-from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
+from hftrain.optim.optimizers import optimizer_class
 from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
@@ -62,34 +56,31 @@ from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
 from hftrain.rules.data import check_train_data
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.hooks import check_hooks, missing_attribute
-from hftrain.rules.optimizer import check_optimizer, read_optimizers
+from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.packing import check_packed_rows, check_packing
 from hftrain.rules.saving import check_save_policy
-from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
+from hftrain.rules.task import check_unused_by_task
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
-from hftrain.run.parts import RunParts, Take, loss_window
-from hftrain.run.plan import start_state
+from hftrain.run.parts import RunParts, TrainerServices, loss_window
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
-from hftrain.run.writing import make_manager, saved_tool, write_model
-from hftrain.step.by_hand import OptimizersByHand
+from hftrain.run.writing import saved_tool, write_model
 from hftrain.step.stepper import Computing
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
-from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
-from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
+from hftrain.task.introspect import tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
-from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import CountItems, ModelTask
-from hftrain.task.modes import TrainingMode, is_on
+from hftrain.task.modes import is_on
 from hftrain.task.module import TaskModule, as_step_output, task_state
 from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
-from hftrain.trainer.checks import check_before_training, prepare_model
+from hftrain.trainer.activity import Activity
+from hftrain.trainer.checks import check_before_training
 from hftrain.trainer.choices import (
     all_callbacks,
     choose_backends,
@@ -103,10 +94,11 @@ from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluated_weights import other_weights
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.loss_kinds import CountItemsCheck
-from hftrain.trainer.loss_normalization import LossHooks, LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.model import TrainerModel, build_model
+from hftrain.trainer.optimizers import TrainerOptimizers
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
-from hftrain.trainer.stages import Stages
+from hftrain.trainer.training_steps import TrainingSteps
 
 logger = get_logger(__name__)
 
@@ -211,16 +203,6 @@ class Trainer:
     # The function that names its trials.
     hp_name: Callable[[Any], str] | None = None
 
-    _own_stages: Stages
-    _trainer_hooks: Hooks
-    # Set by an override of create_scheduler too.
-    _created_lr_scheduler: bool
-    # The documented `model_accepts_loss_kwargs`, as set by user code.
-    _accepts_declared: bool | None = None
-    _loss_shifts_labels: bool
-    # Overrides of hooks in classes of hftrain's own.
-    _own_hooks: ClassVar[tuple[Any, ...]] = ()
-
     # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
     _original_evaluation_loop = _original_maybe_log_save_evaluate = ""
@@ -291,8 +273,8 @@ class Trainer:
         self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._own_data = TrainerData(self, self._trainer_hooks)
-        self._own_data.check_given()
+        self._trainer_data = TrainerData(self, self._trainer_hooks)
+        self._trainer_data.check_given()
         check_save_policy(self.args, self.save_policy, self.strategy)
         check_cadences(self.args, eval_sets, eval_steps=self.args.eval_steps)
         self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
@@ -300,14 +282,22 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        self._own_evaluation = Evaluation(self, self._trainer_hooks, self._own_stages, self._computing, eval_sets)
+        self._trainer_evaluation = Evaluation(
+            self,
+            self._trainer_hooks,
+            activity=self._activity,
+            steps=self._training_steps,
+            data=self._trainer_data,
+            computing=self._computing,
+            sets=eval_sets,
+        )
         self._take_model(model)
         check_packing(self.args, self.task, data_collator)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
-        self._own_evaluation.check()
+        self._trainer_evaluation.check()
         self.data_collator = data_collator or default_collator(self.processing_class)
-        check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._own_data.eval_sets])
-        self._resolve_hooks()
+        check_packed_rows(self.args, self.model, self.data_collator, [train_dataset, *self._trainer_data.eval_sets])
+        self._training_steps.resolve()
         check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
         self._make_own_accelerator()
         self._make_callbacks(callbacks, max_time)
@@ -319,58 +309,13 @@ class Trainer:
         if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model is None else model)
+        self._trainer_model.adopt(self.call_model_init() if model is None else model)
         if self.optimizer is not None and self.model_init is None:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
-    def _adopt_model(self, model: nn.Module) -> None:
-        """Set the model to train; a plain module is put into a `ModelTask`."""
-        bare = self.strategy.unwrap(model)
-        check_not_lightning(bare)
-        if isinstance(bare, TaskModule):
-            self.task = bare
-            model = self.task.model if "model" in dict(bare.named_children()) else bare
-        else:
-            self.task = ModelTask(
-                bare,
-                label_names=self.args.label_names,
-                label_smoothing=self.args.label_smoothing_factor,
-                compute_loss_func=self.compute_loss_func,
-                count_items=self.count_items,
-            )
-        check_task(self.task)
-        self.model = self.strategy.unwrap(self.task.model)
-        self.task.model = self.model
-        # If the user wrapped the model, the forward pass goes through that wrapper.
-        self.model_wrapped = self._outermost = model
-        self.is_model_parallel = is_on_several_devices(self.model)
-        self.strategy.place_model = bool(self.place_model_on_device)
-        prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
-        plain = self.task if isinstance(self.task, ModelTask) else None
-        self._count_items_check = CountItemsCheck(self.task)
-        self._find("label_names", list(plain.label_names) if plain else ["labels"])
-        self._find("can_return_loss", plain.can_return_loss if plain else False)
-        self._accepts_found = plain is not None and plain.accepts_item_count
-        self._find("_loss_shifts_labels", counts_shifted_labels() and loss_shifts_labels(base_model(self.model)))
-        self._find("_signature_columns", None)
-        if self.optimizer is not None and self.model_init is None:
-            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
-
-    def _find(self, name: str, value: Any) -> None:
-        """Set a detected property of the model, unless a subclass declares it or has set another value since."""
-        if hasattr(type(self), name):
-            return
-        if name not in vars(self) or vars(self)[name] == self._found.get(name):
-            setattr(self, name, value)
-            self._found[name] = value
-
-    def _resolve_hooks(self) -> None:
-        """Inspect the hooks, and weigh losses as the present ones need it."""
-        self._trainer_hooks.resolve()
-        before: LossShares | None = vars(self).get("_shares")
-        self._shares = self._make_shares()
-        if before is not None:
-            self._shares.rule.inherit(before.rule)
+    def _on_adopted(self) -> None:
+        """Take up another model."""
+        self._training_steps.items_check = CountItemsCheck(self.task)
 
     if not TYPE_CHECKING:
         # Hidden from type checkers, which would otherwise accept every attribute.
@@ -409,29 +354,25 @@ class Trainer:
         self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
         # Its pushes to the Hub, once there is one.
         self._hub_pushes: Any = None
-        self._own_stages = Stages(self, self._trainer_hooks, self._computing, self._memory)
+        parts = self, self._trainer_hooks
+        self._training_steps = TrainingSteps(*parts, self._computing)
+        self._trainer_model = TrainerModel(*parts, on_adopted=self._on_adopted)
+        self._trainer_optimizers = TrainerOptimizers(*parts)
+        self._activity = Activity(*parts, self._training_steps, self._computing, self._memory)
         self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
         # A subclass may have set these two earlier. The first are loaders with workers that persist, by their set.
         self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
         self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
-        # Properties of the model as detected, see `_find`.
-        self._found: dict[str, Any] = {}
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
         # The current trial of a search, with its results.
         self._trial_run: Any = None
-        # The current run, once it is built, and its parts, which exist earlier.
+        # The current run, once it is built.
         self._session: Run | None = None
-        self._run_parts: RunParts | None = None
-        self._training_mode: TrainingMode | None = None
         # Kept after a run, for scripts that read the logged values.
         self._loss_window: LossWindow | None = None
-        # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
-        self._cast: ModelCall | None = None
         self._counted: tuple[nn.Module, int] | None = None
-        # Number of batches of a running memory estimate.
-        self._num_estimated = 0
-        self._created_lr_scheduler = self._optimizer_is_the_tasks = False
+        self._created_lr_scheduler = False
 
     def _new_state(self) -> TrainerState:
         return TrainerState(
@@ -472,7 +413,7 @@ class Trainer:
         if "model_path" in kwargs:
             warn_once("model_path is deprecated; use resume_from_checkpoint.", FutureWarning)
             resume_from_checkpoint = kwargs.pop("model_path")
-        if self._run_parts is not None:
+        if self._activity.run_parts is not None:
             raise ConfigError(
                 "Cannot call train() while this Trainer trains.",
                 "One Trainer runs one training at a time.",
@@ -484,13 +425,13 @@ class Trainer:
         if trial is not None and self._trial_run is None:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        found, owned = existing_part(self.output_dir), (self._own_data, self._own_evaluation, self._output)
+        found, owned = existing_part(self.output_dir), (self._trainer_data, self._trainer_evaluation, self._output)
         resume = check_before_training(self, self._trainer_hooks, *owned, resume_from_checkpoint)
         run = partial(self._train_once, ignore_keys=ignore_keys_for_eval)
         if self.args.auto_find_batch_size == "smaller_batch":
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
-        with self._own_stages.running("train"):
-            if num_batches := self._num_rehearsed:
+        with self._activity.running("train"):
+            if num_batches := self.fast_dev_run:
                 options = {"num_batches": num_batches, "resume": resume, "found": found}
                 return extra("rehearsal").rehearse(self, run, **options)  # type: ignore[no-any-return]
             return run(resume)
@@ -498,18 +439,18 @@ class Trainer:
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
         """Build a run, execute it and close it."""
         self.is_in_train = True
-        self._run_parts = self._make_run_parts(ignore_keys)
+        self._activity.run_parts = self._make_run_parts(ignore_keys)
         try:
-            with open_run(self._run_parts, resume) as self._session:
+            with open_run(self._activity.run_parts, resume) as self._session:
                 output = self._session.run()
                 if self.args.push_to_hub:
                     self._hub.after_training()
             self._output.publish_quietly()  # the end of the journal
             return output
         finally:
-            self._session = self._run_parts = self._computing.past = None
+            self._session = self._activity.run_parts = self._computing.past = None
             self.is_in_train = False
-            self._own_data.close()
+            self._trainer_data.close()
 
     def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
         """Return the parts that exist before a run is built."""
@@ -531,50 +472,38 @@ class Trainer:
             events=self.callback_handler,
             losses=self._loss_window,
             logs=LogWindow(gather_object=self.strategy.data.gather_object),
-            trial=self._trial,
+            trial_run=self._trial_run,
             ignore_keys=ignore_keys,
             journal=self._journal,
-            where=self._own_stages.whereabouts,
-            read_metrics=self._own_evaluation.read_metrics,
+            services=self._services(),
         )
 
-    def _make_model(self) -> nn.Module:
-        """Return the bare model, rebuilt if there is a `model_init`."""
-        if self.model_init is not None:
-            set_seed(self.args.seed)
-            with self.strategy.building():
-                self._adopt_model(self.call_model_init(self._trial))
-            self.optimizer = self.lr_scheduler = None
-        return self.model
+    def _services(self) -> TrainerServices:
+        """Return what the parts of this Trainer do for a run."""
+        model, steps = self._trainer_model, self._training_steps
+        evaluation, activity = self._trainer_evaluation, self._activity
+        return TrainerServices(
+            make_model=model.rebuild,
+            outermost=lambda: model.outermost,
+            open_data=self._trainer_data.training_share,
+            forget_schedule=self._trainer_optimizers.forget,
+            cast_model=steps.cast_model,
+            begin_steps=steps.begin,
+            end_steps=steps.end,
+            step_functions=steps.functions,
+            mark_sync=steps.mark_sync,
+            check_cadences=evaluation.check_cadences,
+            try_evaluation=evaluation.try_out,
+            read_metrics=evaluation.read_metrics,
+            report_memory=activity.report_memory,
+            where=activity.whereabouts,
+        )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Seed the random number generators and build the model with `model_init`."""
         assert self.model_init is not None
         set_seed(self.args.seed)
-        parameters = inspect.signature(self.model_init).parameters.values()
-        if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
-            raise ConfigError(
-                "Cannot call model_init:",
-                "it takes more than the trial.",
-                "Define it without arguments, or with the trial only.",
-            )
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
-        if model is None:
-            raise ConfigError("Cannot use what model_init returned:", "it is None.", "End it with return model.")
-        return model
-
-    def _open_training_data(self, *dataset: Any) -> Any:
-        """Return this rank's training batches, or those of another dataset if one is given."""
-        with temporarily(self, train_dataset=dataset[0]) if dataset else nullcontext():
-            return self._own_data.share_of(self.get_train_dataloader(), is_training=True)
-
-    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
-        """Set the documented state for the start of a run, from a checkpoint if there is one."""
-        start_state(self, self._new_state(), resume, num_steps=num_steps, num_epochs=num_epochs)
-        if self._trial_run is not None:
-            self._trial_run.describe(self.state)
-        check_cadences(self.args, self._own_evaluation.sets, eval_steps=self.state.eval_steps)
-        self.current_flos = 0
+        return build_model(self.model_init, trial)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the module whose forward is called: wrapped for training, bare for evaluation. Collective.
@@ -582,44 +511,10 @@ class Trainer:
         For training the strategy wraps the model, and the optimizer is created inside. An override may put a wrapper
         around the result only if the strategy can unwrap it (DDP, DataParallel, torch.compile).
         """
-        wrap = self._run_parts.wrap if training and self._run_parts is not None else None
+        wrap = self._activity.run_parts.wrap if training and self._activity.run_parts is not None else None
         if wrap is not None:
             return wrap(model)
         return self.strategy.for_evaluation(model)
-
-    def _begin_steps(self) -> list[InManifest]:
-        """Take up the documented step's parts of a run; return what the manifest records of them."""
-        self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
-        limits = self.limits.facts
-        return [self._shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
-
-    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
-        """Return the functions that take a step's batches and train on one; both split batches if set to."""
-        if isinstance(self.optimizer, OptimizersByHand):
-            return self._shares.take, self.optimizer.stepping(self._trainer_hooks.training_step, self._shares.weighing)
-        if self.args.auto_find_batch_size is not True or self._run_parts is None:
-            return self._shares.take, self._trainer_hooks.training_step
-        sizes = extra("smaller_batches")
-        fitting = sizes.MicroBatches(
-            self, self._trainer_hooks, self._shares, self._run_parts.logs, sizes.found_size(self.args, resume)
-        )
-        return fitting.take, fitting.step
-
-    def _end_steps(self) -> None:
-        if self._training_mode is not None:
-            self._training_mode.close()
-            self._training_mode = None
-        self._note_sync(True)
-
-    def _try_evaluation(self) -> None:
-        """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
-        share_of = partial(self._own_data.share_of, is_training=False)
-        read = lambda name: share_of(self.get_eval_dataloader(name))  # noqa: E731
-        self._own_evaluation.try_out(read, self.limits.sanity_eval_batches)
-
-    def _finish_training(self, metrics: dict[str, Any]) -> None:
-        self.is_in_train = False
-        self._own_stages.report_memory(metrics)
 
     def _running_session(self, asker: str) -> Run:
         if self._session is None:
@@ -646,12 +541,16 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        count = self._get_num_items_in_batch if self._trainer_hooks.counts_items_itself else self._shares.count
+        count = (
+            self._get_num_items_in_batch
+            if self._trainer_hooks.counts_items_itself
+            else self._training_steps.shares.count
+        )
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
         """Return the item count of a step's micro-batches, None if not needed."""
-        return self._shares.count(batch_samples, device)
+        return self._training_steps.shares.count(batch_samples, device)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
@@ -668,14 +567,14 @@ class Trainer:
 
         Source: the documented `Trainer.training_step`.
         """
-        mode = self._training_mode
+        mode = self._training_steps.mode
         if mode is None:
             model.train()
         elif model is not mode.model or not all(map(is_on, mode.flags)):
             mode.enter(model)
         if mode is not None and mode.train_weights is not None:
             mode.train_weights()
-        shares = self._shares if self._shares.is_on else None
+        shares = self._training_steps.shares if self._training_steps.shares.is_on else None
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = None if shares is None else shares.share_of(inputs)
         inputs = self._prepare_inputs(inputs)
@@ -685,7 +584,7 @@ class Trainer:
             loss: torch.Tensor = self._trainer_hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = self._computing
         try:
-            weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
+            weighed = loss if share is None else self._training_steps.shares.weigh(loss, share, num_items_in_batch)
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
                 computing.backward(weighed)
             else:
@@ -712,8 +611,10 @@ class Trainer:
                 has_loss = self.task.returns_loss
                 self._computing.past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            if self._shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
+            if self._training_steps.shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
+                loss = (
+                    loss * self._training_steps.shares.num_ranks
+                )  # undoes DDP's mean over ranks, which an evaluation has not
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -725,8 +626,8 @@ class Trainer:
                     "its StepOutput holds no loss.",
                     "Return StepOutput(loss=...).",
                 )
-            if self._shares.is_on:
-                self._count_items_check.see(output, inputs)
+            if self._training_steps.shares.is_on:
+                self._training_steps.items_check.see(output, inputs)
             if output.logs and self._session is not None:
                 self._session.logs.add(output.logs)
             loss, outputs = output.loss, output.outputs
@@ -736,7 +637,7 @@ class Trainer:
         """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
         if self._trainer_hooks.makes_contexts:
             return self.autocast_smart_context_manager()
-        return nullcontext() if self._cast is not None else self._computing.autocast()
+        return nullcontext() if self._training_steps.cast is not None else self._computing.autocast()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the precision's casting context.
@@ -750,35 +651,10 @@ class Trainer:
             return self._computing.autocast()
         return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
 
-    def _cast_model(self) -> None:
-        """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
-
-        Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
-        the whole step is cast, which copies no outputs.
-        """
-        names = filter(self._trainer_hooks.is_overridden, ("compute_loss", "training_step", "prediction_step"))
-        is_users = any(getattr(type(self), name) not in self._own_hooks or name in vars(self) for name in names)
-        casts = self.precision.policy.autocast and Owns.CASTING not in self.strategy.owns
-        # Copies on several devices call the original's forward pass.
-        is_copied = getattr(self.strategy, "num_devices", 1) > 1
-        if not casts or is_copied or self._trainer_hooks.makes_contexts or not isinstance(self.task, ModelTask):
-            return
-        if is_users or callable(self.compute_loss_func):
-            self._cast = ModelCall.of(self.model)
-            self._cast.set(autocast=lambda: self._computing.autocast())
-
-    def _stop_observing(self) -> None:
-        """Give the model its own call back, without autocast and observers."""
-        if self._shares.rule.watch is not None:
-            self._shares.rule.watch.close()
-        if self._cast is not None:
-            self._cast.set(autocast=None)
-        self._cast = self._own_evaluation.mean = None
-
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device, and first the model if this is called outside of a run or an evaluation."""
-        if not self._own_stages.depth:
-            self._own_stages.place_idle()
+        if not self._activity.depth:
+            self._activity.place_idle()
         if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise TaskError(
                 "A batch was made ready for the model.",
@@ -812,56 +688,27 @@ class Trainer:
         """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
         model.to(device)
 
-    def _make_shares(self) -> LossShares:
-        """Return a `LossShares` for the current hooks."""
-        is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
-        is_causal = False
-        if isinstance(self.task, ModelTask):
-            is_causal = self.task.is_causal = self.task.is_causal or self._loss_shifts_labels
-        overrides_loss, owner = self._trainer_hooks.is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
-        function = "" if self.compute_loss_func is None else "compute_loss_func"
-        # FSDP puts its name before that of the model's class.
-        model_name = type(self.strategy.unwrap(self.model)).__name__.removeprefix("FSDP")
-        hooks = LossHooks(
-            maker=owner if overrides_loss else function or model_name,
-            compute_loss_func=self.compute_loss_func,
-            overrides_loss=overrides_loss,
-            accepts_count=bool(self.model_accepts_loss_kwargs),
-            is_declared=is_attribute or self._accepts_declared is not None,
-            is_trusted=getattr(base_model(self.model), "accepts_loss_kwargs", None) is True or is_causal,
-            is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
-            loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
-            shifts_labels=self._loss_shifts_labels,
-            get_batch_samples=self._trainer_hooks.get_batch_samples,
-        )
-        return LossShares(self.args, self.strategy, self.task, hooks)
-
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it.
 
         Source: the documented `Trainer.model_accepts_loss_kwargs`.
         """
-        return self._accepts_found if self._accepts_declared is None else self._accepts_declared
+        declared: bool | None = vars(self).get("model_accepts_loss_kwargs")
+        return self._trainer_model.accepts_count if declared is None else declared
 
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, value: bool) -> None:
-        self._accepts_declared = bool(value)
+        vars(self)["model_accepts_loss_kwargs"] = bool(value)
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
         """The number of micro-batches of the current step."""
-        return self._shares.num_micro_batches
+        return self._training_steps.shares.num_micro_batches
 
     @current_gradient_accumulation_steps.setter
     def current_gradient_accumulation_steps(self, number: int) -> None:
-        self._shares.num_micro_batches = number
-
-    def _note_sync(self, syncs: bool) -> None:
-        """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
-        self._computing.syncs = syncs
-        if self._computing.accelerator is not None:
-            tell_accelerate_sync(self._computing.accelerator, syncs)
+        self._training_steps.shares.num_micro_batches = number
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -891,28 +738,30 @@ class Trainer:
         """
         if ckpt is not None or weights != "average":
             with (
-                self._own_stages.running("eval"),
+                self._activity.running("eval"),
                 other_weights(self, self._trainer_hooks, self._output, ckpt, weights=weights),
             ):
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
-        chosen = self._own_evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with self._own_evaluation.own_metrics(chosen), self._own_stages.evaluating("eval"):
-            share = self._own_data.share_of(self.get_eval_dataloader(eval_dataset), is_training=False)
-            _, metrics = self._own_evaluation.over(
+            return self._trainer_evaluation.over_sets(
+                datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None
+            )
+        chosen = self._trainer_evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with self._trainer_evaluation.own_metrics(chosen), self._activity.evaluating("eval"):
+            share = self._trainer_data.eval_share(eval_dataset)
+            _, metrics = self._trainer_evaluation.over(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = self._own_evaluation.metrics_of_main(metrics)
+            metrics = self._trainer_evaluation.metrics_of_main(metrics)
             self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
-            self._own_stages.report_memory(metrics)
+            self._activity.report_memory(metrics)
         return metrics
 
     def predict(
@@ -941,19 +790,19 @@ class Trainer:
         """
         if ckpt is not None or weights != "average":
             with (
-                self._own_stages.running("predict"),
+                self._activity.running("predict"),
                 other_weights(self, self._trainer_hooks, self._output, ckpt, weights=weights),
             ):
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
-        with self._own_stages.evaluating("predict"):
-            output, metrics = self._own_evaluation.over(
-                self._own_data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
+        with self._activity.evaluating("predict"):
+            output, metrics = self._trainer_evaluation.over(
+                self._trainer_data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
                 description="Prediction",
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
             self.callback_handler.fire("on_predict", metrics=metrics)
-            self._own_stages.report_memory(metrics)
+            self._activity.report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -975,15 +824,14 @@ class Trainer:
 
         Source: the documented `Trainer.evaluation_loop`.
         """
-        if self._own_stages.name == "train":
+        if self._activity.name == "train":
             # Called by the user, a callback or an override of `evaluate`: the model is not prepared yet.
-            with self._own_stages.evaluating("eval"):
+            with self._activity.evaluating("eval"):
                 return self.evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-        return self._own_evaluation.loop(
+        return self._trainer_evaluation.loop(
             dataloader,
-            self._shares,
             description=description,
             loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
             ignore_keys=ignore_keys,
@@ -998,10 +846,7 @@ class Trainer:
 
         Source: the documented `Trainer.prediction_step`.
         """
-        checks = self._shares, self._count_items_check
-        return self._own_evaluation.step(
-            model, inputs, *checks, loss_only=prediction_loss_only, ignore_keys=ignore_keys
-        )
+        return self._trainer_evaluation.step(model, inputs, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         """Return a function to apply to the collected outputs, or None; overridden by a Trainer that generates."""
@@ -1075,24 +920,24 @@ class Trainer:
         with session.evaluating():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
             if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
-                metrics = self._own_evaluation.metrics_of_main(metrics)
+                metrics = self._trainer_evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             follow_metric(
-                self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._own_evaluation.has_all_sets
+                self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._trainer_evaluation.has_all_sets
             )
         return metrics
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Record the best evaluation so far in the state; return whether this one is the best."""
         session = self._running_session("_determine_best_metric")
-        return session.contents.metric.note(metrics, has_all_sets=self._own_evaluation.has_all_sets)
+        return session.contents.metric.note(metrics, has_all_sets=self._trainer_evaluation.has_all_sets)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Report the objective of an evaluation during training to the search backend, which may end the trial."""
         # Evaluation sets may have different schedules, but the objective needs all of them.
-        if self._trial_run is not None and self._own_evaluation.has_all_sets:
-            folder = self._get_output_dir(self._trial)
+        if self._trial_run is not None and self._trainer_evaluation.has_all_sets:
+            folder = self._get_output_dir(self._trainer_hooks.trial)
             self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -1263,10 +1108,6 @@ class Trainer:
         """
         return self._output.folder
 
-    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
-        folder = Path(self._get_output_dir(self._trial))
-        return make_manager(self, self._output, folder, uploads)
-
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
@@ -1290,13 +1131,13 @@ class Trainer:
         Source: the documented `Trainer.get_eval_dataloader`.
         """
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        return self._own_data.eval_loader(self._own_data.find_eval_set(eval_dataset), "evaluation", key=key)
+        return self._trainer_data.eval_loader(self._trainer_data.find_eval_set(eval_dataset), "evaluation", key=key)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
         if test_dataset is None:
             raise ConfigError("Cannot predict:", "there is no dataset.", "Pass one: predict(test_dataset).")
-        return self._own_data.eval_loader(test_dataset, "test")
+        return self._trainer_data.eval_loader(test_dataset, "test")
 
     def _get_dataloader(
         self,
@@ -1317,7 +1158,7 @@ class Trainer:
             is_training: Whether all ranks get equally many batches and a stream gets epochs.
             dataloader_key: Name under which to keep the loader if its workers persist.
         """
-        return self._own_data.loader(
+        return self._trainer_data.loader(
             dataset, description, batch_size, order=sampler_fn, is_training=is_training, key=dataloader_key
         )
 
@@ -1326,26 +1167,26 @@ class Trainer:
 
         The order depends on seed and epoch. None for a stream.
         """
-        return self._own_data.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        return self._trainer_data.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the sampler of evaluation data: by descending length if set, else sequential; None for a stream."""
-        return self._own_data.eval_sampler(eval_dataset)
+        return self._trainer_data.eval_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
         if self._signature_columns is None and isinstance(self.task, ModelTask):
-            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+            self._trainer_model.find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Return a dataset without the columns that the model does not take, if it has columns."""
-        return self._own_data.prune(dataset, description or "given")
+        return self._trainer_data.prune(dataset, description or "given")
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
         """Return a collator that first drops the columns that the model does not take."""
-        return self._own_data.prune_in(data_collator, description or "given")
+        return self._trainer_data.prune_in(data_collator, description or "given")
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of samples in a loader's dataset, estimated if it has no length."""
@@ -1415,31 +1256,13 @@ class Trainer:
 
         Source: the documented `create_optimizer`.
         """
-        chosen_model = self.model if model is None else model
-        if self.optimizer is None:
-            made = read_optimizers(self.task)
-            self._optimizer_is_the_tasks = made[0] is not None
-            self.optimizer = made[0]
-            if made[1] is not None:
-                self.lr_scheduler = made[1]
-            if isinstance(made[1], TrainerCallback):
-                self.add_callback(made[1])
-        if self.optimizer is None:
-            if self.optimizer_cls_and_kwargs is None:
-                chosen = self.get_optimizer_cls_and_kwargs(self.args, chosen_model)
-            else:
-                chosen = self.optimizer_cls_and_kwargs
-            names = self.get_decay_parameter_names(chosen_model)
-            self.optimizer = optimizer_from_class(
-                *chosen, chosen_model, weight_decay=self.args.weight_decay, decay_names=names
-            )
-        return self.optimizer
+        return self._trainer_optimizers.create(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
             self._created_lr_scheduler = True
-            chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
+            chosen = self._trainer_optimizers.require("create_scheduler") if optimizer is None else optimizer
             self.lr_scheduler = build_schedule(
                 schedule_config(self.args, num_training_steps=num_training_steps), chosen
             )
@@ -1458,7 +1281,7 @@ class Trainer:
 
     def get_learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter group; requires an optimizer."""
-        return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
+        return [float(group["lr"]) for group in self._trainer_optimizers.require("get_learning_rates").param_groups]
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first parameter group; an override is called before the schedule's step."""
@@ -1466,39 +1289,10 @@ class Trainer:
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""
-        optimizer = self._require_optimizer("get_optimizer_group")
         if param is None:
-            return [group["params"] for group in optimizer.param_groups]
-        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
-        for group in optimizer.param_groups:
-            if any(member is wanted for member in group["params"]):
-                return group
-        return None
-
-    def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise ConfigError(
-                f"Cannot call {asker}() yet:",
-                "no optimizer has been made.",
-                "Call train() or create_optimizer(); an override of create_optimizer must set self.optimizer.",
-            )
-        return self.optimizer
-
-    def _forget_schedule(self) -> None:
-        """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
-        if self._optimizer_is_the_tasks:
-            if isinstance(self.lr_scheduler, TrainerCallback):
-                self.remove_callback(self.lr_scheduler)
-            self.optimizer = self.lr_scheduler = None
-        elif self._created_lr_scheduler:
-            self.lr_scheduler = None
-        elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
-            logger.warning("The given schedule has been stepped before; it continues from its current step.")
-        strategy = self.strategy
-        if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
-            # The optimizer of the earlier run belonged to an engine that no longer exists.
-            logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
-            self.optimizer = self.lr_scheduler = None
+            groups = self._trainer_optimizers.require("get_optimizer_group").param_groups
+            return [group["params"] for group in groups]
+        return self._trainer_optimizers.group_of(param)
 
     # -- metrics, callbacks and the Hub --------------------------------------------------------------------------------
 
@@ -1852,17 +1646,13 @@ class Trainer:
             with extra("search").trying(self.args, self._output, self.model_init, trial, **options) as run:
                 if self.args.neftune_noise_alpha != given:
                     self.neftune_noise_alpha = self.args.neftune_noise_alpha
-                self._trial_run, self.hp_name = run, options.get("hp_name")
+                self._trial_run, self._trainer_hooks.trial, self.hp_name = run, run.trial, options.get("hp_name")
                 self._follow_arguments()
                 yield run
         finally:
-            self._trial_run, self.neftune_noise_alpha = None, noise
+            self._trial_run = self._trainer_hooks.trial = None
+            self.neftune_noise_alpha = noise
             self._follow_arguments()
-
-    @property
-    def _trial(self) -> Any:
-        """The current trial of a search, as the backend passed it."""
-        return None if self._trial_run is None else self._trial_run.trial
 
     def _follow_arguments(self) -> None:
         """Update objects that were made from the arguments, after these have changed."""
@@ -1889,11 +1679,6 @@ class Trainer:
     def tune(self) -> Any:
         """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
         return extra("tuner").Tuner(self, type(self).train)
-
-    @property
-    def _num_rehearsed(self) -> int:
-        """The number of batches of each stage in a rehearsal, 0 in a real run."""
-        return self._num_estimated or int(self.fast_dev_run)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 

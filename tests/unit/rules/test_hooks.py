@@ -58,7 +58,7 @@ def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
 
 
 class TakesMethod(Trainer):
-    def _open_training_data(self, *dataset: Any) -> Any:
+    def _take_model(self, *dataset: Any) -> Any:
         return dataset
 
 

@@ -17,27 +17,34 @@ from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.build import report_late_ranks
-from hftrain.run.parts import TrainerHooks
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import kept_modes
 from hftrain.task.module import without_model
 from hftrain.trainer.memory import MemoryTracker
+from hftrain.trainer.training_steps import TrainingSteps
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
 
 
-class Stages:
+class Activity:
     """Launch the strategy and open the precision while `train`, `evaluate` or `predict` runs; these may be nested.
 
     Attributes:
         depth: How many of these calls run.
         name: The innermost: ``"train"``, which is also the value between calls, ``"eval"`` or ``"predict"``.
+        run_parts: The parts of the current run, None between runs.
     """
 
-    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing, memory: MemoryTracker) -> None:
-        self._trainer, self._hooks, self._computing, self._memory = trainer, hooks, computing, memory
+    run_parts: RunParts | None
+
+    def __init__(
+        self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, computing: Computing, memory: MemoryTracker
+    ) -> None:
+        self._trainer, self._hooks, self._steps, self._computing = trainer, hooks, steps, computing
+        self._memory, self.run_parts = memory, None
         self.depth, self.name = 0, "train"
         # Whether the precision has been prepared for steps outside of these calls.
         self._is_prepared = False
@@ -64,14 +71,14 @@ class Stages:
             self.depth -= 1
             self.name = previous
             if self.depth == 0:
-                trainer._stop_observing()
+                self._steps.stop_observing()
                 trainer.compiler.close()
                 trainer.precision.close()
                 self._memory.stop()
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        self._hooks.resolve()  # again, because scripts may assign hooks to the instance
+        self._steps.resolve()  # again, because scripts may assign hooks to the instance
         self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
@@ -88,7 +95,7 @@ class Stages:
         trainer = self._trainer
         own = evaluation_weights(trainer.optimizer)
         with self.running(name), preserved_rng(), own, trainer.callback_handler.evaluation_weights():
-            is_training = trainer._run_parts is not None
+            is_training = self.run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
             dtype = full_eval_dtype(trainer.args) if self._computing.input_dtype is None else None
@@ -131,7 +138,7 @@ class Stages:
         """Prepare the forward pass of a model that is not being trained."""
         self._place_task()
         self._trainer.compiler.compile(self._trainer.model)
-        self._trainer._cast_model()
+        self._steps.cast_model()
 
     def place_idle(self) -> None:
         """Launch the strategy and place the model, for a step that a script calls outside of these methods."""
@@ -156,7 +163,7 @@ class Stages:
 
     def whereabouts(self) -> str:
         """Return what the Trainer does, such as ``"train step 12"`` or ``"save checkpoint-20"``; from any thread."""
-        parts, step = self._trainer._run_parts, self._trainer.state.global_step
+        parts, step = self.run_parts, self._trainer.state.global_step
         if self.depth == 0:
             return "between training and evaluations"
         phase = None if parts is None else parts.phase
