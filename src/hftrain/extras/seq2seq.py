@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import generation_options
 from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
@@ -214,3 +213,19 @@ class Seq2SeqTrainer(Trainer):
         if token is None or not generates(self.args) or self.preprocess_logits_for_metrics is not None:
             return None
         return fill_with(token)
+
+
+def generation_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of `generate` for a call: those given, then those of the training arguments.
+
+    Args:
+        given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
+            them replaces all settings of the training arguments.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "generation_config" not in chosen:
+        if "max_new_tokens" not in chosen and args.generation_max_length is not None:
+            chosen.setdefault("max_length", args.generation_max_length)
+        if args.generation_num_beams is not None:
+            chosen.setdefault("num_beams", args.generation_num_beams)
+    return chosen

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.hooks import Hooks
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
-from hftrain.evaluation.casting import cast_weights
+from hftrain.evaluation.casting import cast_weights, full_eval_dtype
 from hftrain.evaluation.generating import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.mistakes import explain_mistake

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
@@ -26,7 +25,7 @@ from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
 from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
-from hftrain.optim.schedules import build_schedule
+from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
@@ -230,7 +229,7 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
         given = trainer.optimizer_cls_and_kwargs
         rate = args.learning_rate if given is None else given[1].get("lr", args.learning_rate)
         stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
-        build_schedule(schedule_config(args, num_training_steps=num_steps), stand_in)
+        build_schedule(ScheduleConfig.of(args, num_training_steps=num_steps), stand_in)
 
 
 def _check_evaluation(trainer: TrainerHooks, hooks: Hooks, entry: EvalSet | None, name: str, dataset: Any) -> None:

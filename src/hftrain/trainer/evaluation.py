@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
 from hftrain.core.hooks import Hooks
@@ -196,7 +195,7 @@ class Evaluation:
         is_prediction = self._activity.name == "predict"
         # A callback that writes the predictions may request that they are not returned.
         is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
-        config = evaluate_config(
+        config = EvaluateConfig.of(
             args,
             keeps_predictions=not loss_only,
             input_name=getattr(trainer.model, "main_input_name", "input_ids"),

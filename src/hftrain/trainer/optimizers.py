@@ -12,6 +12,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.optimizers import optimizer_from_class
+from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.optimizer import read_optimizers
 from hftrain.run.parts import TrainerPart
 
@@ -43,6 +44,11 @@ class TrainerOptimizers(TrainerPart):
                 kind, options, chosen_model, weight_decay=weight_decay, decay_names=decay_names
             )
         return trainer.optimizer
+
+    def make_schedule(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Return the schedule that the arguments choose."""
+        config = ScheduleConfig.of(self._trainer.args, num_training_steps=num_training_steps)
+        return build_schedule(config, self.require("create_scheduler") if optimizer is None else optimizer)
 
     def require(self, asker: str) -> torch.optim.Optimizer:
         """Return the optimizer; raise if there is none yet."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import compile_config, optimizer_config, schedule_config
 from hftrain.adapter.data import total_batch_size
 from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
@@ -48,8 +47,7 @@ from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.groups import decay_parameter_names
-from hftrain.optim.optimizers import optimizer_class
-from hftrain.optim.schedules import build_schedule
+from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
@@ -72,7 +70,7 @@ from hftrain.run.writing import saved_tool, write_model
 from hftrain.step.stepper import Computing
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
-from hftrain.task.compilation import Compiler
+from hftrain.task.compilation import CompileConfig, Compiler
 from hftrain.task.introspect import tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
@@ -349,7 +347,7 @@ class Trainer:
             is_on=not self.args.skip_memory_metrics, is_main=strategy.is_main, device_type=strategy.device_type
         )
         self._memory.start("init")
-        self.compiler = Compiler(compile_config(self.args))
+        self.compiler = Compiler(CompileConfig.of(self.args))
         self._computing = Computing(self.precision.backward, self.precision.autocast)
         self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
         # Its pushes to the Hub, once there is one.
@@ -1262,10 +1260,7 @@ class Trainer:
         """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
             self._created_lr_scheduler = True
-            chosen = self._trainer_optimizers.require("create_scheduler") if optimizer is None else optimizer
-            self.lr_scheduler = build_schedule(
-                schedule_config(self.args, num_training_steps=num_training_steps), chosen
-            )
+            self.lr_scheduler = self._trainer_optimizers.make_schedule(num_training_steps, optimizer)
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -1277,7 +1272,7 @@ class Trainer:
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the optimizer class and keyword arguments selected by the training arguments."""
-        return optimizer_class(optimizer_config(args), model)
+        return optimizer_class(OptimizerConfig.of(args), model)
 
     def get_learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter group; requires an optimizer."""
