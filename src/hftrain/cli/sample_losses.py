@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.hooks import Hooks
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 from hftrain.core.types import Owns
 from hftrain.extras.batch_size.micro_batches import split_batch
 from hftrain.extras.flight.observing import Observer, own_part
-from hftrain.run.parts import TrainerHooks, parts_of
+from hftrain.run.parts import TrainerHooks
+from hftrain.trainer.parts import parts_of
 
 
 class SampleObserver(Observer):
@@ -33,7 +33,7 @@ class SampleObserver(Observer):
 
     def __init__(self, step: int, folder: Path, trainer: TrainerHooks) -> None:
         super().__init__(step, folder)
-        self._trainer, self._hooks = trainer, parts_of(trainer, Hooks)[0]
+        self._trainer, self._hooks = trainer, parts_of(trainer).hooks
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the step changes."""

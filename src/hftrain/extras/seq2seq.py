@@ -164,7 +164,7 @@ class Seq2SeqTrainer(Trainer):
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may pop the labels from the batch.
-            mean = self._trainer_evaluation.mean if has_loss else None
+            mean = self._trainer_parts.evaluation.mean if has_loss else None
             if mean is not None:
                 mean.open(inputs)
             loss = self._trainer_hooks.compute_loss(model, inputs).detach() if has_loss else None

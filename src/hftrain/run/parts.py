@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -200,14 +200,6 @@ class TrainerPart:
 
     def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
         self._trainer, self._hooks = trainer, hooks
-
-
-Part = TypeVar("Part")
-
-
-def parts_of(trainer: TrainerHooks, kind: type[Part]) -> list[Part]:
-    """Return the parts of a Trainer that are of a kind."""
-    return [each for each in vars(trainer).values() if isinstance(each, kind)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

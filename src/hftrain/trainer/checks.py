@@ -27,11 +27,12 @@ from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs
-from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
+from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
 from hftrain.rules.optimizer import check_step
-from hftrain.rules.saving import check_fits, check_saves
-from hftrain.rules.task import check_copies, check_not_sharded
+from hftrain.rules.packing import check_packed_rows, check_packing
+from hftrain.rules.saving import check_fits, check_save_policy, check_saves
+from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
@@ -44,6 +45,26 @@ from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 
 _PREPARE = ("_prepare_inputs", "_prepare_input")
+
+
+def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
+    """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
+    data.check_given()
+    check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
+    check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)
+
+
+def check_with_model(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation, *, collator: Any) -> None:
+    """Raise for settings that cannot work with the model.
+
+    Args:
+        collator: The one that was given; None takes the default.
+    """
+    args, task = trainer.args, trainer.task
+    check_packing(args, task, collator)
+    check_unused_by_task(args, task, compute_loss_func=trainer.compute_loss_func, count_items=trainer.count_items)
+    evaluation.check()
+    check_packed_rows(args, trainer.model, trainer.data_collator, [trainer.train_dataset, *data.eval_sets])
 
 
 def check_before_training(

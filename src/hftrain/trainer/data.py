@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from operator import is_
@@ -10,6 +11,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
+from hftrain.adapter.plan import TrainPlan, train_plan
+from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.hooks import Hooks
@@ -190,6 +193,16 @@ class TrainerData:
         if self._seeded is None or self._seeded.data_collator is not given:
             self._seeded = SeededCollator(given)
         return self._seeded
+
+    def run_length(self, args: TrainingArguments, loader: Any, total_batch_size: int) -> TrainPlan:
+        """Return the length of a run over a loader, as far as the limits let it be read."""
+        limits, length = self._trainer.limits, len(loader) if has_length(loader) else None
+        num_batches = limits.num_train(length) if limits.of_training else length
+        num_examples = 0 if length is None else self._trainer.num_examples(loader)
+        if num_batches is not None and num_batches != length:
+            per_batch = total_batch_size // args.gradient_accumulation_steps
+            num_examples = min(num_examples or sys.maxsize, num_batches * per_batch)
+        return train_plan(args, num_batches=num_batches, num_examples=num_examples, total_batch_size=total_batch_size)
 
     def training_share(self, *dataset: Any) -> Any:
         """Return this rank's training batches, or those of another dataset if one is given. Collective."""

@@ -20,6 +20,8 @@ from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import prepare_model
+from hftrain.trainer.loss_kinds import CountItemsCheck
+from hftrain.trainer.training_steps import TrainingSteps
 
 
 class TrainerModel(TrainerPart):
@@ -36,9 +38,11 @@ class TrainerModel(TrainerPart):
     outermost: nn.Module
     accepts_count: bool
 
-    def __init__(self, trainer: TrainerHooks, hooks: Hooks, *, on_adopted: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, *, on_adopted: Callable[[], None]
+    ) -> None:
         super().__init__(trainer, hooks)
-        self._on_adopted = on_adopted
+        self._steps, self._on_adopted = steps, on_adopted
         # The documented properties as they were detected.
         self._detected: dict[str, Any] = {}
 
@@ -75,6 +79,7 @@ class TrainerModel(TrainerPart):
         self.find("_signature_columns", None)
         if trainer.optimizer is not None and trainer.model_init is None:
             check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
+        self._steps.items_check = CountItemsCheck(task)
         self._on_adopted()
 
     def find(self, name: str, value: Any) -> None:
@@ -97,8 +102,10 @@ class TrainerModel(TrainerPart):
         return trainer.model
 
 
-def build_model(model_init: Callable[..., Any], trial: Any) -> nn.Module:
-    """Return what a `model_init` makes, given the trial of a search if it takes one."""
+def build_model(model_init: Callable[..., Any] | None, trial: Any, *, seed: int) -> nn.Module:
+    """Seed, and return what a `model_init` makes, given the trial of a search if it takes one."""
+    assert model_init is not None
+    set_seed(seed)
     parameters = inspect.signature(model_init).parameters.values()
     if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
         raise ConfigError(

@@ -58,7 +58,7 @@ def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
 
 
 class TakesMethod(Trainer):
-    def _take_model(self, *dataset: Any) -> Any:
+    def _make_callbacks(self, *dataset: Any) -> Any:
         return dataset
 
 
@@ -68,7 +68,7 @@ class TakesAttribute(Trainer):
 
 class SetsBefore(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._journal = "sft"
+        self._session = "sft"
         super().__init__(*args, **kwargs)
 
 

@@ -25,9 +25,9 @@ from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 from hftrain.data.datasets import kept_in_place
-from hftrain.run.parts import TrainerHooks, TrainerPart, parts_of
+from hftrain.run.parts import TrainerHooks, TrainerPart
 from hftrain.trainer.choices import without_trackers
-from hftrain.trainer.model import TrainerModel
+from hftrain.trainer.parts import parts_of
 
 
 def rehearse(
@@ -88,8 +88,10 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
     evaluated = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, Mapping) else [evaluated])]
     try:
-        owned = trainer.args, trainer.state, trainer.control, *parts_of(trainer, TrainerPart), *callbacks
-        with preserved(trainer, *owned), kept_in_place(*datasets):
+        parts = parts_of(trainer)
+        stateful = [each for each in vars(parts).values() if isinstance(each, TrainerPart)]
+        owned = trainer.args, trainer.state, trainer.control, *callbacks
+        with preserved(trainer, parts, *stateful, *owned), kept_in_place(*datasets):
             _copy_parts(trainer)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
@@ -103,7 +105,7 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
 
 def _copy_parts(trainer: TrainerHooks) -> None:
     """Copy model, optimizer, schedule and loops together because they refer to each other."""
-    (adopted,) = parts_of(trainer, TrainerModel)
+    adopted = parts_of(trainer).model
     try:
         if trainer.model_init is not None:
             trainer.loops = copy.deepcopy(trainer.loops)

@@ -29,9 +29,9 @@ from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length, kept_in_place
 from hftrain.extras.rehearsal.rehearsal import clear, copies
-from hftrain.run.parts import TrainerHooks, parts_of
+from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
-from hftrain.trainer.data import TrainerData
+from hftrain.trainer.parts import parts_of
 
 # They show or judge a run, which a trial is not.
 _LEFT_OUT = (EarlyStoppingCallback, PrinterCallback, ProgressCallback, SummaryCallback)
@@ -156,9 +156,9 @@ class Tuner:
         """
         found = {}
         for number in num_workers:
-            data, (own,) = self._trainer.train_dataset, parts_of(self._trainer, TrainerData)
+            data = self._trainer.train_dataset
             with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), kept_in_place(data):
-                batches = iter(own.training_share())
+                batches = iter(parts_of(self._trainer).data.training_share())
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()
                 num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)
