@@ -17,9 +17,9 @@ import pytest
 from support.distributed import run_command
 from support.tiny import make_arguments
 
-from hftrain.adapter.configs import compile_config
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.strategy import strategy_request
+from hftrain.task.compilation import CompileConfig
 
 COMMON = """
 compute_environment: LOCAL_MACHINE
@@ -103,7 +103,7 @@ def test_several_gpus_on_two_machines(tmp_path: Path, monkeypatch: pytest.Monkey
     enter(monkeypatch, environment, world_size=8)
     assert strategy_request(make_arguments(tmp_path), None, is_checkpointing=False)[0] == "ddp"
     assert precision_request(make_arguments(tmp_path), None)[0] == "fp16"
-    assert compile_config(make_arguments(tmp_path)) is None
+    assert CompileConfig.of(make_arguments(tmp_path)) is None
 
 
 @pytest.mark.parametrize("line", ["--config_file {}", FLAGS])

@@ -531,8 +531,8 @@ def test_no_output_of_a_model_is_kept(tmp_path: Path) -> None:
     trainer = Trainer(model, arguments, train_dataset=make_rows(), eval_dataset=make_rows())
     trainer.train()
     trainer.evaluate()
-    assert trainer._shares.rule.watch is not None
-    assert not trainer._shares.rule.watch.close()
+    assert trainer._trainer_parts.steps.shares.rule.watch is not None
+    assert not trainer._trainer_parts.steps.shares.rule.watch.close()
     assert model._compiled_call_impl is None
 
 

@@ -46,7 +46,7 @@ def test_a_loss_that_has_changed_is_proved_again_and_said(
 ) -> None:
     train(tmp_path, Words, make_rows(), stop=2)
     assert "not that of the checkpoint" not in caplog.text
-    found = train(tmp_path, changed, make_rows(), resume=True)._shares.rule.kind
+    found = train(tmp_path, changed, make_rows(), resume=True)._trainer_parts.steps.shares.rule.kind
     assert found is not None
     assert found.what == {PerSample: "samples", Sums: "sum"}[changed]
     assert "not that of the checkpoint" in caplog.text

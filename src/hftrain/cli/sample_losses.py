@@ -17,6 +17,7 @@ from hftrain.core.types import Owns
 from hftrain.extras.batch_size.micro_batches import split_batch
 from hftrain.extras.flight.observing import Observer, own_part
 from hftrain.run.parts import TrainerHooks
+from hftrain.trainer.parts import parts_of
 
 
 class SampleObserver(Observer):
@@ -32,7 +33,7 @@ class SampleObserver(Observer):
 
     def __init__(self, step: int, folder: Path, trainer: TrainerHooks) -> None:
         super().__init__(step, folder)
-        self._trainer = trainer
+        self._trainer, self._hooks = trainer, parts_of(trainer).hooks
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the step changes."""
@@ -76,9 +77,9 @@ class SampleObserver(Observer):
         self._put_back(trainer.task.named_buffers())
         restore_rng(self._random)
         with self.parts.no_sync(model):
-            inputs = trainer._prepare_inputs(map_tensors(batch, torch.Tensor.clone))
+            inputs = self._hooks.prepare_inputs(map_tensors(batch, torch.Tensor.clone))
             with trainer.compute_loss_context_manager():
-                loss = trainer._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
+                loss = self._hooks.compute_loss(model, inputs, num_items_in_batch=num_items)
             if trainer.strategy.shards_model or Owns.BACKWARD in trainer.strategy.owns:
                 return float(loss.detach()), None
             scale = 1024.0 if trainer.precision.policy.loss_scaling else 1.0  # small gradients are 0 in fp16

@@ -63,3 +63,10 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
         changed = {key: value if key in labels else map_tensors(value, cast) for key, value in inputs.items()}
         return {**inputs, **changed}
     return map_tensors(inputs, cast)
+
+
+def full_eval_dtype(args: Any) -> torch.dtype | None:
+    """Return the dtype to evaluate entirely in, None for the model's own."""
+    if args.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if args.fp16_full_eval else None

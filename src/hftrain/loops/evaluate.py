@@ -50,6 +50,19 @@ class EvaluateConfig:
     takes_objects: bool = False
     returns_predictions: bool = True
 
+    @classmethod
+    def of(cls, args: Any, *, keeps_predictions: bool, **settings: Any) -> EvaluateConfig:
+        """Return the config that the training arguments choose, with what the Trainer knows besides."""
+        return cls(
+            keeps_predictions=keeps_predictions and not args.batch_eval_metrics,
+            moves_every=args.eval_accumulation_steps,
+            joins_batches=args.eval_do_concat_batches,
+            computes_per_batch=args.batch_eval_metrics,
+            includes=tuple(args.include_for_metrics),
+            takes_objects=args.eval_use_gather_object,
+            **settings,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateHooks:

@@ -54,6 +54,22 @@ class OptimizerConfig:
     warmup_steps: int = 0
     use_cpu: bool = False
 
+    @classmethod
+    def of(cls, args: Any) -> OptimizerConfig:
+        """Return the config that the training arguments choose."""
+        return cls(
+            name=str(args.optim),
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            options=args.optim_args,
+            target_modules=args.optim_target_modules,
+            # A warm-up ratio needs the run's length, which is known here only if it is set in steps.
+            warmup_steps=args.get_warmup_steps(max(args.max_steps, 0)),
+            use_cpu=bool(args.use_cpu),
+        )
+
 
 def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> OptimizerClass:
     """Return the optimizer's class and its keyword arguments, without the parameters.

@@ -39,6 +39,22 @@ class ScheduleConfig:
     last_step: int = -1
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, args: Any, *, num_training_steps: int) -> ScheduleConfig:
+        """Return the config that the training arguments choose."""
+        # With a constant rate the optimizer does the warm-up; other schedules also do their own, as documented.
+        warms_up_itself = (
+            str(args.optim) in ("schedule_free_adamw", "schedule_free_sgd")
+            and str(args.lr_scheduler_type) == "constant"
+            and args.get_warmup_steps(max(args.max_steps, 0)) > 0
+        )
+        return cls(
+            name=str(args.lr_scheduler_type),
+            num_training_steps=num_training_steps,
+            num_warmup_steps=0 if warms_up_itself else args.get_warmup_steps(num_training_steps),
+            options=dict(args.lr_scheduler_kwargs or {}),
+        )
+
 
 def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
     """Build the schedule of an optimizer; sets the groups' rates to the schedule's first value.

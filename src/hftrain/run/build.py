@@ -21,11 +21,12 @@ from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import plan_run, report_changed_arguments
+from hftrain.run.plan import plan_run, report_changed_arguments, start_state
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
 from hftrain.run.training_checks import TrainingChecks, check_schedule
+from hftrain.run.writing import make_manager
 from hftrain.strategies.base import Strategy
 
 
@@ -48,21 +49,21 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     args, strategy, trainer = parts.args, parts.strategy, parts.trainer
     loop = parts.loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
     resume = parts.output.share(resume, is_on_each_node=args.save_on_each_node)
-    manager = parts.manager = trainer._make_manager(parts.output.meet())
-    model = trainer._make_model()
+    manager = parts.manager = make_manager(trainer, parts.hooks, parts.output, parts.output.meet())
+    model = parts.services.make_model()
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
     draws_on = trainer.worker_seeds == "epoch"
     # The salvage of a failed run stores the state before every step.
     saves_always = parts.save_policy.on_exception
     data = parts.data = RunData(
-        trainer._open_training_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
+        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
         expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
     )  # fmt: skip
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed)
     counts = RunCounts(parts, model)
-    trainer._start_state(resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
+    start_state(parts, resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
             report_changed_arguments(args, resume)

@@ -210,7 +210,7 @@ class Contents:
         if saved.is_planned:
             is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
             self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
-        self._parts.trainer._load_optimizer_and_scheduler(str(folder))
+        self._parts.hooks.load_optimizer_and_scheduler(str(folder))
         own = load_own(folder, strategy, saved.facts["geometry"])
         restore(self._own_parts(), own)
         self.finiteness.begin()
@@ -239,7 +239,7 @@ class Contents:
     def load_numbers(self) -> None:
         """Restore the checkpoint's random numbers through the documented hook, if that has not been done."""
         if self._numbers:
-            self._parts.trainer._load_rng_state(str(self._folder))
+            self._parts.hooks.load_rng_state(str(self._folder))
             self._numbers = {}
 
     def restore_numbers(self) -> None:

@@ -66,7 +66,7 @@ class RunCounts:
         args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
         self._data, self._state, self._trainer = parts.strategy.data, parts.state, trainer
         self._counter = token_counter(args, model, trainer.processing_class)
-        counts_flos = trainer._is_overridden(names[0]) or any(hasattr(model, name) for name in names)
+        counts_flos = parts.hooks.is_overridden(names[0]) or any(hasattr(model, name) for name in names)
         self._count_flos = trainer.floating_point_ops if counts_flos else None
         self._counts_speed = bool(args.include_tokens_per_second)
         self._counts_tokens = self._counts_speed or bool(args.include_num_input_tokens_seen)

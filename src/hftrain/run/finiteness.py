@@ -69,8 +69,8 @@ class Rewind:
         parts.trained.go_back(read_manifest(folder).facts)
         self._objects.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
-            parts.trainer._load_from_checkpoint(str(folder))
-            parts.trainer._load_optimizer_and_scheduler(str(folder))
+            parts.hooks.load_from_checkpoint(str(folder))
+            parts.hooks.load_optimizer_and_scheduler(str(folder))
         held, frozen = self._objects.held(), []
         for name, parameter in parts.model.named_parameters():
             # Whether a parameter trains that an optimizer still has is the position of the run, like its rate.

@@ -34,7 +34,7 @@ class Interrupts:
     """
 
     def __init__(self, parts: RunParts, saver: Saver, grace: GracePeriod) -> None:
-        self._parts, self._saver, self._grace, self.where = parts, saver, grace, parts.where
+        self._parts, self._saver, self._grace, self.where = parts, saver, grace, parts.services.where
         self._args, self._policy = parts.args, parts.save_policy
         self.strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress

@@ -17,7 +17,7 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import NodeUploads
+from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
@@ -43,13 +43,13 @@ class RunParts:
     """The parts of a run: those that exist before, and those that are made while it is built, in this order.
 
     Args:
-        trainer: Whose documented methods the run calls.
+        trainer: Has the documented attributes.
+        hooks: The documented methods that the run calls.
         losses: The open logging window.
         logs: Values logged by the steps in that window.
-        trial: The current trial of a search, from its backend.
+        trial_run: The current trial of a search, with its results; None outside of one.
         ignore_keys: Outputs that evaluations leave out of the predictions.
-        where: Describes what the Trainer is doing; from any thread.
-        read_metrics: Computes and resets the task's training metrics.
+        services: What the Trainer's own parts do.
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
@@ -66,6 +66,7 @@ class RunParts:
     """
 
     trainer: TrainerHooks
+    hooks: Hooks
     args: TrainingArguments
     save_policy: SavePolicy
     strategy: Strategy
@@ -78,11 +79,10 @@ class RunParts:
     events: CallbackHandler
     losses: LossWindow
     logs: LogWindow
-    trial: Any
+    trial_run: Any
     ignore_keys: list[str] | None
     journal: Journal
-    where: Callable[[], str]
-    read_metrics: Callable[[], Mapping[str, Any]]
+    services: TrainerServices
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
@@ -112,8 +112,7 @@ class RunParts:
 class TrainerHooks(Protocol):
     """The documented attributes and hooks of a Trainer, with its documented arguments; collective where those are.
 
-    A run looks them up at each use, because subclasses override them and scripts assign them during a run. The methods
-    below the line are the Trainer's own part of a run.
+    A run looks them up at each use, because subclasses override them and scripts assign them during a run.
     """
 
     args: TrainingArguments
@@ -136,6 +135,11 @@ class TrainerHooks(Protocol):
     compute_loss_func: Any
     optimizer_cls_and_kwargs: Any
     model_init: Any
+    count_items: Any
+    model_accepts_loss_kwargs: Any
+    is_model_parallel: bool
+    is_in_train: bool
+    fast_dev_run: int
     save_policy: SavePolicy
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
@@ -145,18 +149,17 @@ class TrainerHooks(Protocol):
     neftune_noise_alpha: float | None
     is_deepspeed_enabled: Any
     current_flos: float
-    _signature_columns: list[str] | None
-    _eval_dataloaders: dict[str, Any]
 
     @property
     def output_dir(self) -> Path: ...
+    @property
+    def place_model_on_device(self) -> bool: ...
     @property
     def callback_handler(self) -> CallbackHandler:
         """The callbacks."""
 
     def get_total_train_batch_size(self, *args: Any, **options: Any) -> int: ...
     def get_tp_size(self, *args: Any, **options: Any) -> int: ...
-    def _get_dataloader(self, *args: Any, **options: Any) -> Any: ...
     def set_initial_training_values(
         self, *args: Any, **options: Any
     ) -> tuple[int, int, int, int, bool, int | None, int]: ...
@@ -164,78 +167,59 @@ class TrainerHooks(Protocol):
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer: ...
     def create_scheduler(self, *args: Any, **options: Any) -> Any: ...
     def create_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
-    def _wrap_model(self, *args: Any, **options: Any) -> nn.Module: ...
-    def _align_special_tokens(self, *args: Any, **options: Any) -> None: ...
-    def _activate_neftune(self, *args: Any, **options: Any) -> nn.Module: ...
-    def _deactivate_neftune(self, *args: Any, **options: Any) -> None: ...
-    def _get_learning_rate(self, *args: Any, **options: Any) -> float: ...
-    def _get_eval_sampler(self, *args: Any, **options: Any) -> Any: ...
-    def _set_signature_columns_if_needed(self, *args: Any, **options: Any) -> None: ...
-    def _remove_unused_columns(self, *args: Any, **options: Any) -> Any: ...
-    def _get_collator_with_removed_columns(self, *args: Any, **options: Any) -> Callable[[list[Any]], Any]: ...
     def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput: ...
     def prediction_step(self, *args: Any, **options: Any) -> tuple[Any, Any, Any]: ...
     def torch_jit_model_eval(self, *args: Any, **options: Any) -> nn.Module: ...
+    def compute_loss(self, *args: Any, **options: Any) -> Any: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
-    def _prepare_inputs(self, inputs: Any) -> Any: ...
-    def _nested_gather(self, *args: Any, **options: Any) -> Any: ...
     def num_examples(self, dataloader: Any) -> int: ...
     def get_num_trainable_parameters(self, *args: Any, **options: Any) -> int: ...
     def floating_point_ops(self, *args: Any, **options: Any) -> float: ...
     def store_flos(self, *args: Any, **options: Any) -> None: ...
     def evaluate(self, *args: Any, **options: Any) -> Mapping[str, float]: ...
-    def _evaluate(self, *args: Any, **options: Any) -> Mapping[str, float]: ...
-    def _determine_best_metric(self, *args: Any, **options: Any) -> bool: ...
-    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None: ...
     def create_model_card(self, *args: Any, **options: Any) -> None: ...
     def save_model(self, *args: Any, **options: Any) -> None: ...
-    def _save_checkpoint(self, *args: Any, **options: Any) -> None: ...
-    def _save_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
-    def _rotate_checkpoints(self, *args: Any, **options: Any) -> None: ...
-    def _push_from_checkpoint(self, *args: Any, **options: Any) -> None: ...
-    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None: ...
-    def _load_optimizer_and_scheduler(self, *args: Any, **options: Any) -> None: ...
-    def _load_rng_state(self, *args: Any, **options: Any) -> None: ...
-    def _load_best_model(self, *args: Any, **options: Any) -> None: ...
 
-    # -- not documented ------------------------------------------------------------------------------------------
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]: ...
+    def call_model_init(self, trial: Any = None) -> nn.Module: ...
+    def get_train_dataloader(self) -> Any: ...
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...
+    def add_callback(self, callback: Any) -> None: ...
+    def remove_callback(self, callback: Any) -> None: ...
+    def is_world_process_zero(self) -> bool: ...
+    def is_local_process_zero(self) -> bool: ...
 
-    # The parts of the current run, None between runs.
-    _run_parts: RunParts | None
-    # The user's wrapper around the model, if any, else the model.
-    _outermost: nn.Module
-    # Number of batches of a running memory estimate.
-    _num_estimated: int
-    # The documented `log`, called in its older form if an override has that.
-    _slot_log: Callable[..., Any]
-    # The documented `compute_loss` and `training_step`, likewise.
-    _slot_compute_loss: Callable[..., Any]
-    _slot_training_step: Callable[..., Any]
 
-    @property
-    def _num_rehearsed(self) -> int: ...
-    def _is_overridden(self, name: str) -> bool:
-        """Tell whether the user's class or instance overrides a documented method."""
+class TrainerPart:
+    """A part of a Trainer, with state that a rehearsal restores.
 
-    def _resolve_hooks(self) -> None: ...
-    def _stop_observing(self) -> None: ...
-    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
-        """Return the manager that commits the run's checkpoints."""
+    Args:
+        trainer: Has the documented attributes.
+        hooks: Its documented methods, as they are overridden.
+    """
 
-    def _make_model(self) -> nn.Module: ...
-    def _open_training_data(self, *dataset: Any) -> Any: ...
-    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None: ...
-    def _forget_schedule(self) -> None: ...
-    def _cast_model(self) -> None: ...
-    def _begin_steps(self) -> Sequence[InManifest]: ...
-    def _end_steps(self) -> None:
-        """Undo `_begin_steps`."""
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
+        self._trainer, self._hooks = trainer, hooks
 
-    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]: ...
-    def _note_sync(self, syncs: bool) -> None: ...
-    def _try_evaluation(self) -> None: ...
-    def _finish_training(self, metrics: dict[str, Any]) -> None:
-        """End the documented state of training, and add the memory use to the metrics."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerServices:
+    """What the parts of a Trainer do for a run; collective where the documented methods are."""
+
+    make_model: Callable[[], nn.Module]  # returns the bare model, rebuilt if there is a `model_init`
+    outermost: Callable[[], nn.Module]  # the user's wrapper around the model, if any, else the model
+    open_data: Callable[..., Any]  # this rank's training batches, or those of another dataset if one is given
+    forget_schedule: Callable[[], None]  # drops what an earlier run made
+    cast_model: Callable[[], None]  # makes the model cast itself, where user code computes a loss
+    begin_steps: Callable[[], Sequence[InManifest]]  # returns what the manifest records of them
+    end_steps: Callable[[], None]
+    step_functions: Callable[[Path | None, LogWindow], tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]]
+    mark_sync: Callable[[bool], None]  # notes whether an update follows the next micro-step
+    check_cadences: Callable[[], None]  # of the evaluation sets, once the length of the run is known
+    try_evaluation: Callable[[], None]  # as `sanity_eval_batches` says; leaves no trace
+    read_metrics: Callable[[], Mapping[str, Any]]  # computes and resets the task's training metrics
+    report_memory: Callable[[dict[str, Any]], None]  # adds the memory use to metrics
+    where: Callable[[], str]  # describes what the Trainer is doing; from any thread
 
 
 def checkpoint_object_owners(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]:
@@ -244,12 +228,12 @@ def checkpoint_object_owners(trainer: TrainerHooks) -> Sequence[tuple[str, Any]]
     return [("trainer", trainer), ("task", trainer.task), *callbacks]
 
 
-def loss_window(trainer: TrainerHooks) -> LossWindow:
+def loss_window(trainer: TrainerHooks, hooks: Hooks) -> LossWindow:
     """Return the window that sums the losses between two logs, over all processes; an override may gather them."""
     reduce: Callable[[torch.Tensor], torch.Tensor] = partial(trainer.strategy.reduce, op="mean")
-    if trainer._is_overridden("_nested_gather"):
-        reduce = lambda loss: trainer._nested_gather(loss).mean()  # noqa: E731
+    if hooks.is_overridden("_nested_gather"):
+        reduce = lambda loss: hooks.nested_gather(loss).mean()  # noqa: E731
     # Documented: not on XLA.
     filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
-    is_live = trainer._is_overridden("_maybe_log_save_evaluate")
+    is_live = hooks.is_overridden("_maybe_log_save_evaluate")
     return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)

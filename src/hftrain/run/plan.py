@@ -19,6 +19,7 @@ from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
@@ -28,6 +29,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
+from hftrain.run.writing import make_manager
 
 logger = get_logger(__name__)
 
@@ -244,7 +246,7 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 
 
-def find_resume(trainer: TrainerHooks, output: Output, resume: str | bool | None) -> Path | None:
+def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; launches nothing.
 
     Args:
@@ -268,10 +270,10 @@ def find_resume(trainer: TrainerHooks, output: Output, resume: str | bool | None
         logger.warning(unused, args.resume_from_checkpoint)
     if resume is None or resume is False or not strategy.is_main:
         return None
-    manager = trainer._make_manager()
+    manager = make_manager(trainer, hooks, output)
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
-        writes_itself = trainer._is_overridden("_save_checkpoint")
+        writes_itself = hooks.is_overridden("_save_checkpoint")
         latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
         if resume == AUTO:
             if args.save_only_model:
@@ -308,17 +310,19 @@ def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
     )
 
 
-def start_state(
-    trainer: TrainerHooks, fresh: TrainerState, resume: Path | None, *, num_steps: int, num_epochs: int
-) -> None:
+def start_state(parts: RunParts, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
     """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
-    state, args = trainer.state, trainer.args
-    loaded = fresh if resume is None else load_trainer_state(resume)
-    for flag in ("is_local_process_zero", "is_world_process_zero"):
-        setattr(loaded, flag, getattr(fresh, flag))
+    state, args, trainer = parts.state, parts.args, parts.trainer
+    loaded = TrainerState() if resume is None else load_trainer_state(resume)
+    loaded.is_local_process_zero = trainer.is_local_process_zero()
+    loaded.is_world_process_zero = trainer.is_world_process_zero()
     vars(state).update(vars(loaded))
     state.max_steps, state.num_train_epochs = num_steps, num_epochs
     if state.epoch is None:
         state.epoch = 0.0
     state.train_batch_size = args.train_batch_size
     state.compute_steps(args, num_steps)
+    if parts.trial_run is not None:
+        parts.trial_run.describe(state)
+    parts.services.check_cadences()
+    trainer.current_flos = 0

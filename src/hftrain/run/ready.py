@@ -36,7 +36,7 @@ def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Ite
         changes.close()
         trainer.task.model = trainer.model
         parts.computing.use(parts.precision, None)
-        trainer._end_steps()
+        parts.services.end_steps()
 
 
 def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
@@ -46,19 +46,19 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
     model = parts.model = trainer.model = task.model = precision.convert(trainer.model)
     if resume is not None:
         with restoring(resume):
-            trainer._load_from_checkpoint(str(resume))
+            parts.hooks.load_from_checkpoint(str(resume))
     with without_model(task):
         task.to(strategy.device)  # its metrics and other parts; the strategy places the model
-    trainer._align_special_tokens()
+    parts.hooks.align_special_tokens()
     parts.unchanged = _change_model(parts, model, changes)
-    trainer._forget_schedule()
+    parts.services.forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
     parts.trained = TrainedParameters(strategy, task, lambda: trainer.lr_scheduler)
     with parts.trained.splitting(model, saves=saves_at_all(args, parts.save_policy)):
         unheld = _wrap(parts, max_steps)
     optimizer = parts.optimizer
     trainer.compiler.compile(model)
-    trainer._cast_model()
+    parts.services.cast_model()
     if "scheduler" in strategy.makes:
         trainer.lr_scheduler = strategy.schedule
     elif "optimizer" in strategy.makes:
@@ -82,7 +82,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
     parts.stepper = stepper
     parts.computing.use(stepper, optimizer)
-    parts.facts = trainer._begin_steps()
+    parts.facts = parts.services.begin_steps()
 
 
 def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callable[[], AbstractContextManager[Any]]:
@@ -105,8 +105,8 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
         recompute = strategy.recompute or extra("recompute").recompute_activations
         undo.callback(recompute(model, options if isinstance(options, dict) else {}))
     if trainer.neftune_noise_alpha is not None:
-        trainer._activate_neftune(model)
-        undo.callback(trainer._deactivate_neftune, model)
+        parts.hooks.activate_neftune(model)
+        undo.callback(parts.hooks.deactivate_neftune, model)
     if put_back is None:
         return nullcontext
 
@@ -125,7 +125,7 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
 def _division(parts: RunParts) -> int | None:
     """Return by how many micro-batches a loss is divided; None if a user's step does so."""
     trainer = parts.trainer
-    if trainer._is_overridden("training_step"):
+    if parts.hooks.is_overridden("training_step"):
         return None
     is_plain = isinstance(trainer.task, ModelTask) and trainer.task.count_rule is None
     is_scaled = is_plain and getattr(trainer, "loss_is_scaled_for_ga", None) is True
@@ -168,10 +168,11 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         return wrapped
 
     # The user's own wrapper, if it still holds the model.
-    outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+    outermost = parts.services.outermost()
+    outermost = outermost if strategy.unwrap(outermost) is trainer.model else trainer.model
     parts.wrap = wrap
     try:
-        wrapped = trainer._wrap_model(outermost)
+        wrapped = parts.hooks.wrap_model(outermost)
     finally:
         parts.wrap = None
     if not made:

@@ -147,7 +147,7 @@ class Run:
         """Return the parts for the training loop."""
         parts, plan, args, trainer = self._parts, self._plan, self._parts.args, self._parts.trainer
         schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
-        take, training_step = trainer._steps(self._resume)
+        take, training_step = parts.services.step_functions(self._resume, parts.logs)
         evaluates_first = args.eval_on_start or trainer.limits.sanity_eval_batches
         return FitParts(
             config=FitConfig(
@@ -171,13 +171,13 @@ class Run:
                 rewind=self.contents.rewind.between_steps(self.saver.writes.finish),
                 make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
-                act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
-                mark_sync=trainer._note_sync if accumulation > 1 else None,
+                act=self._act_through_hook if parts.hooks.is_overridden("_maybe_log_save_evaluate") else None,
+                mark_sync=parts.services.mark_sync if accumulation > 1 else None,
                 pass_length=lambda: plan.pass_length(parts.data.feed),
                 # An override may join or split batches.
-                check_pass=None if trainer._is_overridden("get_batch_samples") else self._check_pass,
+                check_pass=None if parts.hooks.is_overridden("get_batch_samples") else self._check_pass,
                 check_flags=self._check_flags,
-                read_rate=trainer._get_learning_rate if trainer._is_overridden("_get_learning_rate") else None,
+                read_rate=parts.hooks.get_learning_rate if parts.hooks.is_overridden("_get_learning_rate") else None,
             ),
             feed=parts.data.feed,
             dataset=trainer.train_dataset,
@@ -230,14 +230,14 @@ class Run:
             "tr_loss": parts.losses.open_sum(),
             "grad_norm": grad_norm,
             "model": self._parts.wrapped,
-            "trial": parts.trial,
+            "trial": parts.hooks.trial,
             "epoch": parts.state.epoch,
             "ignore_keys_for_eval": parts.ignore_keys,
             "start_time": self._start_time,
             "learning_rate": learning_rate,
         }
         with temporarily(parts.events, answers=True):
-            call_with(parts.trainer._maybe_log_save_evaluate, values)
+            call_with(parts.hooks.maybe_log_save_evaluate, values)
 
     def act(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
@@ -268,19 +268,19 @@ class Run:
         self._checks.check_unfrozen()
         check_kept(trainer, self._kept)
         check_flags(parts.control)
-        own = {name: float(value) for name, value in parts.read_metrics().items()}
+        own = {name: float(value) for name, value in parts.services.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
-        trainer._slot_log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
+        parts.hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
         self._check_flags("on_log")
 
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
-        parts, trainer = self._parts, self._parts.trainer
+        parts = self._parts
         with parts.journal.paused():
-            metrics = trainer._evaluate(parts.trial, parts.ignore_keys)
+            metrics = parts.hooks.evaluate_in_training(parts.hooks.trial, parts.ignore_keys)
         self._check_flags("on_evaluate")
         # Rank 0's metric decides on every rank, which needs no check.
-        is_best = trainer._determine_best_metric(metrics, parts.trial)
+        is_best = parts.hooks.determine_best_metric(metrics, parts.hooks.trial)
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True
 
@@ -289,9 +289,9 @@ class Run:
         parts, trainer = self._parts, self._parts.trainer
         with parts.journal.paused():
             if trainer.limits.sanity_eval_batches:
-                trainer._try_evaluation()
+                parts.services.try_evaluation()
             if parts.args.eval_on_start:
-                trainer._evaluate(parts.trial, parts.ignore_keys, skip_scheduler=True)
+                parts.hooks.evaluate_in_training(parts.hooks.trial, parts.ignore_keys, skip_scheduler=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -333,13 +333,14 @@ class Run:
         parts.strategy.after_evaluation(parts.wrapped)
         parts.task.model = parts.model
         if args.load_best_model_at_end:
-            trainer._load_best_model()
+            parts.hooks.load_best_model()
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = training_loss
         if num_nonfinite:
             metrics["nonfinite_losses"] = num_nonfinite
-        trainer._finish_training(metrics)
-        trainer._slot_log(metrics)
+        trainer.is_in_train = False
+        parts.services.report_memory(metrics)
+        parts.hooks.log(metrics)
         self.saver.keep_only_best()
         parts.events.fire("on_train_end")
         show_summary(parts, self.saver, metrics, first=first, resume=self._resume)

@@ -47,7 +47,7 @@ class Saver:
     def __init__(self, parts: RunParts, contents: Contents, counts: RunCounts) -> None:
         self._parts, self.manager, self.contents, self._counts = parts, parts.manager, contents, counts
         self.writes = CheckpointWrites(parts)
-        is_own = parts.trainer._is_overridden("_save_checkpoint")
+        is_own = parts.hooks.is_overridden("_save_checkpoint")
         self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
         self._history = HistoryText()
         self._num_saves = 0
@@ -66,7 +66,7 @@ class Saver:
         num_saves = self._num_saves
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
-            self._parts.trainer._save_checkpoint(self._parts.wrapped, self._parts.trial)
+            self._parts.hooks.save_checkpoint(self._parts.wrapped, self._parts.hooks.trial)
         if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
             self._begin()
             self._uncommitted.note(self._parts.state.global_step)
@@ -131,8 +131,8 @@ class Saver:
             self._history.take(state.log_history or [])
         main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
         files = [file for file in contents.files() if file.name == OUTSIDE_WEIGHTS or not only_model]
-        if trainer._is_overridden("_save_optimizer_and_scheduler") and not only_model:
-            each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
+        if parts.hooks.is_overridden("_save_optimizer_and_scheduler") and not only_model:
+            each.append(lambda folder: parts.hooks.save_optimizer_and_scheduler(str(folder)))
         else:
             # Other processes only take part in gathering.
             main += writers(files, keep if self.manager.is_committer else as_it_is)
@@ -148,7 +148,7 @@ class Saver:
 
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, fires: bool) -> None:
         """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
-        parts, state, trainer = self._parts, self._parts.state, self._parts.trainer
+        parts, state = self._parts, self._parts.state
         if committed is None:
             state.best_model_checkpoint = former_best
             return
@@ -158,9 +158,9 @@ class Saver:
         with as_of(state, save):
             if parts.args.push_to_hub:
                 # Before rotation, which may delete it.
-                trainer._push_from_checkpoint(str(committed))
+                parts.hooks.push_from_checkpoint(str(committed))
             if self.writes.rotates_later:
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
+                parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
             self.saved_step = save.step
             if fires:
                 parts.events.fire("on_save")
@@ -210,10 +210,10 @@ class Saver:
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
-        if (best / MANIFEST).exists() or not self._parts.trainer._is_overridden("_save_checkpoint"):
+        if (best / MANIFEST).exists() or not self._parts.hooks.is_overridden("_save_checkpoint"):
             self.manager.open(best)
         with restoring(best):
-            self._parts.trainer._load_from_checkpoint(str(best))
+            self._parts.hooks.load_from_checkpoint(str(best))
             self._parts.trained.load(best)
             self.contents.objects.load_weights(best)
         state = self._parts.state

@@ -68,7 +68,7 @@ class TrainingChecks:
         self._first.callback(register_optimizer_step_post_hook(self._check_first).remove)
         # Other steps and loops may run as many passes as they like.
         if not (
-            parts.trainer._is_overridden("training_step")
+            parts.hooks.is_overridden("training_step")
             or parts.args.auto_find_batch_size
             or isinstance(optimizer, UpdatesInBackward)
             or "fit" in parts.loops

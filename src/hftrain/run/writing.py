@@ -24,6 +24,7 @@ from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, shard_writers
 from hftrain.checkpoint.weights import save_task_state, save_weights, with_own_configs
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
@@ -102,7 +103,7 @@ class CheckpointWrites:
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             check_room(parts)
             states = parts.args, parts.strategy, optimizer, self._parts.trainer.lr_scheduler, parts.loops
-            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.trainer._is_overridden)
+            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.hooks.is_overridden)
         if not self._policy.save_async:
             return
         reason = self._obstacle() or (silence if consensus is None else None)
@@ -203,7 +204,7 @@ class CheckpointWrites:
     @property
     def rotates_later(self) -> bool:
         """Whether older checkpoints are deleted in the main thread, after the commit."""
-        return not self.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
+        return not self.is_async or self._parts.hooks.is_overridden("_rotate_checkpoints")
 
     def finish(self, *, for_next: bool = False) -> None:
         """Wait for a background write, and raise its error. All processes must call it at the same step.
@@ -295,7 +296,7 @@ class CheckpointWrites:
         """Return why nothing can be written in the background, None if it can."""
         trainer, strategy, model = self._parts.trainer, self._parts.strategy, self._parts.model
         for hook in _WRITING_HOOKS:
-            if trainer._is_overridden(hook):
+            if self._parts.hooks.is_overridden(hook):
                 return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
         if not strategy.saves_in_background:
             return f"strategy={strategy.name!r} has parts of its state written by another library."
@@ -316,10 +317,10 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 
 
 def make_manager(
-    trainer: TrainerHooks, output: Output, folder: Path, uploads: NodeUploads | None = None
+    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
 ) -> CheckpointManager:
-    """Return the manager that saves and finds the checkpoints of a run in a folder."""
-    args = trainer.args
+    """Return the manager that saves and finds the checkpoints of a run."""
+    args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
     return CheckpointManager(
         folder,
         group=trainer.strategy,

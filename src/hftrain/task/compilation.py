@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
+from hftrain.strategies.environment import is_set, launched
 from hftrain.task.model_call import ModelCall
 
 # Documented back-ends that torch has dropped since, and their successors.
@@ -41,6 +43,26 @@ class CompileConfig:
 
     backend: str = "inductor"
     mode: str | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> CompileConfig | None:
+        """Return the config that the training arguments choose, None if compilation is off.
+
+        If the arguments do not set it, `accelerate launch --dynamo_backend` decides.
+        """
+        if args.torch_compile:
+            backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
+        else:
+            backend, mode = launched("ACCELERATE_DYNAMO_BACKEND").lower(), launched("ACCELERATE_DYNAMO_MODE") or None
+            if backend in ("no", ""):
+                return None
+            for option in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION"):
+                if is_set(f"ACCELERATE_DYNAMO_USE_{option}"):
+                    warn_once(f"dynamo_use_{option.lower()} of accelerate's configuration changes nothing here.")
+        if mode not in (None, "default") and backend != "inductor":
+            ignored = f"torch_compile_mode={mode!r} is an option of inductor"
+            warn_once(f"{ignored}; torch_compile_backend={backend!r} may ignore it.")
+        return cls(backend=backend, mode=mode)
 
 
 class Compiler:

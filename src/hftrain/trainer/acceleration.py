@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrain.adapter.configs import accelerator_settings
+from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.accelerate_state import accelerate_state, tell_accelerate_sync
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
@@ -21,6 +21,8 @@ from hftrain.strategies.base import Strategy, has_engine
 _PLUGINS = frozenset({"deepspeed_plugin"})
 # Keywords that the documented training_step passes to backward; the run's own backward needs neither.
 _ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
+
+_LOADER_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
 def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing) -> Any:
@@ -36,7 +38,7 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
     from accelerate.utils import GradientAccumulationPlugin
 
     strategy.launch()
-    mixed, loading = accelerator_settings(args, precision.policy, device_type=strategy.device_type)
+    mixed, loading = _settings(args, precision.policy, device_type=strategy.device_type)
     options = strategy.accelerator_options()
     # Set afterwards: passed as an argument, it would be dropped on a CPU and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
@@ -87,7 +89,7 @@ def adopt_accelerator(
     if reason is not None:
         raise ConfigError("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
     _check(accelerator, strategy)
-    mixed, _ = accelerator_settings(args, precision.policy, device_type=strategy.device_type)
+    mixed, _ = _settings(args, precision.policy, device_type=strategy.device_type)
     if accelerator.mixed_precision != mixed:
         warn_once(
             f"The assigned Accelerator has mixed_precision={accelerator.mixed_precision!r}. The training still "
@@ -190,6 +192,21 @@ def _check(accelerator: Any, strategy: Strategy) -> None:
             f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
             "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
         )
+
+
+def _settings(args: Any, policy: Any, *, device_type: str) -> tuple[str, dict[str, Any]]:
+    """Return the mixed precision by accelerate's name, and the loader settings.
+
+    On the CPU fp16 is passed as "no", because accelerate does not support it there, while torch does.
+    """
+    sharing = read_accelerator_config(args)
+    names = {"float16": "fp16", "bfloat16": "bf16"}
+    mixed = names.get(str(policy.compute_dtype).removeprefix("torch."), "no") if policy.autocast else "no"
+    if device_type == "cpu" and mixed == "fp16":
+        mixed = "no"
+    # As documented, the order depends on the seed; accelerate's own default draws it from the global generator.
+    loading = {"use_seedable_sampler": True, **{k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}}
+    return mixed, {**loading, "data_seed": args.data_seed}
 
 
 class EngineFlag:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
@@ -18,6 +17,7 @@ from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
@@ -25,13 +25,13 @@ from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
 from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
-from hftrain.optim.schedules import build_schedule
-from hftrain.rules.data import batch_columns, check_inputs
-from hftrain.rules.evaluation import check_batches, check_best_metric, check_columns, check_functions
+from hftrain.optim.schedules import ScheduleConfig, build_schedule
+from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
+from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
 from hftrain.rules.optimizer import check_step
-from hftrain.rules.saving import check_fits, check_saves
-from hftrain.rules.task import check_copies, check_not_sharded
+from hftrain.rules.saving import check_fits, check_save_policy, check_saves
+from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
@@ -46,8 +46,28 @@ from hftrain.trainer.evaluation import Evaluation
 _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 
+def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
+    """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
+    data.check_given()
+    check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
+    check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)
+
+
+def check_with_model(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
+    """Raise for settings that cannot work with the model."""
+    args, task = trainer.args, trainer.task
+    check_with_datasets(args, task, trainer.data_collator, [trainer.train_dataset, *data.eval_sets])
+    check_unused_by_task(args, task, compute_loss_func=trainer.compute_loss_func, count_items=trainer.count_items)
+    evaluation.check()
+
+
 def check_before_training(
-    trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation, output: Output, resume: str | bool | None
+    trainer: TrainerHooks,
+    hooks: Hooks,
+    data: TrainerData,
+    evaluation: Evaluation,
+    output: Output,
+    resume: str | bool | None,
 ) -> Path | None:
     """Raise for a training that cannot work; return the checkpoint to resume from.
 
@@ -58,21 +78,21 @@ def check_before_training(
     data.check_training()
     if saves_at_all(args, trainer.save_policy):
         output.check_writable()
-    _check_optimizer(trainer)
+    _check_optimizer(trainer, hooks)
     compiles = trainer.compiler.config is not None
     check_copies(args, strategy, trainer.model, compiles=compiles)
     check_quantized(trainer.model, compiles=compiles)
     strategy.check_model(trainer.model)
-    _check_ahead(trainer, evaluation.sets)
-    folder = find_resume(trainer, output, resume)
+    _check_ahead(trainer, hooks, evaluation.sets)
+    folder = find_resume(trainer, hooks, output, resume)
     if replaced.watched:
         replaced.warn_of_unread(is_resume=folder is not None)
-    _check_loops(trainer, data, folder)
-    check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=trainer._is_overridden)
+    _check_loops(trainer, hooks, data, folder)
+    check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=hooks.is_overridden)
     return folder
 
 
-def _check_optimizer(trainer: TrainerHooks) -> None:
+def _check_optimizer(trainer: TrainerHooks, hooks: Hooks) -> None:
     """Raise if the strategy's config and another setting make an optimizer or a schedule, or it cannot be used."""
     given, strategy, task = trainer.optimizer_cls_and_kwargs, trainer.strategy, trainer.task
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
@@ -81,13 +101,13 @@ def _check_optimizer(trainer: TrainerHooks) -> None:
             "optimizers[0]": trainer.optimizer is not None,
             "optimizer_cls_and_kwargs": given is not None,
             f"{type(task).__name__}.configure_optimizers": makes_own,
-            "an override of create_optimizer": trainer._is_overridden("create_optimizer"),
+            "an override of create_optimizer": hooks.is_overridden("create_optimizer"),
             # A given schedule would need the optimizer, which does not exist yet.
             "optimizers[1]": trainer.lr_scheduler is not None,
         },
         "scheduler": {
             "optimizers[1]": trainer.lr_scheduler is not None,
-            "an override of create_scheduler": trainer._is_overridden("create_scheduler"),
+            "an override of create_scheduler": hooks.is_overridden("create_scheduler"),
         },
     }
     for part in sorted(strategy.makes):
@@ -99,7 +119,7 @@ def _check_optimizer(trainer: TrainerHooks) -> None:
                 "Keep one of the two.",
             )
     is_own = trainer.optimizer is not None or given is not None
-    if not (is_own or makes_own or "optimizer" in strategy.makes or trainer._is_overridden("create_optimizer")):
+    if not (is_own or makes_own or "optimizer" in strategy.makes or hooks.is_overridden("create_optimizer")):
         kind, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         accumulation = trainer.args.gradient_accumulation_steps
         check_in_backward(kind, strategy=strategy, precision=trainer.precision, accumulation=accumulation)
@@ -107,7 +127,7 @@ def _check_optimizer(trainer: TrainerHooks) -> None:
         check_step(given[0])
 
 
-def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
+def _check_ahead(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet]) -> None:
     """Raise if a training would fail later; reads no data and launches nothing.
 
     Args:
@@ -118,11 +138,11 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     if args.output_dir and Path(args.output_dir).is_file():
         raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
     names = ["preprocess_logits_for_metrics", "compute_loss_func"]
-    names += [] if trainer._is_overridden("evaluation_loop") else ["compute_metrics"]
+    names += [] if hooks.is_overridden("evaluation_loop") else ["compute_metrics"]
     functions = {name: getattr(trainer, name) for name in names}
     functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in sets.items()}
-    check_functions(args, functions, computes_loss=trainer._is_overridden("compute_loss"))
-    _check_metric(trainer, sets)
+    check_functions(args, functions, computes_loss=hooks.is_overridden("compute_loss"))
+    _check_metric(trainer, hooks, sets)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, EarlyStoppingCallback):
@@ -130,24 +150,24 @@ def _check_ahead(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
     _check_averages(callbacks)
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
     is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
-    makes_optimizer = not (is_made or _overrides(trainer, "create_optimizer", "create_optimizer_and_scheduler"))
+    makes_optimizer = not (is_made or hooks.is_overridden("create_optimizer", "create_optimizer_and_scheduler"))
     is_made = trainer.lr_scheduler is not None or "scheduler" in strategy.makes
-    makes_schedule = makes_optimizer and not (is_made or trainer._is_overridden("create_scheduler"))
+    makes_schedule = makes_optimizer and not (is_made or hooks.is_overridden("create_scheduler"))
     with preserved_rng():
         own = ("get_train_dataloader", "training_step", "compute_loss", "get_batch_samples", *_PREPARE)
         columns = None
-        if not _overrides(trainer, *own):
+        if not hooks.is_overridden(*own):
             columns = batch_columns(task, trainer.train_dataset, trainer.data_collator)
         if columns is not None:
             check_inputs(model, columns)
-        datasets = _eval_datasets(trainer)
-        _check_workers(trainer, datasets)
-        if not _overrides(trainer, "get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
+        datasets = _eval_datasets(trainer, hooks)
+        _check_workers(trainer, hooks, datasets)
+        if not hooks.is_overridden("get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
             _check_plan(trainer, makes_schedule=makes_schedule)
         for name, dataset in datasets.items():
-            _check_evaluation(trainer, sets.get(name), name, dataset)
+            _check_evaluation(trainer, hooks, sets.get(name), name, dataset)
     if saves_at_all(args, trainer.save_policy):
-        is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
+        is_own = hooks.is_overridden("save_model", "_save", "_save_checkpoint")
         check_saves(args, strategy, task, model, callbacks, is_own=is_own)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
         asked, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
@@ -168,11 +188,6 @@ def _check_averages(callbacks: Sequence[Any]) -> None:
         )
 
 
-def _overrides(trainer: TrainerHooks, *names: str) -> bool:
-    """Tell whether the user's class overrides any of these hooks."""
-    return any(map(trainer._is_overridden, names))
-
-
 def _check_shapes(model: nn.Module) -> None:
     """Raise if a lazy module of a model has not seen a batch yet: its parameters have no shape to optimize."""
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
@@ -184,31 +199,31 @@ def _check_shapes(model: nn.Module) -> None:
         )
 
 
-def _check_metric(trainer: TrainerHooks, sets: Mapping[str, EvalSet]) -> None:
+def _check_metric(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet]) -> None:
     """Raise if nothing reports `metric_for_best_model`; called in train(), because metrics may be set until then."""
     listeners = (getattr(callback, "on_evaluate", None) for callback in trainer.callback_handler.callbacks)
     # A user callback's on_evaluate may add to the metrics that it receives.
     roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
-    hooks = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
-    if _overrides(trainer, *hooks) or roots - {"hftrain", "transformers"}:
+    names = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
+    if hooks.is_overridden(*names) or roots - {"hftrain", "transformers"}:
         return
     own = next((entry.metrics for entry in sets.values() if entry.metrics is not None), None)
     metrics = trainer.compute_metrics or own
     check_best_metric(trainer.args, task=trainer.task, compute_metrics=metrics, eval_dataset=trainer.eval_dataset)
 
 
-def _eval_datasets(trainer: TrainerHooks) -> dict[str, Any]:
+def _eval_datasets(trainer: TrainerHooks, hooks: Hooks) -> dict[str, Any]:
     """Return the datasets that are evaluated during training, by name."""
     datasets = trainer.eval_dataset
-    if trainer.args.eval_strategy == "no" or datasets is None or trainer._is_overridden("get_eval_dataloader"):
+    if trainer.args.eval_strategy == "no" or datasets is None or hooks.is_overridden("get_eval_dataloader"):
         return {}
     return dict(datasets) if isinstance(datasets, Mapping) else {"eval_dataset": datasets}
 
 
-def _check_workers(trainer: TrainerHooks, datasets: Mapping[str, Any]) -> None:
+def _check_workers(trainer: TrainerHooks, hooks: Hooks, datasets: Mapping[str, Any]) -> None:
     args = trainer.args
     parts: dict[str, Any] = {f"eval_dataset {name!r}": dataset for name, dataset in datasets.items()}
-    if not trainer._is_overridden("get_train_dataloader"):
+    if not hooks.is_overridden("get_train_dataloader"):
         parts |= {"train_dataset": trainer.train_dataset, "data_collator": trainer.data_collator}
     check_sendable(parts, num_workers=args.dataloader_num_workers, method=args.dataloader_multiprocessing_context)
 
@@ -229,26 +244,26 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
         given = trainer.optimizer_cls_and_kwargs
         rate = args.learning_rate if given is None else given[1].get("lr", args.learning_rate)
         stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
-        build_schedule(schedule_config(args, num_training_steps=num_steps), stand_in)
+        build_schedule(ScheduleConfig.of(args, num_training_steps=num_steps), stand_in)
 
 
-def _check_evaluation(trainer: TrainerHooks, entry: EvalSet | None, name: str, dataset: Any) -> None:
+def _check_evaluation(trainer: TrainerHooks, hooks: Hooks, entry: EvalSet | None, name: str, dataset: Any) -> None:
     """Raise if a set evaluated during training has no batch, or lacks columns that the metrics need."""
-    if not trainer._is_overridden("_get_eval_sampler"):
+    if not hooks.is_overridden("_get_eval_sampler"):
         check_batches(trainer.args, trainer.strategy, name, dataset)
     has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
     own = ("evaluate", "evaluation_loop", "prediction_step", *_PREPARE)
-    if has_metrics and not _overrides(trainer, *own):
+    if has_metrics and not hooks.is_overridden(*own):
         columns = batch_columns(trainer.task, dataset, trainer.data_collator)
         if columns is not None:
             check_columns(trainer.args, trainer.model, trainer.label_names, name, columns)
 
 
-def _check_loops(trainer: TrainerHooks, data: TrainerData, resume: Path | None) -> None:
+def _check_loops(trainer: TrainerHooks, hooks: Hooks, data: TrainerData, resume: Path | None) -> None:
     """Raise if the run uses a feature that a loop does not support."""
     args, strategy, loops = trainer.args, trainer.strategy, trainer.loops
     if "fit" in loops:
-        dataset = None if trainer._is_overridden("get_train_dataloader") else trainer.train_dataset
+        dataset = None if hooks.is_overridden("get_train_dataloader") else trainer.train_dataset
         used = used_in_training(args, strategy, trainer.precision, trainer.save_policy, dataset=dataset, resume=resume)
         check_features(loops["fit"], used)
     if "evaluate" in loops and args.eval_strategy != "no":

@@ -16,7 +16,8 @@ from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callb
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.lengths import Length, read_length
-from hftrain.core.log import get_verbosity, warn_once
+from hftrain.core.log import get_verbosity, set_verbosity, warn_once
+from hftrain.core.seed import enable_full_determinism, set_seed
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
@@ -27,6 +28,13 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.module import TaskModule
+
+
+def begin_process(args: TrainingArguments) -> None:
+    """Set the log level and the random numbers of this process."""
+    if (args.log_level if args.should_log else args.log_level_replica) != "passive":
+        set_verbosity(args.get_process_log_level())
+    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
@@ -78,8 +86,21 @@ def choose_backends(
     return strategy, precision
 
 
-def with_trackers(args: TrainingArguments, callbacks: Sequence[Any], loggers: Any, *, is_rehearsal: bool) -> list[Any]:
+def given_callbacks(
+    args: TrainingArguments,
+    callbacks: Sequence[Any],
+    *,
+    profiler: Any,
+    flight_log: Any,
+    exclude_samples: Any,
+    loggers: Any,
+    is_rehearsal: bool,
+) -> list[Any]:
     """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
+    if profiler is not None:
+        callbacks = [*callbacks, *extra("profiler").make_profiler(profiler)]
+    if flight_log or exclude_samples is not None:
+        callbacks = [*callbacks, *extra("flight_log").make_flight(flight_log, exclude_samples)]
     asked = args.report_to if loggers is None else loggers
     # A Kubeflow TrainJob asks for reports through this variable.
     if asked in ("none", ["none"], []) and not is_rehearsal and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
+from hftrain.adapter.plan import TrainPlan, train_plan
+from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import temporarily
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length
@@ -32,11 +38,12 @@ class TrainerData:
     """Make loaders and samplers from a Trainer's datasets, and check these before anything is launched.
 
     Args:
-        trainer: Has the datasets, and hooks that override the parts of this.
+        trainer: Has the datasets.
+        hooks: May override the parts of this.
     """
 
-    def __init__(self, trainer: TrainerHooks) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
+        self._trainer, self._hooks = trainer, hooks
         # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
         self._kept: dict[str, tuple[Any, ...]] = {}
         self._seeded: SeededCollator | None = None
@@ -50,14 +57,14 @@ class TrainerData:
     def close(self) -> None:
         """Drop the loaders that were kept, whose workers then end."""
         self._kept.clear()
-        self._trainer._eval_dataloaders.clear()
+        self._hooks.eval_dataloaders.clear()
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_given(self) -> None:
         """Raise if what was given cannot be read."""
-        trainer, has_own_loader = self._trainer, self._trainer._is_overridden("get_eval_dataloader")
-        if not trainer._is_overridden("get_train_dataloader"):
+        trainer, has_own_loader = self._trainer, self._hooks.is_overridden("get_eval_dataloader")
+        if not self._hooks.is_overridden("get_train_dataloader"):
             check_kind(trainer.train_dataset, "train_dataset")
         for dataset in () if has_own_loader else self.eval_sets:
             check_kind(dataset, "eval_dataset")
@@ -74,16 +81,16 @@ class TrainerData:
             trainer.strategy,
             is_handled=trainer.is_deepspeed_enabled or bool(trainer.strategy.sizes),
         )
-        if not trainer._is_overridden("get_train_dataloader"):
+        if not self._hooks.is_overridden("get_train_dataloader"):
             check_train_data(args, trainer.train_dataset, trainer.limits)
             self._check_columns(trainer.train_dataset, role="train_dataset")
-            if not trainer._is_overridden("_get_train_sampler"):
+            if not self._hooks.is_overridden("_get_train_sampler"):
                 self._check_lengths(trainer.train_dataset, is_training=True)
         is_evaluated = args.eval_strategy != "no" and trainer.eval_dataset is not None
-        if is_evaluated and not trainer._is_overridden("get_eval_dataloader"):
+        if is_evaluated and not self._hooks.is_overridden("get_eval_dataloader"):
             for dataset in self.eval_sets:
                 self._check_columns(dataset, role="eval_dataset")
-                if not trainer._is_overridden("_get_eval_sampler"):
+                if not self._hooks.is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
 
     def _check_columns(self, dataset: Any, *, role: str) -> None:
@@ -91,7 +98,7 @@ class TrainerData:
         check_kind(dataset, role)
         check_one_set(dataset)
         trainer = self._trainer
-        if trainer._is_overridden("_get_dataloader") or trainer._is_overridden("_remove_unused_columns"):
+        if self._hooks.is_overridden("_get_dataloader", "_remove_unused_columns"):
             return
         keep = self._columns_to_keep()
         names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
@@ -136,8 +143,8 @@ class TrainerData:
         """Return this rank's batches of an evaluation or a prediction, through the documented hooks."""
         trainer = self._trainer
         self._check_columns(dataset, role="test_dataset" if description == "test" else "eval_dataset")
-        size, order = trainer.args.eval_batch_size, trainer._get_eval_sampler
-        return trainer._get_dataloader(dataset, description, size, sampler_fn=order, dataloader_key=key)
+        size, order = trainer.args.eval_batch_size, self._hooks.get_eval_sampler
+        return self._hooks.get_dataloader(dataset, description, size, sampler_fn=order, dataloader_key=key)
 
     def loader(
         self,
@@ -156,8 +163,8 @@ class TrainerData:
         options["batch_size"] = batch_size
 
         def make() -> Any:
-            pruned = trainer._remove_unused_columns(dataset, description=description)
-            collate = trainer._get_collator_with_removed_columns(self._collator(), description=description)
+            pruned = self._hooks.remove_unused_columns(dataset, description=description)
+            collate = self._hooks.get_collator_with_removed_columns(self._collator(), description=description)
             # A stream is read in its own order, even if it has a length.
             sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
@@ -170,10 +177,8 @@ class TrainerData:
 
         if is_training or key is None or not options["persistent_workers"]:
             return make()
-        parts, loaders = (
-            (dataset, trainer.data_collator, trainer._signature_columns, batch_size),
-            trainer._eval_dataloaders,
-        )
+        parts = dataset, trainer.data_collator, self._hooks.signature_columns, batch_size
+        loaders = self._hooks.eval_dataloaders
         if key not in loaders or not all(map(is_, self._kept.get(key, (None,)), parts)):
             # Removed first, so that its workers end before others start.
             loaders.pop(key, None)
@@ -189,6 +194,25 @@ class TrainerData:
             self._seeded = SeededCollator(given)
         return self._seeded
 
+    def run_length(self, args: TrainingArguments, loader: Any, total_batch_size: int) -> TrainPlan:
+        """Return the length of a run over a loader, as far as the limits let it be read."""
+        limits, length = self._trainer.limits, len(loader) if has_length(loader) else None
+        num_batches = limits.num_train(length) if limits.of_training else length
+        num_examples = 0 if length is None else self._trainer.num_examples(loader)
+        if num_batches is not None and num_batches != length:
+            per_batch = total_batch_size // args.gradient_accumulation_steps
+            num_examples = min(num_examples or sys.maxsize, num_batches * per_batch)
+        return train_plan(args, num_batches=num_batches, num_examples=num_examples, total_batch_size=total_batch_size)
+
+    def training_share(self, *dataset: Any) -> Any:
+        """Return this rank's training batches, or those of another dataset if one is given. Collective."""
+        with temporarily(self._trainer, train_dataset=dataset[0]) if dataset else nullcontext():
+            return self.share_of(self._trainer.get_train_dataloader(), is_training=True)
+
+    def eval_share(self, dataset: Any) -> Any:
+        """Return this rank's batches of an evaluation. Collective."""
+        return self.share_of(self._trainer.get_eval_dataloader(dataset), is_training=False)
+
     def share_of(self, loader: Any, *, is_training: bool) -> Any:
         """Return what this rank reads of a loader that a hook returned. Collective."""
         trainer = self._trainer
@@ -200,7 +224,7 @@ class TrainerData:
         if data.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
             check_shares(share, sets, gather_object=data.gather_object)
-        return share if is_training else first_batches(share, trainer._num_rehearsed)
+        return share if is_training else first_batches(share, trainer.fast_dev_run)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)
@@ -266,5 +290,6 @@ class TrainerData:
     def _columns_to_keep(self) -> list[str] | None:
         if not self._trainer.args.remove_unused_columns:
             return None
-        self._trainer._set_signature_columns_if_needed()
-        return self._trainer._signature_columns
+        self._hooks.set_signature_columns_if_needed()
+        columns: list[str] | None = self._hooks.signature_columns
+        return columns

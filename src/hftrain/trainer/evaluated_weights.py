@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hftrain.callbacks.base import at_point
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
+from hftrain.core.hooks import Hooks
 from hftrain.core.types import Owns
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.output import Output
@@ -16,7 +17,9 @@ from hftrain.run.plan import AUTO, find_resume
 
 
 @contextmanager
-def other_weights(trainer: TrainerHooks, output: Output, ckpt: str | Path | None, *, weights: str) -> Iterator[None]:
+def other_weights(
+    trainer: TrainerHooks, hooks: Hooks, output: Output, ckpt: str | Path | None, *, weights: str
+) -> Iterator[None]:
     """Give the model a checkpoint's weights, or the live ones, in the context, and its own after it. Collective.
 
     Args:
@@ -46,24 +49,24 @@ def other_weights(trainer: TrainerHooks, output: Output, ckpt: str | Path | None
         if ckpt is None:
             yield
             return
-        folder = _found(trainer, output, ckpt)
+        folder = _found(trainer, hooks, output, ckpt)
         tensors = [each.detach() for each in (*trainer.task.parameters(), *trainer.task.buffers())]
         live = [each.clone() for each in tensors]
         try:
-            trainer._load_from_checkpoint(str(folder))
+            hooks.load_from_checkpoint(str(folder))
             yield
         finally:
             for tensor, value in zip(tensors, live, strict=True):
                 tensor.copy_(value)
 
 
-def _found(trainer: TrainerHooks, output: Output, ckpt: str | Path) -> Path:
+def _found(trainer: TrainerHooks, hooks: Hooks, output: Output, ckpt: str | Path) -> Path:
     """Return the checkpoint's folder on this machine; the main process finds and verifies it. Collective."""
     best, found, problem = trainer.state.best_model_checkpoint, None, None
     # By name, because the folder of the run may have been moved since.
     asked = {"last": AUTO, "best": Path(best).name if best else False}.get(str(ckpt), str(ckpt))
     try:
-        found = find_resume(trainer, output, asked)
+        found = find_resume(trainer, hooks, output, asked)
         if found is None and trainer.strategy.is_main:
             raise CheckpointError(
                 f"Cannot evaluate ckpt={ckpt!r}.",

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import evaluate_config
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
@@ -27,7 +27,7 @@ from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.configured import generates
 from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
-from hftrain.rules.evaluation import check_evaluating
+from hftrain.rules.evaluation import check_cadences, check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.step.stepper import Computing
@@ -35,11 +35,11 @@ from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.activity import Activity
+from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation_mean import EvaluationMean
-from hftrain.trainer.loss_kinds import CountItemsCheck
-from hftrain.trainer.loss_normalization import LossShares
 from hftrain.trainer.reports import numbers_of, to_plain, with_prefix
-from hftrain.trainer.stages import Stages
+from hftrain.trainer.training_steps import TrainingSteps
 
 logger = get_logger(__name__)
 
@@ -55,8 +55,19 @@ class Evaluation:
         mean: Weighs the losses of a plain model; set during an evaluation.
     """
 
-    def __init__(self, trainer: TrainerHooks, stages: Stages, computing: Computing, sets: dict[str, EvalSet]) -> None:
-        self._trainer, self._stages, self._computing, self.sets = trainer, stages, computing, sets
+    def __init__(
+        self,
+        trainer: TrainerHooks,
+        hooks: Hooks,
+        *,
+        activity: Activity,
+        steps: TrainingSteps,
+        data: TrainerData,
+        computing: Computing,
+        sets: dict[str, EvalSet],
+    ) -> None:
+        self._trainer, self._hooks, self._activity, self._steps = trainer, hooks, activity, steps
+        self._data, self._computing, self.sets = data, computing, sets
         self.mean: EvaluationMean | None = None
         # Values that the task has logged in the last step.
         self._logs: Mapping[str, Any] = {}
@@ -65,7 +76,7 @@ class Evaluation:
         """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
         check_evaluating(args, strategy=trainer.strategy, task=trainer.task)
-        if generates(args) and not trainer._is_overridden("prediction_step"):
+        if generates(args) and not self._hooks.is_overridden("prediction_step"):
             warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
         if args.prediction_loss_only and (trainer.compute_metrics or own) is not None:
@@ -93,7 +104,7 @@ class Evaluation:
     def _is_due(self, entry: EvalSet | None) -> bool:
         """Return whether an evaluation set is part of the current evaluation."""
         trainer = self._trainer
-        is_asked_for = trainer._run_parts is None or bool(trainer._num_rehearsed)
+        is_asked_for = self._activity.run_parts is None or bool(trainer.fast_dev_run)
         return is_asked_for or is_due(entry, trainer.state, by_epoch=trainer.args.eval_strategy == "epoch")
 
     @property
@@ -106,22 +117,21 @@ class Evaluation:
         own = None if entry is None else entry.metrics
         return nullcontext() if own is None else temporarily(self._trainer, compute_metrics=own)
 
-    def try_out(self, read: Callable[[str | None], Any], num_batches: int) -> None:
-        """Evaluate the first batches of every set for its errors alone: nothing is logged, no callback called.
+    def check_cadences(self) -> None:
+        """Raise if a set is never evaluated; the length of the run is known."""
+        check_cadences(self._trainer.args, self.sets, eval_steps=self._trainer.state.eval_steps)
 
-        Args:
-            read: Returns this rank's batches of a set; None is the only one.
-            num_batches: Of each rank.
-        """
+    def try_out(self) -> None:
+        """Evaluate the first batches of every set for its errors alone: nothing is logged, no callback called."""
         trainer, handler, own = self._trainer, self._trainer.callback_handler, self._trainer.eval_dataset
         callbacks, loader = list(handler.callbacks), handler.eval_dataloader
         handler.callbacks.clear()
         handler.refresh()
         try:
             for name in own if isinstance(own, Mapping) else [None]:
-                with self.own_metrics(self.sets.get(name or "")), self._stages.evaluating("eval"):
+                with self.own_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
                     self.over(
-                        first_batches(read(name), num_batches),
+                        first_batches(self._data.eval_share(name), trainer.limits.sanity_eval_batches),
                         description="Sanity evaluation",
                         prediction_loss_only=True if trainer.compute_metrics is None else None,
                         ignore_keys=None,
@@ -164,7 +174,6 @@ class Evaluation:
     def loop(
         self,
         loader: Any,
-        shares: LossShares,
         *,
         description: str,
         loss_only: bool,
@@ -175,7 +184,6 @@ class Evaluation:
         """Run the prepared model over a loader; collective.
 
         Args:
-            shares: Know what the losses of a plain model are means over.
             loss_only: Keep no predictions.
             finish_outputs: Applied to the collected outputs.
         """
@@ -184,16 +192,16 @@ class Evaluation:
         events.refresh(eval_dataloader=loader)
         trace = trainer.torch_jit_model_eval
         jit = extra("jit_mode_eval").JitModel(trace, trainer.task.model) if args.jit_mode_eval else None
-        is_prediction = self._stages.name == "predict"
+        is_prediction = self._activity.name == "predict"
         # A callback that writes the predictions may request that they are not returned.
         is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
-        config = evaluate_config(
+        config = EvaluateConfig.of(
             args,
             keeps_predictions=not loss_only,
             input_name=getattr(trainer.model, "main_input_name", "input_ids"),
             returns_predictions=not is_replaced,
         )
-        hooks = self._hooks(shares, jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
+        hooks = self._evaluate_hooks(jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
         kind = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
         if kind.stage in trainer.loops:
@@ -208,10 +216,11 @@ class Evaluation:
             )
         finally:
             loop.detach()
+            self.mean = None
         metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
         if jit is not None and jit.compilation_s is not None:
             metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
-        return output._replace(metrics=metrics)
+        return EvalLoopOutput(output.predictions, output.label_ids, metrics, output.num_samples)
 
     def _announce(self, loader: Any, description: str) -> None:
         logger.info("***** Running %s *****", description)
@@ -231,9 +240,8 @@ class Evaluation:
             is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
         )
 
-    def _hooks(
+    def _evaluate_hooks(
         self,
-        shares: LossShares,
         jit: Any,
         *,
         loss_only: bool,
@@ -241,8 +249,11 @@ class Evaluation:
         finish_outputs: Callable[[Any], Any] | None,
     ) -> EvaluateHooks:
         trainer, task, strategy = self._trainer, self._trainer.task, self._trainer.strategy
-        mean = self.mean = EvaluationMean(task, shares) if isinstance(task, ModelTask) else None
-        is_prediction, compute_metrics = self._stages.name == "predict", None if loss_only else trainer.compute_metrics
+        mean = self.mean = EvaluationMean(task, self._steps.shares) if isinstance(task, ModelTask) else None
+        is_prediction, compute_metrics = (
+            self._activity.name == "predict",
+            None if loss_only else trainer.compute_metrics,
+        )
 
         def step(batch: Any) -> StepOutput:
             found = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
@@ -278,28 +289,21 @@ class Evaluation:
             return True
         # With metrics per batch, hftrain's own step leaves communication to the metrics.
         is_per_batch = trainer.args.batch_eval_metrics and has_metrics
-        is_own = is_per_batch and not any(map(trainer._is_overridden, ("prediction_step", "compute_loss")))
+        is_own = is_per_batch and not self._hooks.is_overridden("prediction_step", "compute_loss")
         return self._computing.accelerator is not None and isinstance(trainer.task, ModelTask) and not is_own
 
     def step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        shares: LossShares,
-        check: CountItemsCheck,
-        *,
-        loss_only: bool,
-        ignore_keys: list[str] | None,
+        self, model: nn.Module, inputs: Any, *, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Return loss, outputs and labels of one batch (each may be None), without gradients."""
         trainer, task, mean, computing = self._trainer, self._trainer.task, self.mean, self._computing
-        inputs = trainer._prepare_inputs(inputs)
-        count = shares.count_for_evaluation(inputs)
+        inputs = self._hooks.prepare_inputs(inputs)
+        count = self._steps.shares.count_for_evaluation(inputs)
         if mean is not None:
             mean.open(inputs)
 
         def compute(batch: Any) -> Any:
-            found = trainer._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            found = self._hooks.compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
             return _parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:
@@ -314,11 +318,11 @@ class Evaluation:
                     ignore=task.keys_to_ignore if ignore_keys is None else ignore_keys,
                     note_outputs=note_memory if trainer.args.past_index >= 0 else None,
                 )
-            elif self._stages.name == "predict":
+            elif self._activity.name == "predict":
                 output = StepOutput(outputs=task.prediction_step(inputs))
             else:
                 output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
-                check.see(output, inputs)
+                self._steps.items_check.see(output, inputs)
         if mean is not None:
             mean.see(output.loss, count)
         self._logs = output.logs
@@ -330,7 +334,7 @@ class Evaluation:
     def read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
         task = self._trainer.task
-        stage, where = ("train", "training_step") if self._stages.name == "train" else ("eval", "evaluation_step")
+        stage, where = ("train", "training_step") if self._activity.name == "train" else ("eval", "evaluation_step")
         metrics = task.metrics(stage)
         if stage == "eval" and type(task).metrics is TaskModule.metrics:
             message = "are updated but not reported: only the task's own children are. Make each an attribute of the "

@@ -123,9 +123,9 @@ def measuring_init(init: Init) -> Init:
         try:
             init(self, *args, **kwargs)
         finally:
-            tracker = getattr(self, "_memory", None)
-            if tracker is not None:
-                tracker.stop()
+            parts = vars(self).get("_trainer_parts")
+            if parts is not None:
+                parts.memory.stop()
 
     return cast(Init, measured)
 

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import compile_config, optimizer_config, schedule_config
 from hftrain.adapter.data import total_batch_size
-from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import NodeUploads
-from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
-from hftrain.core.log import get_logger, set_verbosity, warn_once
+from hftrain.core.hooks import Hooks
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import keep_facts
-from hftrain.core.preserve import temporarily
 from hftrain.core.progress import TrainerControl
-from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
-from hftrain.core.signatures import accepts, call_with, in_context, takes_trial, taking
+from hftrain.core.seed import preserved_rng
+from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
 from hftrain.data.columns import signature_columns
-from hftrain.data.datasets import has_length, num_examples
+from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
 from hftrain.data.worker_numbers import check_worker_seeds
@@ -51,59 +43,44 @@ from hftrain.evaluation.configured import align_special_tokens
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
-from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.groups import decay_parameter_names
-from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
-from hftrain.optim.schedules import build_schedule
+from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
-from hftrain.rules.data import check_train_data, check_with_datasets
-from hftrain.rules.evaluation import check_cadences
+from hftrain.rules.data import check_train_data
 from hftrain.rules.hooks import check_hooks, missing_attribute
-from hftrain.rules.optimizer import check_optimizer, read_optimizers
-from hftrain.rules.saving import check_save_policy
-from hftrain.rules.task import check_not_lightning, check_task, check_unused_by_task
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
-from hftrain.run.journal import Journal
-from hftrain.run.output import Output
-from hftrain.run.parts import RunParts, Take, loss_window
-from hftrain.run.plan import start_state
 from hftrain.run.run import Run
 from hftrain.run.saving import load_task
-from hftrain.run.writing import make_manager, saved_tool, write_model
-from hftrain.step.stepper import Computing
+from hftrain.run.writing import saved_tool, write_model
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
-from hftrain.task.compilation import Compiler
-from hftrain.task.introspect import base_model, is_on_several_devices, tensor_parallel_size
-from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
+from hftrain.task.compilation import CompileConfig, Compiler
+from hftrain.task.introspect import tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
-from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import CountItems, ModelTask
-from hftrain.task.modes import TrainingMode, is_on
+from hftrain.task.modes import is_on
 from hftrain.task.module import TaskModule, as_step_output, task_state
 from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
-from hftrain.trainer.checks import check_before_training, prepare_model
+from hftrain.trainer.checks import check_before_training, check_settings, check_with_model
 from hftrain.trainer.choices import (
     all_callbacks,
+    begin_process,
     choose_backends,
     default_collator,
+    given_callbacks,
     number_of_batches,
     one_of,
     resolved_arguments,
-    with_trackers,
 )
-from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluated_weights import other_weights
-from hftrain.trainer.evaluation import Evaluation
-from hftrain.trainer.loss_kinds import CountItemsCheck
-from hftrain.trainer.loss_normalization import LossHooks, LossShares
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.model import build_model
+from hftrain.trainer.parts import TrainerParts
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
-from hftrain.trainer.stages import Stages
 
 logger = get_logger(__name__)
 
@@ -208,23 +185,6 @@ class Trainer:
     # The function that names its trials.
     hp_name: Callable[[Any], str] | None = None
 
-    _own_stages: Stages
-    # Set by an override of create_scheduler too.
-    _created_lr_scheduler: bool
-    # The documented `model_accepts_loss_kwargs`, as set by user code.
-    _accepts_declared: bool | None = None
-    _loss_shifts_labels: bool
-    # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
-    _slot_compute_loss: Callable[..., Any]
-    _slot_training_step: Callable[..., Any]
-    _slot_get_batch_samples: Callable[..., Any]
-    _slot_log: Callable[..., Any]
-    _walks_inputs: bool
-    _counts_items_itself: bool
-    _makes_contexts: bool
-    # Overrides of hooks in classes of hftrain's own.
-    _own_hooks: ClassVar[tuple[Any, ...]] = ()
-
     # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
     _original_evaluation_loop = _original_maybe_log_save_evaluate = ""
@@ -267,6 +227,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
+        self._trainer_hooks = Hooks(self, _DEFINED)
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
         self.limits = Limits(
             limit_train_batches=limit_train_batches,
@@ -275,7 +236,7 @@ class Trainer:
             sanity_eval_batches=sanity_eval_batches or None,
         )
         check_model(model, model_init)
-        has_own_loop = self._is_overridden("evaluation_loop")  # which may take any value for a sign
+        has_own_loop = self._trainer_hooks.is_overridden("evaluation_loop")  # which may take any value for a sign
         check_parts(
             model_init=model_init,
             optimizers=optimizers,
@@ -284,107 +245,40 @@ class Trainer:
         )
         self.loops = create_loops(loop)
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
-        self._start_idle()
-        callbacks = [*as_list(callbacks), *as_list(callback)]
-        if profiler is not None:
-            callbacks += extra("profiler").make_profiler(profiler)
-        if flight_log or exclude_samples is not None:
-            callbacks += extra("flight_log").make_flight(flight_log, exclude_samples)
-        callbacks = with_trackers(self.args, callbacks, loggers, is_rehearsal=bool(self.fast_dev_run))
-        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._own_data = TrainerData(self)
-        self._own_data.check_given()
-        check_save_policy(self.args, self.save_policy, self.strategy)
-        check_cadences(self.args, eval_sets, eval_steps=self.args.eval_steps)
+        self._trainer_parts = TrainerParts(self, self._trainer_hooks, eval_sets=eval_sets, on_adopted=self._on_adopted)
+        self._start_idle()
+        callbacks = given_callbacks(
+            self.args,
+            [*as_list(callbacks), *as_list(callback)],
+            profiler=profiler,
+            flight_log=flight_log,
+            exclude_samples=exclude_samples,
+            loggers=loggers,
+            is_rehearsal=bool(self.fast_dev_run),
+        )
+        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
+        settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
+        check_settings(*settings)
         self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        self._own_evaluation = Evaluation(self, self._own_stages, self._computing, eval_sets)
-        self._take_model(model)
+        begin_process(self.args)
+        self._trainer_parts.model.adopt(self.call_model_init() if model is None else model)
         self.data_collator = data_collator or default_collator(self.processing_class)
-        check_with_datasets(self.args, self.task, self.data_collator, [train_dataset, *self._own_data.eval_sets])
-        check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
-        self._own_evaluation.check()
-        self._resolve_hooks()
+        check_with_model(*settings)
+        self._trainer_parts.steps.resolve()
         check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
         self._make_own_accelerator()
         self._make_callbacks(callbacks, max_time)
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _take_model(self, model: Any) -> None:
-        """Adopt the model; if it is not given, build it after seeding."""
-        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
-            set_verbosity(self.args.get_process_log_level())
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model is None else model)
-        if self.optimizer is not None and self.model_init is None:
-            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
-
-    def _adopt_model(self, model: nn.Module) -> None:
-        """Set the model to train; a plain module is put into a `ModelTask`."""
-        bare = self.strategy.unwrap(model)
-        check_not_lightning(bare)
-        if isinstance(bare, TaskModule):
-            self.task = bare
-            model = self.task.model if "model" in dict(bare.named_children()) else bare
-        else:
-            self.task = ModelTask(
-                bare,
-                label_names=self.args.label_names,
-                label_smoothing=self.args.label_smoothing_factor,
-                compute_loss_func=self.compute_loss_func,
-                count_items=self.count_items,
-            )
-        check_task(self.task)
-        self.model = self.strategy.unwrap(self.task.model)
-        self.task.model = self.model
-        # If the user wrapped the model, the forward pass goes through that wrapper.
-        self.model_wrapped = self._outermost = model
-        self.is_model_parallel = is_on_several_devices(self.model)
-        self.strategy.place_model = bool(self.place_model_on_device)
-        prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
-        plain = self.task if isinstance(self.task, ModelTask) else None
-        self._count_items_check = CountItemsCheck(self.task)
-        self._find("label_names", list(plain.label_names) if plain else ["labels"])
-        self._find("can_return_loss", plain.can_return_loss if plain else False)
-        self._accepts_found = plain is not None and plain.accepts_item_count
-        self._find("_loss_shifts_labels", counts_shifted_labels() and loss_shifts_labels(base_model(self.model)))
-        self._find("_signature_columns", None)
-        if self.optimizer is not None and self.model_init is None:
-            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
-
-    def _find(self, name: str, value: Any) -> None:
-        """Set a detected property of the model, unless a subclass declares it or has set another value since."""
-        if hasattr(type(self), name):
-            return
-        if name not in vars(self) or vars(self)[name] == self._found.get(name):
-            setattr(self, name, value)
-            self._found[name] = value
-
-    def _resolve_hooks(self) -> None:
-        """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
-        # Stored under names that no subclass would choose for its own methods.
-        self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
-        self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
-        if self._is_overridden("_prepare_context_parallel_inputs"):
-            self._slot_training_step = in_context(self._prepare_context_parallel_inputs, self._slot_training_step)
-        self._slot_get_batch_samples = taking(self.get_batch_samples, 2, "device")
-        self._slot_log = taking(self.log, 1, "start_time")
-        self._walks_inputs = self._is_overridden("_prepare_input")
-        self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
-        self._makes_contexts = self._is_overridden("autocast_smart_context_manager")
-        before: LossShares | None = vars(self).get("_shares")
-        self._shares = self._make_shares()
-        if before is not None:
-            self._shares.rule.inherit(before.rule)
-
-    def _is_overridden(self, name: str) -> bool:
-        return name in vars(self) or getattr(type(self), name) is not _DEFINED[name]
+    def _on_adopted(self) -> None:
+        """Do nothing; overridden by a Trainer that prepares a model for more."""
 
     if not TYPE_CHECKING:
         # Hidden from type checkers, which would otherwise accept every attribute.
@@ -398,7 +292,9 @@ class Trainer:
         if self.args.push_to_hub and not self.fast_dev_run:
             self.init_hf_repo()
         self.control = TrainerControl()
-        self.state = self._new_state()
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
         self.callback_handler = CallbackHandler(
             all_callbacks(self.args, self.strategy, callbacks, max_time),
             self.model,
@@ -413,44 +309,21 @@ class Trainer:
 
     def _start_idle(self) -> None:
         """Set the attributes that only train(), evaluate() and predict() change."""
-        strategy = self.strategy
-        self._memory = MemoryTracker(
-            is_on=not self.args.skip_memory_metrics, is_main=strategy.is_main, device_type=strategy.device_type
-        )
-        self._memory.start("init")
-        self.compiler = Compiler(compile_config(self.args))
-        self._computing = Computing(self.precision.backward, self.precision.autocast)
-        self._output, self._journal = Output(lambda: self.args.output_dir, strategy), Journal()
+        self.compiler = Compiler(CompileConfig.of(self.args))
         # Its pushes to the Hub, once there is one.
         self._hub_pushes: Any = None
-        self._own_stages = Stages(self, self._computing, self._memory)
         self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
         # A subclass may have set these two earlier. The first are loaders with workers that persist, by their set.
         self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
         self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
-        # Properties of the model as detected, see `_find`.
-        self._found: dict[str, Any] = {}
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
         # The current trial of a search, with its results.
         self._trial_run: Any = None
-        # The current run, once it is built, and its parts, which exist earlier.
+        # The current run, once it is built.
         self._session: Run | None = None
-        self._run_parts: RunParts | None = None
-        self._training_mode: TrainingMode | None = None
-        # Kept after a run, for scripts that read the logged values.
-        self._loss_window: LossWindow | None = None
-        # The call of a model that runs under autocast itself, until the end of train(), evaluate() or predict().
-        self._cast: ModelCall | None = None
         self._counted: tuple[nn.Module, int] | None = None
-        # Number of batches of a running memory estimate.
-        self._num_estimated = 0
-        self._created_lr_scheduler = self._optimizer_is_the_tasks = False
-
-    def _new_state(self) -> TrainerState:
-        return TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
-        )
+        self._created_lr_scheduler = False
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -486,7 +359,7 @@ class Trainer:
         if "model_path" in kwargs:
             warn_once("model_path is deprecated; use resume_from_checkpoint.", FutureWarning)
             resume_from_checkpoint = kwargs.pop("model_path")
-        if self._run_parts is not None:
+        if self._trainer_parts.activity.run_parts is not None:
             raise ConfigError(
                 "Cannot call train() while this Trainer trains.",
                 "One Trainer runs one training at a time.",
@@ -498,13 +371,15 @@ class Trainer:
         if trial is not None and self._trial_run is None:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        found, owned = existing_part(self.output_dir), (self._own_data, self._own_evaluation, self._output)
-        resume = check_before_training(self, *owned, resume_from_checkpoint)
+        found, parts = existing_part(self.output_dir), self._trainer_parts
+        resume = check_before_training(
+            self, parts.hooks, parts.data, parts.evaluation, parts.output, resume_from_checkpoint
+        )
         run = partial(self._train_once, ignore_keys=ignore_keys_for_eval)
         if self.args.auto_find_batch_size == "smaller_batch":
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
-        with self._own_stages.running("train"):
-            if num_batches := self._num_rehearsed:
+        with parts.activity.running("train"):
+            if num_batches := self.fast_dev_run:
                 options = {"num_batches": num_batches, "resume": resume, "found": found}
                 return extra("rehearsal").rehearse(self, run, **options)  # type: ignore[no-any-return]
             return run(resume)
@@ -512,82 +387,24 @@ class Trainer:
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
         """Build a run, execute it and close it."""
         self.is_in_train = True
-        self._run_parts = self._make_run_parts(ignore_keys)
+        parts = self._trainer_parts
+        run_parts = parts.activity.run_parts = parts.for_run(ignore_keys, self._trial_run)
+        self.callback_handler = self.callback_handler  # whose `logger` writes into the new journal
         try:
-            with open_run(self._run_parts, resume) as self._session:
+            with open_run(run_parts, resume) as self._session:
                 output = self._session.run()
                 if self.args.push_to_hub:
                     self._hub.after_training()
-            self._output.publish_quietly()  # the end of the journal
+            parts.output.publish_quietly()  # the end of the journal
             return output
         finally:
-            self._session = self._run_parts = self._computing.past = None
+            self._session = parts.activity.run_parts = parts.computing.past = None
             self.is_in_train = False
-            self._own_data.close()
-
-    def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
-        """Return the parts that exist before a run is built."""
-        self._loss_window = loss_window(self)
-        self._journal = Journal()
-        self.callback_handler = self.callback_handler  # whose `logger` writes into this journal
-        return RunParts(
-            trainer=self,
-            args=self.args,
-            save_policy=self.save_policy,
-            strategy=self.strategy,
-            precision=self.precision,
-            computing=self._computing,
-            loops=self.loops,
-            output=self._output,
-            state=self.state,
-            control=self.control,
-            events=self.callback_handler,
-            losses=self._loss_window,
-            logs=LogWindow(gather_object=self.strategy.data.gather_object),
-            trial=self._trial,
-            ignore_keys=ignore_keys,
-            journal=self._journal,
-            where=self._own_stages.whereabouts,
-            read_metrics=self._own_evaluation.read_metrics,
-        )
-
-    def _make_model(self) -> nn.Module:
-        """Return the bare model, rebuilt if there is a `model_init`."""
-        if self.model_init is not None:
-            set_seed(self.args.seed)
-            with self.strategy.building():
-                self._adopt_model(self.call_model_init(self._trial))
-            self.optimizer = self.lr_scheduler = None
-        return self.model
+            parts.data.close()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Seed the random number generators and build the model with `model_init`."""
-        assert self.model_init is not None
-        set_seed(self.args.seed)
-        parameters = inspect.signature(self.model_init).parameters.values()
-        if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
-            raise ConfigError(
-                "Cannot call model_init:",
-                "it takes more than the trial.",
-                "Define it without arguments, or with the trial only.",
-            )
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
-        if model is None:
-            raise ConfigError("Cannot use what model_init returned:", "it is None.", "End it with return model.")
-        return model
-
-    def _open_training_data(self, *dataset: Any) -> Any:
-        """Return this rank's training batches, or those of another dataset if one is given."""
-        with temporarily(self, train_dataset=dataset[0]) if dataset else nullcontext():
-            return self._own_data.share_of(self.get_train_dataloader(), is_training=True)
-
-    def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
-        """Set the documented state for the start of a run, from a checkpoint if there is one."""
-        start_state(self, self._new_state(), resume, num_steps=num_steps, num_epochs=num_epochs)
-        if self._trial_run is not None:
-            self._trial_run.describe(self.state)
-        check_cadences(self.args, self._own_evaluation.sets, eval_steps=self.state.eval_steps)
-        self.current_flos = 0
+        return build_model(self.model_init, trial, seed=self.args.seed)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the module whose forward is called: wrapped for training, bare for evaluation. Collective.
@@ -595,43 +412,10 @@ class Trainer:
         For training the strategy wraps the model, and the optimizer is created inside. An override may put a wrapper
         around the result only if the strategy can unwrap it (DDP, DataParallel, torch.compile).
         """
-        wrap = self._run_parts.wrap if training and self._run_parts is not None else None
-        if wrap is not None:
-            return wrap(model)
+        run_parts = self._trainer_parts.activity.run_parts
+        if training and run_parts is not None and run_parts.wrap is not None:
+            return run_parts.wrap(model)
         return self.strategy.for_evaluation(model)
-
-    def _begin_steps(self) -> list[InManifest]:
-        """Take up the documented step's parts of a run; return what the manifest records of them."""
-        self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
-        limits = self.limits.facts
-        return [self._shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
-
-    def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
-        """Return the functions that take a step's batches and train on one; both split batches if set to."""
-        optimizer: Any = self.optimizer
-        if hasattr(optimizer, "stepping"):
-            return self._shares.take, optimizer.stepping(self._slot_training_step, self._shares.weighing)
-        if self.args.auto_find_batch_size is not True or self._run_parts is None:
-            return self._shares.take, self._slot_training_step
-        sizes = extra("smaller_batches")
-        fitting = sizes.MicroBatches(self, self._shares, self._run_parts.logs, sizes.found_size(self.args, resume))
-        return fitting.take, fitting.step
-
-    def _end_steps(self) -> None:
-        if self._training_mode is not None:
-            self._training_mode.close()
-            self._training_mode = None
-        self._note_sync(True)
-
-    def _try_evaluation(self) -> None:
-        """Evaluate the first batches, as `sanity_eval_batches` says, and leave no trace."""
-        share_of = partial(self._own_data.share_of, is_training=False)
-        read = lambda name: share_of(self.get_eval_dataloader(name))  # noqa: E731
-        self._own_evaluation.try_out(read, self.limits.sanity_eval_batches)
-
-    def _finish_training(self, metrics: dict[str, Any]) -> None:
-        self.is_in_train = False
-        self._own_stages.report_memory(metrics)
 
     def _running_session(self, asker: str) -> Run:
         if self._session is None:
@@ -658,12 +442,16 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        count = (
+            self._get_num_items_in_batch
+            if self._trainer_hooks.counts_items_itself
+            else self._trainer_parts.steps.shares.count
+        )
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
         """Return the item count of a step's micro-batches, None if not needed."""
-        return self._shares.count(batch_samples, device)
+        return self._trainer_parts.steps.shares.count(batch_samples, device)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
@@ -680,24 +468,24 @@ class Trainer:
 
         Source: the documented `Trainer.training_step`.
         """
-        mode = self._training_mode
+        parts, steps = self._trainer_parts, self._trainer_parts.steps
+        mode, shares = steps.mode, steps.shares if steps.shares.is_on else None
         if mode is None:
             model.train()
         elif model is not mode.model or not all(map(is_on, mode.flags)):
             mode.enter(model)
         if mode is not None and mode.train_weights is not None:
             mode.train_weights()
-        shares = self._shares if self._shares.is_on else None
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = None if shares is None else shares.share_of(inputs)
         inputs = self._prepare_inputs(inputs)
         if shares is not None:
             shares.open(inputs)
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        computing = self._computing
+            loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        computing = parts.computing
         try:
-            weighed = loss if share is None else self._shares.weigh(loss, share, num_items_in_batch)
+            weighed = loss if share is None else steps.shares.weigh(loss, share, num_items_in_batch)
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
                 computing.backward(weighed)
             else:
@@ -722,10 +510,13 @@ class Trainer:
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
                 has_loss = self.task.returns_loss
-                self._computing.past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
+                past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
+                self._trainer_parts.computing.past = past
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            if self._shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = loss * self._shares.num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
+            if self._trainer_parts.steps.shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
+                loss = (
+                    loss * self._trainer_parts.steps.shares.num_ranks
+                )  # undoes DDP's mean over ranks, which an evaluation has not
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -737,8 +528,8 @@ class Trainer:
                     "its StepOutput holds no loss.",
                     "Return StepOutput(loss=...).",
                 )
-            if self._shares.is_on:
-                self._count_items_check.see(output, inputs)
+            if self._trainer_parts.steps.shares.is_on:
+                self._trainer_parts.steps.items_check.see(output, inputs)
             if output.logs and self._session is not None:
                 self._session.logs.add(output.logs)
             loss, outputs = output.loss, output.outputs
@@ -746,9 +537,9 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
-        if self._makes_contexts:
+        if self._trainer_hooks.makes_contexts:
             return self.autocast_smart_context_manager()
-        return nullcontext() if self._cast is not None else self._computing.autocast()
+        return nullcontext() if self._trainer_parts.steps.cast is not None else self._trainer_parts.computing.autocast()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the precision's casting context.
@@ -759,38 +550,13 @@ class Trainer:
         Source: the documented `Trainer.autocast_smart_context_manager`.
         """
         if cache_enabled or not self.precision.policy.autocast:
-            return self._computing.autocast()
+            return self._trainer_parts.computing.autocast()
         return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
-
-    def _cast_model(self) -> None:
-        """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
-
-        Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
-        the whole step is cast, which copies no outputs.
-        """
-        names = filter(self._is_overridden, ("compute_loss", "training_step", "prediction_step"))
-        is_users = any(getattr(type(self), name) not in self._own_hooks or name in vars(self) for name in names)
-        casts = self.precision.policy.autocast and Owns.CASTING not in self.strategy.owns
-        # Copies on several devices call the original's forward pass.
-        is_copied = getattr(self.strategy, "num_devices", 1) > 1
-        if not casts or is_copied or self._makes_contexts or not isinstance(self.task, ModelTask):
-            return
-        if is_users or callable(self.compute_loss_func):
-            self._cast = ModelCall.of(self.model)
-            self._cast.set(autocast=lambda: self._computing.autocast())
-
-    def _stop_observing(self) -> None:
-        """Give the model its own call back, without autocast and observers."""
-        if self._shares.rule.watch is not None:
-            self._shares.rule.watch.close()
-        if self._cast is not None:
-            self._cast.set(autocast=None)
-        self._cast = self._own_evaluation.mean = None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device, and first the model if this is called outside of a run or an evaluation."""
-        if not self._own_stages.depth:
-            self._own_stages.place_idle()
+        if not self._trainer_parts.activity.depth:
+            self._trainer_parts.activity.place_idle()
         if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise TaskError(
                 "A batch was made ready for the model.",
@@ -798,8 +564,8 @@ class Trainer:
                 + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
                 "Rename the columns, or set remove_unused_columns=False.",
             )
-        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
-        computing = self._computing
+        inputs = self._prepare_input(inputs) if self._trainer_hooks.walks_inputs else self.strategy.to_device(inputs)
+        computing = self._trainer_parts.computing
         if computing.past is not None:
             inputs = extra("past_index").with_memory(inputs, computing.past)
         dtype = computing.input_dtype
@@ -824,56 +590,27 @@ class Trainer:
         """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
         model.to(device)
 
-    def _make_shares(self) -> LossShares:
-        """Return a `LossShares` for the current hooks."""
-        is_attribute = not isinstance(type(self).model_accepts_loss_kwargs, property)
-        is_causal = False
-        if isinstance(self.task, ModelTask):
-            is_causal = self.task.is_causal = self.task.is_causal or self._loss_shifts_labels
-        overrides_loss, owner = self._is_overridden("compute_loss"), f"{type(self).__name__}.compute_loss"
-        function = "" if self.compute_loss_func is None else "compute_loss_func"
-        # FSDP puts its name before that of the model's class.
-        model_name = type(self.strategy.unwrap(self.model)).__name__.removeprefix("FSDP")
-        hooks = LossHooks(
-            maker=owner if overrides_loss else function or model_name,
-            compute_loss_func=self.compute_loss_func,
-            overrides_loss=overrides_loss,
-            accepts_count=bool(self.model_accepts_loss_kwargs),
-            is_declared=is_attribute or self._accepts_declared is not None,
-            is_trusted=getattr(base_model(self.model), "accepts_loss_kwargs", None) is True or is_causal,
-            is_scaled=getattr(self, "loss_is_scaled_for_ga", None),
-            loss_takes_count=accepts(self.compute_loss, "num_items_in_batch"),
-            shifts_labels=self._loss_shifts_labels,
-            get_batch_samples=self._slot_get_batch_samples,
-        )
-        return LossShares(self.args, self.strategy, self.task, hooks)
-
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it.
 
         Source: the documented `Trainer.model_accepts_loss_kwargs`.
         """
-        return self._accepts_found if self._accepts_declared is None else self._accepts_declared
+        declared: bool | None = vars(self).get("model_accepts_loss_kwargs")
+        return self._trainer_parts.model.accepts_count if declared is None else declared
 
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, value: bool) -> None:
-        self._accepts_declared = bool(value)
+        vars(self)["model_accepts_loss_kwargs"] = bool(value)
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
         """The number of micro-batches of the current step."""
-        return self._shares.num_micro_batches
+        return self._trainer_parts.steps.shares.num_micro_batches
 
     @current_gradient_accumulation_steps.setter
     def current_gradient_accumulation_steps(self, number: int) -> None:
-        self._shares.num_micro_batches = number
-
-    def _note_sync(self, syncs: bool) -> None:
-        """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
-        self._computing.syncs = syncs
-        if self._computing.accelerator is not None:
-            tell_accelerate_sync(self._computing.accelerator, syncs)
+        self._trainer_parts.steps.shares.num_micro_batches = number
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -902,26 +639,30 @@ class Trainer:
         Source: the documented `Trainer.evaluate`.
         """
         if ckpt is not None or weights != "average":
-            with self._own_stages.running("eval"), other_weights(self, self._output, ckpt, weights=weights):
+            parts = self._trainer_parts
+            chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
+            with parts.activity.running("eval"), chosen_weights:
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._own_evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
-        chosen = self._own_evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with self._own_evaluation.own_metrics(chosen), self._own_stages.evaluating("eval"):
-            share = self._own_data.share_of(self.get_eval_dataloader(eval_dataset), is_training=False)
-            _, metrics = self._own_evaluation.over(
+            return self._trainer_parts.evaluation.over_sets(
+                datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None
+            )
+        chosen = self._trainer_parts.evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with self._trainer_parts.evaluation.own_metrics(chosen), self._trainer_parts.activity.evaluating("eval"):
+            share = self._trainer_parts.data.eval_share(eval_dataset)
+            _, metrics = self._trainer_parts.evaluation.over(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = self._own_evaluation.metrics_of_main(metrics)
-            self._slot_log(metrics)
+            metrics = self._trainer_parts.evaluation.metrics_of_main(metrics)
+            self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
-            self._own_stages.report_memory(metrics)
+            self._trainer_parts.activity.report_memory(metrics)
         return metrics
 
     def predict(
@@ -949,17 +690,19 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         if ckpt is not None or weights != "average":
-            with self._own_stages.running("predict"), other_weights(self, self._output, ckpt, weights=weights):
+            parts = self._trainer_parts
+            chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
+            with parts.activity.running("predict"), chosen_weights:
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
-        with self._own_stages.evaluating("predict"):
-            output, metrics = self._own_evaluation.over(
-                self._own_data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
+        with self._trainer_parts.activity.evaluating("predict"):
+            output, metrics = self._trainer_parts.evaluation.over(
+                self._trainer_parts.data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
                 description="Prediction",
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
             self.callback_handler.fire("on_predict", metrics=metrics)
-            self._own_stages.report_memory(metrics)
+            self._trainer_parts.activity.report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -981,15 +724,14 @@ class Trainer:
 
         Source: the documented `Trainer.evaluation_loop`.
         """
-        if self._own_stages.name == "train":
+        if self._trainer_parts.activity.name == "train":
             # Called by the user, a callback or an override of `evaluate`: the model is not prepared yet.
-            with self._own_stages.evaluating("eval"):
+            with self._trainer_parts.activity.evaluating("eval"):
                 return self.evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-        return self._own_evaluation.loop(
+        return self._trainer_parts.evaluation.loop(
             dataloader,
-            self._shares,
             description=description,
             loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
             ignore_keys=ignore_keys,
@@ -1004,10 +746,8 @@ class Trainer:
 
         Source: the documented `Trainer.prediction_step`.
         """
-        checks = self._shares, self._count_items_check
-        return self._own_evaluation.step(
-            model, inputs, *checks, loss_only=prediction_loss_only, ignore_keys=ignore_keys
-        )
+        evaluation = self._trainer_parts.evaluation
+        return evaluation.step(model, inputs, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         """Return a function to apply to the collected outputs, or None; overridden by a Trainer that generates."""
@@ -1050,55 +790,59 @@ class Trainer:
         `tr_loss` in place and sets `_globalstep_last_logged`, as the documented method does.
         """
         session = self._running_session("_maybe_log_save_evaluate")
-        if self._is_overridden("_maybe_log_save_evaluate"):
+        if self._trainer_hooks.is_overridden("_maybe_log_save_evaluate"):
             session.act(tr_loss)
 
     @property
     def _globalstep_last_logged(self) -> int:
         """The update after which the training loss was last logged, for overrides of `_maybe_log_save_evaluate`."""
-        return self.state.global_step - (self._loss_window.num_steps if self._loss_window else 0)
+        return self.state.global_step - (self._trainer_parts.losses.num_steps if self._trainer_parts.losses else 0)
 
     @_globalstep_last_logged.setter
     def _globalstep_last_logged(self, step: int) -> None:
-        if self._loss_window is not None:
-            self._loss_window.leave(self.state.global_step - step)
+        if self._trainer_parts.losses is not None:
+            self._trainer_parts.losses.leave(self.state.global_step - step)
 
     @property
     def _total_loss_scalar(self) -> float:
         """The sum of all logged step losses, for overrides; `train_loss` is computed from it."""
-        return self._loss_window.run_total if self._loss_window else 0.0
+        return self._trainer_parts.losses.run_total if self._trainer_parts.losses else 0.0
 
     @_total_loss_scalar.setter
     def _total_loss_scalar(self, total: float) -> None:
-        if self._loss_window is not None:
-            self._loss_window.run_total = total
+        if self._trainer_parts.losses is not None:
+            self._trainer_parts.losses.run_total = total
 
     def _evaluate(
         self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
-        session = self._running_session("_evaluate")
+        session, evaluation = self._running_session("_evaluate"), self._trainer_parts.evaluation
         with session.evaluating():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-            if self._is_overridden("evaluate"):  # the method itself returns rank 0's
-                metrics = self._own_evaluation.metrics_of_main(metrics)
+            if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
+                metrics = evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             follow_metric(
-                self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._own_evaluation.has_all_sets
+                self.lr_scheduler,
+                self.args,
+                self.state,
+                metrics,
+                has_all_sets=evaluation.has_all_sets,
             )
         return metrics
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Record the best evaluation so far in the state; return whether this one is the best."""
         session = self._running_session("_determine_best_metric")
-        return session.contents.metric.note(metrics, has_all_sets=self._own_evaluation.has_all_sets)
+        return session.contents.metric.note(metrics, has_all_sets=self._trainer_parts.evaluation.has_all_sets)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Report the objective of an evaluation during training to the search backend, which may end the trial."""
         # Evaluation sets may have different schedules, but the objective needs all of them.
-        if self._trial_run is not None and self._own_evaluation.has_all_sets:
-            folder = self._get_output_dir(self._trial)
+        if self._trial_run is not None and self._trainer_parts.evaluation.has_all_sets:
+            folder = self._get_output_dir(self._trainer_hooks.trial)
             self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -1120,7 +864,7 @@ class Trainer:
                 logs.update(speed_metrics("train", start_s, num_tokens=num_tokens))
         entry = {**to_plain(logs), "step": self.state.global_step}
         self.state.log_history.append(entry)
-        self._journal.log(entry)
+        self._trainer_parts.journal.log(entry)
         self.callback_handler.fire("on_log", logs=logs)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -1166,9 +910,9 @@ class Trainer:
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = self._output.locate(output_dir) if output_dir else self.output_dir
+        folder = self._trainer_parts.output.locate(output_dir) if output_dir else self.output_dir
         is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
-        is_uploaded = self.args.push_to_hub or self._output.url_of(folder) is not None
+        is_uploaded = self.args.push_to_hub or self._trainer_parts.output.url_of(folder) is not None
         if not _internal_call and (is_sharded or is_uploaded) and self.strategy.watch is not None:
             self.strategy.watch.meet("save_model")
         # In a checkpoint each process may write its own part; a model saved by the user is always whole.
@@ -1183,7 +927,7 @@ class Trainer:
         if not (_internal_call or is_sharded or is_uploaded):
             return  # so that the main process may save alone
         if not (_internal_call and output_dir):
-            self._output.publish_together(output_dir)
+            self._trainer_parts.output.publish_together(output_dir)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
@@ -1204,7 +948,7 @@ class Trainer:
         if self.args.should_save:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
-            self._output.publish()
+            self._trainer_parts.output.publish()
 
     def checkpoint_objects(self) -> Mapping[str, Any]:
         """Return objects of yours to save with each checkpoint and to restore on a resume, by name.
@@ -1267,11 +1011,7 @@ class Trainer:
 
         For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
         """
-        return self._output.folder
-
-    def _make_manager(self, uploads: NodeUploads | None = None) -> CheckpointManager:
-        folder = Path(self._get_output_dir(self._trial))
-        return make_manager(self, self._output, folder, uploads)
+        return self._trainer_parts.output.folder
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -1296,13 +1036,14 @@ class Trainer:
         Source: the documented `Trainer.get_eval_dataloader`.
         """
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        return self._own_data.eval_loader(self._own_data.find_eval_set(eval_dataset), "evaluation", key=key)
+        data = self._trainer_parts.data
+        return data.eval_loader(data.find_eval_set(eval_dataset), "evaluation", key=key)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
         if test_dataset is None:
             raise ConfigError("Cannot predict:", "there is no dataset.", "Pass one: predict(test_dataset).")
-        return self._own_data.eval_loader(test_dataset, "test")
+        return self._trainer_parts.data.eval_loader(test_dataset, "test")
 
     def _get_dataloader(
         self,
@@ -1323,7 +1064,7 @@ class Trainer:
             is_training: Whether all ranks get equally many batches and a stream gets epochs.
             dataloader_key: Name under which to keep the loader if its workers persist.
         """
-        return self._own_data.loader(
+        return self._trainer_parts.data.loader(
             dataset, description, batch_size, order=sampler_fn, is_training=is_training, key=dataloader_key
         )
 
@@ -1332,26 +1073,27 @@ class Trainer:
 
         The order depends on seed and epoch. None for a stream.
         """
-        return self._own_data.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        return self._trainer_parts.data.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the sampler of evaluation data: by descending length if set, else sequential; None for a stream."""
-        return self._own_data.eval_sampler(eval_dataset)
+        return self._trainer_parts.data.eval_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
         if self._signature_columns is None and isinstance(self.task, ModelTask):
-            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+            columns = signature_columns(self.model, label_names=self.label_names)
+            self._trainer_parts.model.find("_signature_columns", columns)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Return a dataset without the columns that the model does not take, if it has columns."""
-        return self._own_data.prune(dataset, description or "given")
+        return self._trainer_parts.data.prune(dataset, description or "given")
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
         """Return a collator that first drops the columns that the model does not take."""
-        return self._own_data.prune_in(data_collator, description or "given")
+        return self._trainer_parts.data.prune_in(data_collator, description or "given")
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of samples in a loader's dataset, estimated if it has no length."""
@@ -1382,15 +1124,7 @@ class Trainer:
 
         Source: the documented `Trainer.set_initial_training_values`.
         """
-        length = len(dataloader) if has_length(dataloader) else None
-        num_batches = self.limits.num_train(length) if self.limits.of_training else length
-        num_examples = 0 if length is None else self.num_examples(dataloader)
-        if num_batches is not None and num_batches != length:
-            per_batch = total_train_batch_size // args.gradient_accumulation_steps
-            num_examples = min(num_examples or sys.maxsize, num_batches * per_batch)
-        return train_plan(
-            args, num_batches=num_batches, num_examples=num_examples, total_batch_size=total_train_batch_size
-        )
+        return self._trainer_parts.data.run_length(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples per optimizer update; processes that read the same ones count once."""
@@ -1421,34 +1155,13 @@ class Trainer:
 
         Source: the documented `create_optimizer`.
         """
-        chosen_model = self.model if model is None else model
-        if self.optimizer is None:
-            made = read_optimizers(self.task)
-            self._optimizer_is_the_tasks = made[0] is not None
-            self.optimizer = made[0]
-            if made[1] is not None:
-                self.lr_scheduler = made[1]
-            if isinstance(made[1], TrainerCallback):
-                self.add_callback(made[1])
-        if self.optimizer is None:
-            if self.optimizer_cls_and_kwargs is None:
-                chosen = self.get_optimizer_cls_and_kwargs(self.args, chosen_model)
-            else:
-                chosen = self.optimizer_cls_and_kwargs
-            names = self.get_decay_parameter_names(chosen_model)
-            self.optimizer = optimizer_from_class(
-                *chosen, chosen_model, weight_decay=self.args.weight_decay, decay_names=names
-            )
-        return self.optimizer
+        return self._trainer_parts.optimizers.create(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
             self._created_lr_scheduler = True
-            chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
-            self.lr_scheduler = build_schedule(
-                schedule_config(self.args, num_training_steps=num_training_steps), chosen
-            )
+            self.lr_scheduler = self._trainer_parts.optimizers.make_schedule(num_training_steps, optimizer)
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -1460,11 +1173,12 @@ class Trainer:
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the optimizer class and keyword arguments selected by the training arguments."""
-        return optimizer_class(optimizer_config(args), model)
+        return optimizer_class(OptimizerConfig.of(args), model)
 
     def get_learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter group; requires an optimizer."""
-        return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
+        groups = self._trainer_parts.optimizers.require("get_learning_rates").param_groups
+        return [float(group["lr"]) for group in groups]
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first parameter group; an override is called before the schedule's step."""
@@ -1472,39 +1186,10 @@ class Trainer:
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""
-        optimizer = self._require_optimizer("get_optimizer_group")
         if param is None:
-            return [group["params"] for group in optimizer.param_groups]
-        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
-        for group in optimizer.param_groups:
-            if any(member is wanted for member in group["params"]):
-                return group
-        return None
-
-    def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise ConfigError(
-                f"Cannot call {asker}() yet:",
-                "no optimizer has been made.",
-                "Call train() or create_optimizer(); an override of create_optimizer must set self.optimizer.",
-            )
-        return self.optimizer
-
-    def _forget_schedule(self) -> None:
-        """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
-        if self._optimizer_is_the_tasks:
-            if isinstance(self.lr_scheduler, TrainerCallback):
-                self.remove_callback(self.lr_scheduler)
-            self.optimizer = self.lr_scheduler = None
-        elif self._created_lr_scheduler:
-            self.lr_scheduler = None
-        elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
-            logger.warning("The given schedule has been stepped before; it continues from its current step.")
-        strategy = self.strategy
-        if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
-            # The optimizer of the earlier run belonged to an engine that no longer exists.
-            logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
-            self.optimizer = self.lr_scheduler = None
+            groups = self._trainer_parts.optimizers.require("get_optimizer_group").param_groups
+            return [group["params"] for group in groups]
+        return self._trainer_parts.optimizers.group_of(param)
 
     # -- metrics, callbacks and the Hub --------------------------------------------------------------------------------
 
@@ -1521,7 +1206,7 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
-            self._output.publish()
+            self._trainer_parts.output.publish()
 
     @property
     def callback_handler(self) -> CallbackHandler:
@@ -1537,7 +1222,7 @@ class Trainer:
                 "Derive it from hftrain.CallbackHandler.",
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
-        handler.refresh(logger=RunLogger(handler, self._journal.log), data_ranks=self.strategy.data)
+        handler.refresh(logger=RunLogger(handler, self._trainer_parts.journal.log), data_ranks=self.strategy.data)
         self._callback_handler = handler
 
     def add_callback(self, callback: Any) -> None:
@@ -1556,7 +1241,7 @@ class Trainer:
     @property
     def _hub(self) -> Any:
         if self._hub_pushes is None:
-            self._hub_pushes = extra("hub").TrainerHub(self, self._output)
+            self._hub_pushes = extra("hub").TrainerHub(self, self._trainer_parts.output)
         return self._hub_pushes
 
     @property
@@ -1617,7 +1302,7 @@ class Trainer:
         Source: the documented `Trainer.create_model_card`.
         """
         self._hub.write_card(**{name: value for name, value in locals().items() if name != "self"})
-        self._output.publish()
+        self._trainer_parts.output.publish()
 
     def push_to_hub(
         self,
@@ -1699,25 +1384,25 @@ class Trainer:
         step, so that an override of `prediction_step` may gather: one that runs out of batches repeats its last one
         and drops the result.
         """
-        if self._computing.accelerator is None:
+        if self._trainer_parts.computing.accelerator is None:
             self.create_accelerator_and_postprocess()
-        return self._computing.accelerator
+        return self._trainer_parts.computing.accelerator
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
         # Before super().__init__() of a subclass there is no strategy to agree with; a new one is created afterwards.
-        if "strategy" in vars(self):
-            parts = self.args, self.strategy, self.precision, self._computing
-            self._computing.accelerator = None if value is None else adopt_accelerator(value, *parts)
+        if "_trainer_parts" in vars(self):
+            parts = self.args, self.strategy, self.precision, self._trainer_parts.computing
+            self._trainer_parts.computing.accelerator = None if value is None else adopt_accelerator(value, *parts)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create `accelerator` again; launches the strategy. Collective."""
-        parts = self.args, self.strategy, self.precision, self._computing
-        self._computing.accelerator = make_accelerator(*parts)
+        parts = self.args, self.strategy, self.precision, self._trainer_parts.computing
+        self._trainer_parts.computing.accelerator = make_accelerator(*parts)
 
     def _make_own_accelerator(self) -> None:
         """Call an override that makes the accelerator: it may set what its class uses elsewhere."""
-        if self._is_overridden("create_accelerator_and_postprocess"):
+        if self._trainer_hooks.is_overridden("create_accelerator_and_postprocess"):
             self.create_accelerator_and_postprocess()
 
     @property
@@ -1819,7 +1504,7 @@ class Trainer:
         Source: the documented `Trainer.hyperparameter_search`.
         """
         searching = extra("search")
-        has_data = self.eval_dataset is not None or any(map(self._is_overridden, ("get_eval_dataloader", "evaluate")))
+        has_data = self.eval_dataset is not None or self._trainer_hooks.is_overridden("get_eval_dataloader", "evaluate")
         searching.check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
         chosen = self.hp_search_backend = searching.choose_backend(backend)
         try:
@@ -1855,24 +1540,21 @@ class Trainer:
         """Train with a trial's values; see `trying`."""
         noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
         try:
-            with extra("search").trying(self.args, self._output, self.model_init, trial, **options) as run:
+            output = self._trainer_parts.output
+            with extra("search").trying(self.args, output, self.model_init, trial, **options) as run:
                 if self.args.neftune_noise_alpha != given:
                     self.neftune_noise_alpha = self.args.neftune_noise_alpha
-                self._trial_run, self.hp_name = run, options.get("hp_name")
+                self._trial_run, self._trainer_hooks.trial, self.hp_name = run, run.trial, options.get("hp_name")
                 self._follow_arguments()
                 yield run
         finally:
-            self._trial_run, self.neftune_noise_alpha = None, noise
+            self._trial_run = self._trainer_hooks.trial = None
+            self.neftune_noise_alpha = noise
             self._follow_arguments()
-
-    @property
-    def _trial(self) -> Any:
-        """The current trial of a search, as the backend passed it."""
-        return None if self._trial_run is None else self._trial_run.trial
 
     def _follow_arguments(self) -> None:
         """Update objects that were made from the arguments, after these have changed."""
-        self._computing.accelerator = None
+        self._trainer_parts.computing.accelerator = None
         self._make_own_accelerator()
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
@@ -1896,11 +1578,6 @@ class Trainer:
         """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
         return extra("tuner").Tuner(self, type(self).train)
 
-    @property
-    def _num_rehearsed(self) -> int:
-        """The number of batches of each stage in a rehearsal, 0 in a real run."""
-        return self._num_estimated or int(self.fast_dev_run)
-
     # -- the model -----------------------------------------------------------------------------------------------------
 
     @property
@@ -1917,11 +1594,11 @@ class Trainer:
     @property
     def compute_loss_func(self) -> Any:
         """The function that computes the loss in place of the model; it may be set at any time."""
-        return self._slot_loss_func
+        return self._loss_function
 
     @compute_loss_func.setter
     def compute_loss_func(self, function: Any) -> None:
-        self._slot_loss_func = function
+        self._loss_function = function
         task = vars(self).get("task")
         if isinstance(task, ModelTask):
             task.use_loss(function)
@@ -1969,7 +1646,7 @@ class Trainer:
     @property
     def _memory_tracker(self) -> MemoryTracker:
         """Adds the memory report; evaluate() and predict() do it themselves."""
-        return self._memory
+        return self._trainer_parts.memory
 
     @property
     def neftune_hook_handle(self) -> Any:

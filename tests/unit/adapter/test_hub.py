@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.adapter.configs import told_hyperparameters
 from hftrain.arguments import TrainingArguments
+from hftrain.extras.hub.trainer_hub import listed_hyperparameters
 
 
 def test_set_push_to_hub_takes_every_setting() -> None:
@@ -31,9 +31,9 @@ def test_older_names_are_known(given: dict[str, str], model_id: str) -> None:
 
 
 def test_told_hyperparameters_hold_no_secret_and_the_length() -> None:
-    told = told_hyperparameters(TrainingArguments("out", hub_token="secret", max_steps=5, warmup_steps=2))
+    told = listed_hyperparameters(TrainingArguments("out", hub_token="secret", max_steps=5, warmup_steps=2))
     assert (told["learning_rate"], told["max_grad_norm"]) == (5e-5, 1.0)
     assert (told["max_steps"], told["warmup_steps"]) == (5, 2)
     assert "num_train_epochs" not in told
     assert "secret" not in str(told)
-    assert told_hyperparameters(TrainingArguments("out"))["num_train_epochs"] == 3
+    assert listed_hyperparameters(TrainingArguments("out"))["num_train_epochs"] == 3

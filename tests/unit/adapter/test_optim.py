@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.tiny import make_arguments
 
-from hftrain.adapter.configs import optimizer_config, schedule_config
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.optim.schedules import ScheduleConfig
 
@@ -18,7 +17,7 @@ def test_optimizer_follows_the_arguments(tmp_path: Path) -> None:
         tmp_path, optim="sgd", learning_rate=0.5, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6,
         optim_args="momentum=0.9",
     )  # fmt: skip
-    assert optimizer_config(arguments) == OptimizerConfig(
+    assert OptimizerConfig.of(arguments) == OptimizerConfig(
         name="sgd",
         learning_rate=0.5,
         weight_decay=0.1,
@@ -33,14 +32,14 @@ def test_schedule_follows_the_arguments(tmp_path: Path) -> None:
     arguments = make_arguments(
         tmp_path, lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}, warmup_steps=3
     )
-    assert schedule_config(arguments, num_training_steps=10) == ScheduleConfig(
+    assert ScheduleConfig.of(arguments, num_training_steps=10) == ScheduleConfig(
         name="cosine_with_restarts", num_training_steps=10, num_warmup_steps=3, options={"num_cycles": 2}
     )
 
 
 def test_target_modules_are_handed_on(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, optim="galore_adamw", optim_target_modules=["attn", "mlp"])
-    assert optimizer_config(arguments).target_modules == ["attn", "mlp"]
+    assert OptimizerConfig.of(arguments).target_modules == ["attn", "mlp"]
 
 
 @pytest.mark.parametrize(
@@ -56,5 +55,5 @@ def test_schedule_free_optimizers_warm_up_themselves(
     tmp_path: Path, options: dict[str, Any], optimizers: int, schedules: int
 ) -> None:
     arguments = make_arguments(tmp_path, optim="schedule_free_adamw", **options)
-    assert optimizer_config(arguments).warmup_steps == optimizers
-    assert schedule_config(arguments, num_training_steps=12).num_warmup_steps == schedules
+    assert OptimizerConfig.of(arguments).warmup_steps == optimizers
+    assert ScheduleConfig.of(arguments, num_training_steps=12).num_warmup_steps == schedules

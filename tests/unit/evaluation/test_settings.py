@@ -23,8 +23,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.adapter.configs import full_eval_dtype
-from hftrain.evaluation.casting import cast_weights
+from hftrain.evaluation.casting import cast_weights, full_eval_dtype
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def test_memory_comes_back_and_begins_anew_with_each_epoch_and_evaluation(tmp_pa
     # The evaluation between two steps leaves the training's memory alone.
     assert training == [0, 1, 2, 0, 1, 2]
     assert [memory for is_training, memory in model.seen if not is_training] == [0, 1] * 3
-    assert trainer._computing.past is None
+    assert trainer._trainer_parts.computing.past is None
     model.seen.clear()
     trainer.predict([{"x": row["x"]} for row in make_rows(12)], ignore_keys=["mems"] if kind == "dict" else None)
     assert [memory for _, memory in model.seen] == [0, 1, 2]

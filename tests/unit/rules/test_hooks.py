@@ -58,7 +58,7 @@ def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
 
 
 class TakesMethod(Trainer):
-    def _open_training_data(self, *dataset: Any) -> Any:
+    def _make_callbacks(self, *dataset: Any) -> Any:
         return dataset
 
 
@@ -68,7 +68,7 @@ class TakesAttribute(Trainer):
 
 class SetsBefore(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._journal = "sft"
+        self._session = "sft"
         super().__init__(*args, **kwargs)
 
 
@@ -163,6 +163,6 @@ def test_hook_that_is_assigned_to_the_trainer_itself_is_called(tmp_path: Path, m
     given = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).get_train_dataloader()
     monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: given)
     trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2))
-    assert trainer._is_overridden("get_train_dataloader")
+    assert trainer._trainer_hooks.is_overridden("get_train_dataloader")
     trainer.train()
     assert trainer.state.global_step == 2

@@ -23,6 +23,7 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.preemption.consensus import Consensus
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import TrainingStopped
+from hftrain.run.writing import make_manager
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
 
@@ -203,8 +204,9 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         trainer = make_trainer(tmp_path, save_policy=policy)
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
-        saver: Any = SimpleNamespace(manager=trainer._make_manager())
-        return Interrupts(trainer._make_run_parts(None), saver, GracePeriod(None))
+        parts = trainer._trainer_parts
+        saver: Any = SimpleNamespace(manager=make_manager(trainer, parts.hooks, parts.output))
+        return Interrupts(parts.for_run(None, None), saver, GracePeriod(None))
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None

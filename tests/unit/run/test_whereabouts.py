@@ -17,7 +17,7 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
 
     class Ask(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            found.append(trainer._own_stages.whereabouts())
+            found.append(trainer._trainer_parts.activity.whereabouts())
 
         on_step_begin = on_prediction_step = on_train_end = on_save = on_train_begin
 
@@ -25,7 +25,7 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
         tmp_path, eval_dataset=make_rows(4), callbacks=[Ask()], max_steps=2, eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2,
     )  # fmt: skip
-    assert trainer._own_stages.whereabouts() == "between training and evaluations"
+    assert trainer._trainer_parts.activity.whereabouts() == "between training and evaluations"
     trainer.train()
     assert found == [
         *("set up the training", "train step 1", "train step 2", "evaluate"),
@@ -44,7 +44,7 @@ def test_a_failed_exchange_is_reported_from_where_it_failed(tmp_path: Path, monk
             raise RuntimeError("gloo: Timed out")
 
     def report(strategy: Any, error: Exception) -> None:
-        found.append(trainer._own_stages.whereabouts())
+        found.append(trainer._trainer_parts.activity.whereabouts())
 
     monkeypatch.setattr("hftrain.run.build.report_late_ranks", report)
     trainer = make_trainer(tmp_path, callbacks=[Fail()], max_steps=2, save_strategy="steps", save_steps=2)

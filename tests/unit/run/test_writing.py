@@ -20,6 +20,7 @@ from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.weights import read_weights
+from hftrain.core.hooks import Hooks
 from hftrain.run import writing
 
 ASYNC = SavePolicy(save_async=True)
@@ -84,7 +85,7 @@ def test_async_save_reaches_the_disk_in_another_thread_only(tmp_path: Path, monk
 
     trainer = make_trainer(tmp_path, At(3), policy=ASYNC)
     monkeypatch.setattr(Trainer, "_save_checkpoint", note_save)
-    monkeypatch.setattr(Trainer, "_is_overridden", lambda self, name: False)
+    monkeypatch.setattr(Hooks, "is_overridden", lambda self, *names: False)
     for module, names in ((builtins, ("open",)), (os, ("open", "fsync", "rename", "replace", "mkdir", "unlink"))):
         for name in names:
             watch(module, name)

@@ -12,7 +12,6 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Trainer, TrainingArguments, set_seed
-from hftrain.adapter.configs import compile_config
 from hftrain.task.compilation import CompileConfig, Compiler
 
 # What torch's own compiler warns about while it traces.
@@ -185,7 +184,7 @@ def test_arguments_and_launcher_choose(
         monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}", raising=False)
     for name, value in launched.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
-    assert compile_config(TrainingArguments("out", **options)) == expected
+    assert CompileConfig.of(TrainingArguments("out", **options)) == expected
 
 
 @pytest.mark.parametrize(

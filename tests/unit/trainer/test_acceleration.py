@@ -104,7 +104,7 @@ def test_accelerator_assigned_before_the_constructor_is_forgotten_as_documented(
             self.accelerator = Accelerator(cpu=True)
             super().__init__(*args)
 
-    assert Early(Net(), make_arguments(tmp_path))._computing.accelerator is None
+    assert Early(Net(), make_arguments(tmp_path))._trainer_parts.computing.accelerator is None
 
 
 def test_assigned_accelerator_must_fit_the_strategy(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
+    from hftrain.core.hooks import Hooks
     from hftrain.loops.window import LogWindow
     from hftrain.run.parts import TrainerHooks
     from hftrain.trainer.loss_normalization import LossShares
@@ -51,8 +52,10 @@ class MicroBatches:
         size: Samples per micro-batch, as found by an earlier run; None searches.
     """
 
-    def __init__(self, trainer: TrainerHooks, shares: LossShares, logs: LogWindow, size: int | None) -> None:
-        self._trainer, self._shares, self._logs, self.size = trainer, shares, logs, size
+    def __init__(
+        self, trainer: TrainerHooks, hooks: Hooks, shares: LossShares, logs: LogWindow, size: int | None
+    ) -> None:
+        self._trainer, self._hooks, self._shares, self._logs, self.size = trainer, hooks, shares, logs, size
         self._done: list[Any] = []
         if size is not None:
             trainer.state.train_batch_size = size
@@ -119,7 +122,7 @@ class MicroBatches:
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         assert self.size is not None
-        step, parts = self._trainer._slot_training_step, split_batch(batch, self.size)
+        step, parts = self._hooks.training_step, split_batch(batch, self.size)
         self._shares.has_weighed = len(parts) == 1
         self._shares.split(batch if len(parts) > 1 else None)
         losses = []

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.configs import told_hyperparameters
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.extras.hub.card import CardFacts, write_card
@@ -18,6 +17,13 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import check_writable
 
 logger = get_logger(__name__)
+
+# The settings listed in a model card.
+_LISTED = (
+    "learning_rate", "train_batch_size", "eval_batch_size", "gradient_accumulation_steps", "seed", "optim",
+    "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_steps", "warmup_ratio", "label_smoothing_factor",
+)  # fmt: skip
 
 
 class TrainerHub:
@@ -134,7 +140,7 @@ class TrainerHub:
             datasets=_as_list(given["dataset"]),
             dataset_args=_as_list(given["dataset_args"]),
             hyperparameters={
-                **told_hyperparameters(trainer.args),
+                **listed_hyperparameters(trainer.args),
                 "total_train_batch_size": trainer.get_total_train_batch_size(trainer.args),
                 "num_processes": trainer.strategy.world_size,
                 "precision": trainer.precision.policy.name,
@@ -224,3 +230,10 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def listed_hyperparameters(args: Any) -> dict[str, Any]:
+    """Return the settings to list in a model card: those that are set, and the length of the training."""
+    chosen = {name: getattr(args, name) for name in _LISTED if getattr(args, name)}
+    length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
+    return {**chosen, **length}

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.preserve import temporarily
 from hftrain.precision.base import Precision
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.space import readable_bytes
@@ -63,12 +64,12 @@ def estimate_memory(trainer: TrainerHooks, train: Callable[[Any], object]) -> Me
         )
     found: list[MemoryEstimate] = []
     watch = _StepWatch(kind, precision, lambda: trainer.model_wrapped, found)
-    trainer._num_estimated = _MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS
+    num_steps = _MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS
     trainer.callback_handler.add(watch)
     try:
-        train(trainer)
+        with temporarily(trainer, fast_dev_run=num_steps):
+            train(trainer)
     finally:
-        trainer._num_estimated = 0
         trainer.callback_handler.remove(watch)
     if not found:
         raise ConfigError(

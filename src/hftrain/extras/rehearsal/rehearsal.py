@@ -26,7 +26,8 @@ from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 from hftrain.data.datasets import kept_in_place
-from hftrain.run.parts import TrainerHooks
+from hftrain.run.parts import TrainerHooks, TrainerPart
+from hftrain.trainer.parts import parts_of
 
 
 def rehearse(
@@ -87,7 +88,10 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
     evaluated = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, Mapping) else [evaluated])]
     try:
-        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks), kept_in_place(*datasets):
+        parts = parts_of(trainer)
+        stateful = [each for each in vars(parts).values() if isinstance(each, TrainerPart)]
+        owned = trainer.args, trainer.state, trainer.control, *callbacks
+        with preserved(trainer, parts, *stateful, *owned), kept_in_place(*datasets):
             _copy_parts(trainer)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
@@ -101,20 +105,21 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
 
 def _copy_parts(trainer: TrainerHooks) -> None:
     """Copy model, optimizer, schedule and loops together because they refer to each other."""
+    adopted = parts_of(trainer).model
     try:
         if trainer.model_init is not None:
             trainer.loops = copy.deepcopy(trainer.loops)
             return
-        parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops
-        trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops = copy.deepcopy(parts)
+        parts = trainer.task, adopted.outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops
+        trainer.task, adopted.outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops = copy.deepcopy(parts)
     except Exception as error:
         held = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
         raise TaskError(
-            f"Cannot use fast_dev_run={trainer._num_rehearsed}.",
+            f"Cannot use fast_dev_run={trainer.fast_dev_run}.",
             f"It trains a copy, and {type(trainer.model).__name__}{held} cannot be copied: {error!r}.",
             "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
         ) from error
-    trainer.model, trainer.model_wrapped = trainer.task.model, trainer._outermost
+    trainer.model, trainer.model_wrapped = trainer.task.model, adopted.outermost
 
 
 @dataclass(eq=False)

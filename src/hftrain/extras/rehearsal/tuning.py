@@ -31,6 +31,7 @@ from hftrain.data.datasets import has_length, kept_in_place
 from hftrain.extras.rehearsal.rehearsal import clear, copies
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
+from hftrain.trainer.parts import parts_of
 
 # They show or judge a run, which a trial is not.
 _LEFT_OUT = (EarlyStoppingCallback, PrinterCallback, ProgressCallback, SummaryCallback)
@@ -157,7 +158,7 @@ class Tuner:
         for number in num_workers:
             data = self._trainer.train_dataset
             with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), kept_in_place(data):
-                batches = iter(self._trainer._open_training_data())
+                batches = iter(parts_of(self._trainer).data.training_share())
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()
                 num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)

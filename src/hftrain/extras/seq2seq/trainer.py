@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import generation_options
 from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
@@ -165,10 +164,10 @@ class Seq2SeqTrainer(Trainer):
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may pop the labels from the batch.
-            mean = self._own_evaluation.mean if has_loss else None
+            mean = self._trainer_parts.evaluation.mean if has_loss else None
             if mean is not None:
                 mean.open(inputs)
-            loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
+            loss = self._trainer_hooks.compute_loss(model, inputs).detach() if has_loss else None
             if mean is not None:
                 mean.see(loss, None)
         length = longest_output(options, getattr(bare, "generation_config", None))
@@ -177,8 +176,6 @@ class Seq2SeqTrainer(Trainer):
             if isinstance(labels, torch.Tensor) and labels.dim() > 1:
                 labels = self._pad_tensors_to_max_len(labels, length)
         return loss, tokens, detach(labels)
-
-    _own_hooks = (prediction_step,)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad generated tokens or labels up to a length; may be overridden to pad differently."""
@@ -196,8 +193,8 @@ class Seq2SeqTrainer(Trainer):
         given = getattr(self.args, "generation_config", None)
         self._generation_config = None if given is None else load_generation_config(given)
 
-    def _adopt_model(self, model: nn.Module) -> None:
-        super()._adopt_model(model)
+    def _on_adopted(self) -> None:
+        super()._on_adopted()
         prepare_generation(self.args, self.strategy, self.task, self.model, config=self._generation_config)
 
     def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -216,3 +213,19 @@ class Seq2SeqTrainer(Trainer):
         if token is None or not generates(self.args) or self.preprocess_logits_for_metrics is not None:
             return None
         return fill_with(token)
+
+
+def generation_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of `generate` for a call: those given, then those of the training arguments.
+
+    Args:
+        given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
+            them replaces all settings of the training arguments.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "generation_config" not in chosen:
+        if "max_new_tokens" not in chosen and args.generation_max_length is not None:
+            chosen.setdefault("max_length", args.generation_max_length)
+        if args.generation_num_beams is not None:
+            chosen.setdefault("num_beams", args.generation_num_beams)
+    return chosen

@@ -8,35 +8,42 @@ from typing import Any
 
 import torch
 
-from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
-from hftrain.evaluation.casting import cast_weights
+from hftrain.evaluation.casting import cast_weights, full_eval_dtype
 from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.build import report_late_ranks
-from hftrain.run.parts import TrainerHooks
+from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import kept_modes
 from hftrain.task.module import without_model
 from hftrain.trainer.memory import MemoryTracker
+from hftrain.trainer.training_steps import TrainingSteps
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
 
 
-class Stages:
+class Activity:
     """Launch the strategy and open the precision while `train`, `evaluate` or `predict` runs; these may be nested.
 
     Attributes:
         depth: How many of these calls run.
         name: The innermost: ``"train"``, which is also the value between calls, ``"eval"`` or ``"predict"``.
+        run_parts: The parts of the current run, None between runs.
     """
 
-    def __init__(self, trainer: TrainerHooks, computing: Computing, memory: MemoryTracker) -> None:
-        self._trainer, self._computing, self._memory = trainer, computing, memory
+    run_parts: RunParts | None
+
+    def __init__(
+        self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, computing: Computing, memory: MemoryTracker
+    ) -> None:
+        self._trainer, self._hooks, self._steps, self._computing = trainer, hooks, steps, computing
+        self._memory, self.run_parts = memory, None
         self.depth, self.name = 0, "train"
         # Whether the precision has been prepared for steps outside of these calls.
         self._is_prepared = False
@@ -55,7 +62,7 @@ class Stages:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
-            maker = f"{type(trainer).__name__}.compute_loss" if trainer._is_overridden("compute_loss") else None
+            maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
             extra("mistakes").explain_mistake(
                 error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker
@@ -65,14 +72,14 @@ class Stages:
             self.depth -= 1
             self.name = previous
             if self.depth == 0:
-                trainer._stop_observing()
+                self._steps.stop_observing()
                 trainer.compiler.close()
                 trainer.precision.close()
                 self._memory.stop()
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        trainer._resolve_hooks()  # again, because scripts may assign hooks to the instance
+        self._steps.resolve()  # again, because scripts may assign hooks to the instance
         self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
@@ -89,7 +96,7 @@ class Stages:
         trainer = self._trainer
         own = evaluation_weights(trainer.optimizer)
         with self.running(name), preserved_rng(), own, trainer.callback_handler.evaluation_weights():
-            is_training = trainer._run_parts is not None
+            is_training = self.run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
             dtype = full_eval_dtype(trainer.args) if self._computing.input_dtype is None else None
@@ -105,7 +112,7 @@ class Stages:
         """Evaluate the task's unwrapped model, with inputs cast to a dtype if there is one."""
         trainer, task, computing = self._trainer, self._trainer.task, self._computing
         wrapped = task.model
-        task.model = trainer._wrap_model(wrapped, training=False)
+        task.model = self._hooks.wrap_model(wrapped, training=False)
         task.eval()
         for metric in checked_metrics(task, "eval").values():
             metric.reset()
@@ -132,7 +139,7 @@ class Stages:
         """Prepare the forward pass of a model that is not being trained."""
         self._place_task()
         self._trainer.compiler.compile(self._trainer.model)
-        self._trainer._cast_model()
+        self._steps.cast_model()
 
     def place_idle(self) -> None:
         """Launch the strategy and place the model, for a step that a script calls outside of these methods."""
@@ -157,7 +164,7 @@ class Stages:
 
     def whereabouts(self) -> str:
         """Return what the Trainer does, such as ``"train step 12"`` or ``"save checkpoint-20"``; from any thread."""
-        parts, step = self._trainer._run_parts, self._trainer.state.global_step
+        parts, step = self.run_parts, self._trainer.state.global_step
         if self.depth == 0:
             return "between training and evaluations"
         phase = None if parts is None else parts.phase

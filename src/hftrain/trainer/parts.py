@@ -1,0 +1,111 @@
+"""The objects that own what a Trainer does, made in one place, and what they do for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hftrain.core.hooks import Hooks
+from hftrain.data.eval_sets import EvalSet
+from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.run.journal import Journal
+from hftrain.run.output import Output
+from hftrain.run.parts import RunParts, TrainerHooks, TrainerServices, loss_window
+from hftrain.step.stepper import Computing
+from hftrain.trainer.activity import Activity
+from hftrain.trainer.data import TrainerData
+from hftrain.trainer.evaluation import Evaluation
+from hftrain.trainer.memory import MemoryTracker
+from hftrain.trainer.model import TrainerModel
+from hftrain.trainer.optimizers import TrainerOptimizers
+from hftrain.trainer.training_steps import TrainingSteps
+
+
+class TrainerParts:
+    """The parts of a Trainer, each with what it needs of the others.
+
+    Args:
+        eval_sets: Evaluation sets with their own metrics or schedule, by name.
+        on_adopted: Called when the Trainer has another model.
+
+    Attributes:
+        journal: That of the current or the last run.
+        losses: The logging window of that run; scripts read the logged values after it.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerHooks,
+        hooks: Hooks,
+        *,
+        eval_sets: dict[str, EvalSet],
+        on_adopted: Callable[[], None],
+    ) -> None:
+        self._trainer, self.hooks = trainer, hooks
+        args, strategy, precision = trainer.args, trainer.strategy, trainer.precision
+        is_on, kind = not args.skip_memory_metrics, strategy.device_type
+        self.memory = MemoryTracker(is_on=is_on, is_main=strategy.is_main, device_type=kind)
+        self.memory.start("init")
+        self.computing = Computing(precision.backward, precision.autocast)
+        self.output, self.journal = Output(lambda: trainer.args.output_dir, strategy), Journal()
+        self.losses: LossWindow | None = None
+        self.steps = TrainingSteps(trainer, hooks, self.computing)
+        self.model = TrainerModel(trainer, hooks, self.steps, on_adopted=on_adopted)
+        self.optimizers = TrainerOptimizers(trainer, hooks)
+        self.activity = Activity(trainer, hooks, self.steps, self.computing, self.memory)
+        self.data = TrainerData(trainer, hooks)
+        self.evaluation = Evaluation(
+            trainer,
+            hooks,
+            activity=self.activity,
+            steps=self.steps,
+            data=self.data,
+            computing=self.computing,
+            sets=eval_sets,
+        )
+
+    def for_run(self, ignore_keys: list[str] | None, trial_run: Any) -> RunParts:
+        """Return the parts that exist before a run is built, which has a new journal and a new logging window."""
+        trainer, steps, evaluation, activity = self._trainer, self.steps, self.evaluation, self.activity
+        self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
+        services = TrainerServices(
+            make_model=self.model.rebuild,
+            outermost=lambda: self.model.outermost,
+            open_data=self.data.training_share,
+            forget_schedule=self.optimizers.forget,
+            cast_model=steps.cast_model,
+            begin_steps=steps.begin,
+            end_steps=steps.end,
+            step_functions=steps.functions,
+            mark_sync=steps.mark_sync,
+            check_cadences=evaluation.check_cadences,
+            try_evaluation=evaluation.try_out,
+            read_metrics=evaluation.read_metrics,
+            report_memory=activity.report_memory,
+            where=activity.whereabouts,
+        )
+        return RunParts(
+            trainer=trainer,
+            hooks=self.hooks,
+            args=trainer.args,
+            save_policy=trainer.save_policy,
+            strategy=trainer.strategy,
+            precision=trainer.precision,
+            computing=self.computing,
+            loops=trainer.loops,
+            output=self.output,
+            state=trainer.state,
+            control=trainer.control,
+            events=trainer.callback_handler,
+            losses=self.losses,
+            logs=LogWindow(gather_object=trainer.strategy.data.gather_object),
+            trial_run=trial_run,
+            ignore_keys=ignore_keys,
+            journal=self.journal,
+            services=services,
+        )
+
+
+def parts_of(trainer: TrainerHooks) -> TrainerParts:
+    """Return the parts of a Trainer, for extras that act on them."""
+    return next(each for each in vars(trainer).values() if isinstance(each, TrainerParts))

@@ -1,0 +1,137 @@
+"""What a Trainer's documented step works with: the weights of its losses, the training mode, and casting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.checkpoint.participants import InManifest
+from hftrain.core.accelerate_state import tell_accelerate_sync
+from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import accepts
+from hftrain.core.types import Owns
+from hftrain.loops.window import LogWindow
+from hftrain.run.parts import Take, TrainerHooks, TrainerPart
+from hftrain.step.stepper import Computing
+from hftrain.task.introspect import base_model
+from hftrain.task.model_call import ModelCall
+from hftrain.task.model_task import ModelTask
+from hftrain.task.modes import TrainingMode
+from hftrain.trainer.loss_kinds import CountItemsCheck
+from hftrain.trainer.loss_normalization import LossHooks, LossShares
+
+
+class TrainingSteps(TrainerPart):
+    """Own what the documented methods of a step share.
+
+    Attributes:
+        shares: Weigh the losses that the present hooks compute.
+        items_check: Notices a task that does not count the items of its loss.
+        mode: Keeps the model in training mode during a run; None between runs.
+        cast: The call of a model that runs under autocast itself, until the end of the documented method.
+    """
+
+    shares: LossShares
+    items_check: CountItemsCheck
+
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing) -> None:
+        super().__init__(trainer, hooks)
+        self._computing = computing
+        self.mode: TrainingMode | None = None
+        self.cast: ModelCall | None = None
+
+    def resolve(self) -> None:
+        """Inspect the hooks, and weigh losses as the present ones need it."""
+        self._hooks.resolve()
+        before: LossShares | None = vars(self).get("shares")
+        self.shares = self._make_shares()
+        if before is not None:
+            self.shares.rule.inherit(before.rule)
+
+    def begin(self) -> list[InManifest]:
+        """Begin the steps of a run; return what the manifest records of them."""
+        trainer, limits = self._trainer, self._trainer.limits.facts
+        self.shares, self.mode = self._make_shares(), TrainingMode(trainer.task, trainer.optimizer)
+        return [self.shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
+
+    def functions(
+        self, resume: Path | None, logs: LogWindow
+    ) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
+        """Return the functions that take a step's batches and train on one; both split batches if set to."""
+        trainer, step, shares = self._trainer, self._hooks.training_step, self.shares
+        optimizer: Any = trainer.optimizer
+        if hasattr(optimizer, "stepping"):
+            return shares.take, optimizer.stepping(step, shares.weighing)
+        if trainer.args.auto_find_batch_size is not True:
+            return shares.take, step
+        sizes = extra("smaller_batches")
+        fitting = sizes.MicroBatches(trainer, self._hooks, shares, logs, sizes.found_size(trainer.args, resume))
+        return fitting.take, fitting.step
+
+    def end(self) -> None:
+        """Undo `begin`; safe to call twice."""
+        if self.mode is not None:
+            self.mode.close()
+            self.mode = None
+        self.mark_sync(True)
+
+    def mark_sync(self, syncs: bool) -> None:
+        """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
+        self._computing.syncs = syncs
+        if self._computing.accelerator is not None:
+            tell_accelerate_sync(self._computing.accelerator, syncs)
+
+    def cast_model(self) -> None:
+        """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
+
+        Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
+        the whole step is cast, which copies no outputs.
+        """
+        trainer, strategy, computing = self._trainer, self._trainer.strategy, self._computing
+        casts = trainer.precision.policy.autocast and Owns.CASTING not in strategy.owns
+        # Copies on several devices call the original's forward pass.
+        is_copied = getattr(strategy, "num_devices", 1) > 1
+        if not casts or is_copied or self._hooks.makes_contexts or not isinstance(trainer.task, ModelTask):
+            return
+        is_users = self._hooks.is_users("compute_loss", "training_step", "prediction_step")
+        if is_users or callable(trainer.compute_loss_func):
+            self.cast = ModelCall.of(trainer.model)
+            self.cast.set(autocast=lambda: computing.autocast())
+
+    def stop_observing(self) -> None:
+        """Give the model its own call back, without autocast and observers."""
+        if self.shares.rule.watch is not None:
+            self.shares.rule.watch.close()
+        if self.cast is not None:
+            self.cast.set(autocast=None)
+        self.cast = None
+
+    def _make_shares(self) -> LossShares:
+        """Return a `LossShares` for the current hooks."""
+        trainer, hooks, task = self._trainer, self._hooks, self._trainer.task
+        is_causal = False
+        if isinstance(task, ModelTask):
+            is_causal = task.is_causal = task.is_causal or hooks.loss_shifts_labels
+        overrides_loss, owner = hooks.is_overridden("compute_loss"), f"{type(trainer).__name__}.compute_loss"
+        function = "" if trainer.compute_loss_func is None else "compute_loss_func"
+        # FSDP puts its name before that of the model's class.
+        model_name = type(trainer.strategy.unwrap(trainer.model)).__name__.removeprefix("FSDP")
+        name = "model_accepts_loss_kwargs"
+        loss_hooks = LossHooks(
+            maker=owner if overrides_loss else function or model_name,
+            compute_loss_func=trainer.compute_loss_func,
+            overrides_loss=overrides_loss,
+            accepts_count=bool(trainer.model_accepts_loss_kwargs),
+            is_declared=name in vars(trainer) or not isinstance(getattr(type(trainer), name), property),
+            is_trusted=getattr(base_model(trainer.model), "accepts_loss_kwargs", None) is True or is_causal,
+            is_scaled=getattr(trainer, "loss_is_scaled_for_ga", None),
+            loss_takes_count=accepts(trainer.compute_loss, "num_items_in_batch"),
+            shifts_labels=hooks.loss_shifts_labels,
+            get_batch_samples=hooks.get_batch_samples,
+        )
+        return LossShares(trainer.args, trainer.strategy, task, loss_hooks)
