@@ -80,7 +80,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(extra("underflow_overflow").DebugUnderflowOverflow(parts.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
-    stack.enter_context(saver.writes)
+    stack.enter_context(saver.writer)
     return Run(parts, plan=plan, counts=counts, saver=saver, checks=checks, grace=grace, resume=resume)
 
 

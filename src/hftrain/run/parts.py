@@ -15,8 +15,8 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.registry import Entry
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
@@ -97,7 +97,7 @@ class RunParts:
     optimizer: torch.optim.Optimizer = field(init=False)
     wrapped: nn.Module = field(init=False)
     stepper: Stepper = field(init=False)
-    facts: Sequence[InManifest] = field(init=False)
+    facts: Mapping[str, Entry] = field(init=False)
 
     def best_checkpoint(self) -> Path | None:
         """Return the folder of the best model so far."""
@@ -227,7 +227,7 @@ class TrainerHooks(Protocol):
     def _start_state(self, resume: Path | None, *, num_steps: int, num_epochs: int) -> None: ...
     def _forget_schedule(self) -> None: ...
     def _cast_model(self) -> None: ...
-    def _begin_steps(self) -> Sequence[InManifest]: ...
+    def _begin_steps(self) -> Mapping[str, Entry]: ...
     def _end_steps(self) -> None:
         """Undo `_begin_steps`."""
 

@@ -16,6 +16,7 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
@@ -37,7 +38,6 @@ from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
-from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
 
@@ -83,11 +83,7 @@ class Run:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=parts.data.feed.loader,
         )
-        self.saver.writes.start(
-            own=self.contents.own_state,
-            consensus=self._interrupts.consensus,
-            silence=self._interrupts.silence,
-        )
+        self.saver.start(consensus=self._interrupts.consensus, silence=self._interrupts.silence)
         announce_training(parts, self._plan)
         self._begin_journal()
         self.counts.begin()
@@ -104,7 +100,7 @@ class Run:
                 parts.loop.attach(self._wrapped_parts())
                 self.contents.loops.hand_over(parts.loop)
                 parts.loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
-            self.saver.writes.finish()
+            self.saver.writer.finish()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
             self._interrupts.stop_if_asked_late()
@@ -168,7 +164,7 @@ class Run:
                 save=self.saver.save,
                 evaluate_first=self._evaluate_first if evaluates_first else None,
                 empty_cache=empty_cache,
-                rewind=self.contents.rewind.between_steps(self.saver.writes.finish),
+                rewind=self.contents.rewind.between_steps(self.saver.writer.finish),
                 make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
@@ -309,7 +305,7 @@ class Run:
         is_saved = self.saver.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
             self.saver.save()
-            self.saver.writes.finish()
+            self.saver.writer.finish()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer

@@ -75,7 +75,7 @@ class Salvage:
 
     def _remember(self) -> None:
         task, contents = self._parts.task, self._saver.contents
-        own = map_tensors(contents.own_state(), torch.Tensor.clone)
+        own = map_tensors(contents.registry.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
         @torch.no_grad()
@@ -102,5 +102,5 @@ class Salvage:
             self._go_back()
         self._parts.control.should_evaluate |= self.is_evaluating
         saver.save(is_planned=False)
-        saver.writes.finish()
+        saver.writer.finish()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

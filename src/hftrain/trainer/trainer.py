@@ -25,8 +25,8 @@ from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.registry import Entry, Scope
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
@@ -73,8 +73,7 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, Take, loss_window
 from hftrain.run.plan import start_state
 from hftrain.run.run import Run
-from hftrain.run.saving import load_task
-from hftrain.run.writing import make_manager, saved_tool, write_model
+from hftrain.run.saving import load_task, make_manager, saved_tool, write_model
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
 from hftrain.storage.files import existing_part
@@ -603,11 +602,12 @@ class Trainer:
             return wrap(model)
         return self.strategy.for_evaluation(model)
 
-    def _begin_steps(self) -> list[InManifest]:
+    def _begin_steps(self) -> dict[str, Entry]:
         """Take up the documented step's parts of a run; return what the manifest records of them."""
         self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
         limits = self.limits.facts
-        return [self._shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
+        own = {"limits": Entry(Scope.MANIFEST, lambda: {"limits": limits})} if limits else {}
+        return {"loss rule": self._shares.rule.entry, **own}
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
@@ -1230,7 +1230,7 @@ class Trainer:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and schedule into a checkpoint; collective."""
-        self._running_session("_save_optimizer_and_scheduler").contents.write_optimizer(Path(output_dir))
+        self._running_session("_save_optimizer_and_scheduler").saver.write_training(Path(output_dir))
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
@@ -1249,7 +1249,7 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Load the files of `_save_optimizer_and_scheduler`; called on resume. Collective."""
-        self._running_session("_load_optimizer_and_scheduler").contents.read_optimizer(Path(checkpoint))
+        self._running_session("_load_optimizer_and_scheduler").contents.load_training(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
@@ -1654,7 +1654,7 @@ class Trainer:
         Source: the documented `Trainer.push_to_hub`.
         """
         if self._session is not None:
-            self._session.saver.writes.finish()
+            self._session.saver.writer.finish()
         return self._hub.push(
             message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
         )

@@ -22,10 +22,10 @@ from support.writes import At, make_trainer, wait_for_writes
 from torch import nn
 
 from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
+from hftrain.checkpoint import manager, writer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.run import disk_space as room
-from hftrain.run import writing
 from hftrain.run.disk_space import expected_state_bytes, tree_bytes
 from hftrain.storage import files, space
 
@@ -74,7 +74,7 @@ def test_size_is_known_before_the_first_step(
         return found[-1]
 
     checkpoint_bytes = room.checkpoint_bytes
-    for user in ("writing", "disk_space"):
+    for user in ("saving", "disk_space"):
         monkeypatch.setattr(f"hftrain.run.{user}.checkpoint_bytes", note)
     trainer = make_trainer(tmp_path, model=wide_net(), max_steps=2, **options)
     trainer.train()
@@ -135,9 +135,8 @@ def say_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def free(folder: Path) -> int:
             return answer(len(list_checkpoints(folder))) if callable(answer) else answer
 
-        for module in (space, room, writing):
+        for module in (space, room, manager, writer):
             monkeypatch.setattr(module, "free_bytes", free)
-        monkeypatch.setattr("hftrain.checkpoint.manager.free_bytes", free)
 
     return set_answer
 
