@@ -303,7 +303,7 @@ class CheckpointManager:
         own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
         own["commit_number"] = self._number = self._last_number() + 1
         if self._uploads is not None:
-            self._uploads.collect(staged, step=step)
+            self._uploads.collect(staged)
         manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
         files.commit(staged, target)
         self.local.note(target.name, manifest)

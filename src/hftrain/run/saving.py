@@ -34,7 +34,7 @@ from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
+from hftrain.run.disk_space import check_room, checkpoint_bytes
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
@@ -81,14 +81,16 @@ class Saver:
             silence: The reason if there is none.
 
         Raises:
-            ConfigError: There is no space for a checkpoint, or a state that it cannot store.
+            ConfigError: Another run saves there, there is no space for a checkpoint, or it cannot store a state.
         """
         parts, trainer, manager = self._parts, self._parts.trainer, self.manager
         saves = saves_at_all(parts.args, parts.save_policy)
         if saves:
             if manager.url is None:  # a mirror need not be shared
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
+            manager.claim()  # deletes leftovers of killed saves, which take space
             check_room(parts)
+            parts.pending.append(self._check_room_again)
             states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
             own = self.contents.registry.own_state
             watch_states(*states, own=own, pending=parts.pending, is_overridden=trainer._is_overridden)
@@ -241,6 +243,10 @@ class Saver:
             return "The weights of a quantized model are only available while it is saved."
         return None
 
+    def _check_room_again(self) -> None:
+        self._parts.pending.remove(self._check_room_again)
+        check_room(self._parts)
+
     def _reserve_later(self, copies: HostCopies) -> None:
         """Allocate memory for the copies as soon as all tensors exist."""
         parts, strategy, optimizer = self._parts, self._parts.strategy, self._parts.optimizer
@@ -254,7 +260,7 @@ class Saver:
                 keep(strategy.optimizer_state(parts.wrapped, optimizer))
 
         def reserve() -> None:
-            if not expected_state_bytes(optimizer):  # otherwise its first step was skipped
+            if getattr(optimizer, "state", True) or not parts.precision.state_dict():  # a loss scale skips steps
                 parts.pending.remove(reserve)
                 copies.reserve(show)
 
