@@ -1,27 +1,20 @@
-"""Write the checkpoints of a run as its `SavePolicy` says: now or in the background, also if the disk is full."""
+"""Write the checkpoints of a run, also if the disk is full, as its `SavePolicy` says."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Writer
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.storage.space import free_bytes, readable_bytes
-from hftrain.strategies.watch import is_peer_gone
 
 logger = get_logger(__name__)
-
-_SHORT_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,29 +45,30 @@ class CheckpointWriter:
 
     def __init__(self, manager: CheckpointManager, policy: SavePolicy, find_best: Callable[[], Path | None]) -> None:
         self.manager, self._policy, self._find_best = manager, policy, find_best
-        self._consensus: Consensus | None = None
-        self._copies: HostCopies | None = None
-        self._flight: BackgroundWrite | None = None
-        self._has_waited = self._is_closed = False
-        self._is_written = threading.Event()
         self.skipped_steps: list[int] = []
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def use_background(self, consensus: Consensus) -> HostCopies:
-        """Write in the background from now on; return the memory into which the state is copied."""
-        self._consensus, self._copies = consensus, HostCopies()
-        return self._copies
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.manager.lock.release()
+
+    def start(self, *, consensus: Consensus | None, silence: str) -> None:
+        """Prepare to write; one that writes in the background does so from now on.
+
+        Args:
+            consensus: How the processes agree on the end of a background write; None if they cannot.
+            silence: The reason if there is none.
+        """
 
     @property
     def is_async(self) -> bool:
         """Whether checkpoints are written in the background."""
-        return self._copies is not None
+        return False
 
     def keep(self, tree: Any) -> Any:
         """Return a nested structure, copied to host memory if it is written later."""
-        return tree if self._copies is None else self._copies.copy(tree)
+        return tree
 
     def make_room(self, num_bytes: int, *, step: int) -> bool:
         """Return whether a checkpoint fits on disk. Collective. Frees space first if the policy allows it.
@@ -102,8 +96,6 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Prepare to copy the state for `write`."""
-        if self._copies is not None:
-            self._copies.begin()
 
     def write(
         self,
@@ -112,7 +104,7 @@ class CheckpointWriter:
         *,
         in_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a checkpoint, now or in the background; collective.
+        """Write a checkpoint; collective.
 
         Args:
             then: Called with the folder once it is committed, in the main thread and at the same step on all processes;
@@ -120,41 +112,24 @@ class CheckpointWriter:
             in_thread: Called after a commit in the background, in its thread.
 
         Raises:
-            CheckpointError: It could not be written; for a background write, raised at a later step.
+            CheckpointError: It could not be written.
         """
+        try:
+            path = self.commit(captured, self.manager.group)
+        except NoSpaceError as error:
+            self.conclude(captured, then, None, error)
+        else:
+            self.conclude(captured, then, path, None)
 
-        def conclude(path: Path | None, error: BaseException | None) -> None:
-            self._flight = None
-            if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
-                self._skip(captured.step, error)
-            elif error is not None:
-                raise error
-            then(path)
-
-        if self._copies is None or self._consensus is None:
-            try:
-                path = self._commit(captured, self.manager.group)
-            except NoSpaceError as error:
-                conclude(None, error)
-            else:
-                conclude(path, None)
-            return
-        wait = self._copies.fence()
-        self._is_written.clear()
-
-        def work(group: Group) -> Path:
-            try:
-                wait()
-                path = self._commit(captured, group)
-                in_thread()
-                return path
-            finally:
-                # In this order, the reverse of `__exit__`, so that one of the two releases the folder.
-                self._is_written.set()
-                if self._is_closed:
-                    self.manager.lock.release()
-
-        self._flight = BackgroundWrite(f"written {captured.step}", work, conclude, consensus=self._consensus)
+    def conclude(
+        self, captured: Captured, then: Callable[[Path | None], None], path: Path | None, error: BaseException | None
+    ) -> None:
+        """Call `then` with what `commit` returned, or raise its error unless the run continues without a checkpoint."""
+        if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
+            self._skip(captured.step, error)
+        elif error is not None:
+            raise error
+        then(path)
 
     def finish(self, *, for_next: bool = False, name: str | None = None) -> None:
         """Wait for a background write, and raise its error. All processes must call it at the same step.
@@ -163,39 +138,9 @@ class CheckpointWriter:
             for_next: Whether the next save waits; a long wait is logged once.
             name: What `Consensus.due` returned, if only the write that has asked for it is to be finished.
         """
-        flight = self._flight
-        if flight is None or name not in (None, flight.name):
-            return
-        start_s = time.perf_counter()
-        flight.finish()
-        waited_s = time.perf_counter() - start_s
-        if for_next and waited_s > _SHORT_WAIT_S and not self._has_waited and self.manager.is_committer:
-            self._has_waited = True
-            logger.warning(
-                "A save waited %.1f s for the one before it to be written: the disk is slower than the saves come. "
-                "Save less often; this is said once.",
-                waited_s,
-            )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        flight, self._flight = self._flight, None
-        # A program that must end at once does not wait: the pending write is lost.
-        if flight is not None and not isinstance(error, KeyboardInterrupt):
-            if self._consensus is not None and error is not None and is_peer_gone(error):
-                self._consensus.expect_no_more()
-            failure = flight.wait()
-            if failure is not None:
-                logger.error("The last checkpoint could not be written in the background: %s", failure)
-        if self._copies is not None and (flight is None or flight.is_over):
-            self._copies.close()
-        if flight is not None:
-            self.manager.lock.linger(flight.wait)
-        self._consensus = self._copies = None
-        self._is_closed = True
-        if flight is None or self._is_written.is_set():
-            self.manager.lock.release()
-
-    def _commit(self, captured: Captured, group: Group) -> Path:
+    def commit(self, captured: Captured, group: Group) -> Path:
+        """Write and commit a checkpoint, and delete older ones if the disk is full and the policy allows it."""
         while True:
             try:
                 return self.manager.save(captured.step, captured.writers, facts=captured.facts, group=group)

@@ -10,6 +10,7 @@ from hftrain.core.errors import MissingDependencyError
 
 # Deleting an extra's folder and its line here leaves the rest as it is.
 EXTRAS = {
+    "background": "hftrain.extras.background.writer",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
     "flight_log": "hftrain.extras.flight.ledger",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
@@ -21,6 +22,7 @@ EXTRAS = {
     "past_index": "hftrain.extras.recurrence",
     "profiler": "hftrain.extras.profiling.profiling",
     "rehearsal": "hftrain.extras.rehearsal.rehearsal",
+    "salvage": "hftrain.extras.salvage",
     "search": "hftrain.extras.search.trials",
     "smaller_batches": "hftrain.extras.batch_size.micro_batches",
     "tuner": "hftrain.extras.rehearsal.tuning",

@@ -53,6 +53,7 @@ class RunParts:
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
+        is_evaluating: Whether an evaluation is running, or has failed: the resumed run starts with it.
         wrap: Wraps the model, while the run calls `_wrap_model`.
 
     Attributes:
@@ -86,6 +87,7 @@ class RunParts:
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
+    is_evaluating: bool = False
     wrap: Callable[[nn.Module], nn.Module] | None = None
     manager: CheckpointManager = field(init=False)
     loop: FitLoop = field(init=False)

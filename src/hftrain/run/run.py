@@ -17,6 +17,7 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
@@ -34,7 +35,6 @@ from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, check_rounds
-from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
@@ -64,7 +64,8 @@ class Run:
         self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
         self.saver, self.contents = saver, saver.contents
         self._resume, self._checks = resume, checks
-        self._salvage = Salvage(parts, counts, saver)
+        on_exception = parts.save_policy.on_exception
+        self._salvage = extra("salvage").Salvage(parts, counts, saver) if on_exception else None
         self._interrupts = Interrupts(parts, saver, grace)
 
     def run(self) -> TrainOutput:
@@ -96,7 +97,7 @@ class Run:
         parts.phase = None
         left = self.contents.left
         with self._interrupts:
-            with training_weights(parts.optimizer), self._salvage:
+            with training_weights(parts.optimizer), self._salvage or nullcontext():
                 parts.loop.attach(self._wrapped_parts())
                 self.contents.loops.hand_over(parts.loop)
                 parts.loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
@@ -134,7 +135,9 @@ class Run:
 
     def _wrapped_parts(self) -> FitParts:
         """Return the parts for the training loop, as the callbacks with `wrap_parts` change them."""
-        fit = self._salvage.watch(self._fit_parts())
+        fit = self._fit_parts()
+        if self._salvage is not None:
+            fit = self._salvage.watch(fit)
         for wrap in at_point(self._parts.events.callbacks, "wrap_parts"):
             fit = wrap(fit)
         return fit
@@ -293,9 +296,9 @@ class Run:
     def evaluating(self) -> Iterator[None]:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
-        self._salvage.is_evaluating = True
+        self._parts.is_evaluating = True
         yield
-        self._salvage.is_evaluating = False
+        self._parts.is_evaluating = False
 
     # -- the end -------------------------------------------------------------------------------------------------
 

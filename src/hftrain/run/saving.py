@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
@@ -21,10 +20,10 @@ from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.shared_folder import check_shared_folder
-from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_shards, save_trainer_state
 from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_state, save_weights, with_own_configs
 from hftrain.checkpoint.writer import Captured, CheckpointWriter
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
@@ -43,9 +42,6 @@ from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
 
-# A subclass that overrides one of these writes files itself, or expects them in the folder on return.
-_WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
-
 
 class Saver:
     """Save the checkpoints of one run, rotate them, and load the best one.
@@ -62,7 +58,11 @@ class Saver:
 
     def __init__(self, parts: RunParts, contents: Contents, counts: RunCounts) -> None:
         self._parts, self.manager, self.contents, self._counts = parts, parts.manager, contents, counts
-        self.writer = CheckpointWriter(parts.manager, parts.save_policy, parts.best_checkpoint)
+        self.writer: CheckpointWriter = (
+            extra("background").BackgroundWriter(parts)
+            if parts.save_policy.save_async
+            else CheckpointWriter(parts.manager, parts.save_policy, parts.best_checkpoint)
+        )
         is_own = parts.trainer._is_overridden("_save_checkpoint")
         self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
         self._history = HistoryText()
@@ -73,9 +73,6 @@ class Saver:
     def start(self, *, consensus: Consensus | None, silence: str) -> None:
         """Raise if the run cannot save, and prepare background writes if the policy enables them. Collective.
 
-        If that is not possible, a warning gives the reason. Memory for the copies is allocated once the optimizer has
-        stepped.
-
         Args:
             consensus: How processes agree on background writes; None if there is none.
             silence: The reason if there is none.
@@ -84,8 +81,7 @@ class Saver:
             ConfigError: Another run saves there, there is no space for a checkpoint, or it cannot store a state.
         """
         parts, trainer, manager = self._parts, self._parts.trainer, self.manager
-        saves = saves_at_all(parts.args, parts.save_policy)
-        if saves:
+        if saves_at_all(parts.args, parts.save_policy):
             if manager.url is None:  # a mirror need not be shared
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             manager.claim()  # deletes leftovers of killed saves, which take space
@@ -94,15 +90,7 @@ class Saver:
             states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
             own = self.contents.registry.own_state
             watch_states(*states, own=own, pending=parts.pending, is_overridden=trainer._is_overridden)
-        if not parts.save_policy.save_async:
-            return
-        reason = self._obstacle() or (silence if consensus is None else None)
-        if reason is None and consensus is not None:
-            copies = self.writer.use_background(consensus)
-            if saves:
-                self._reserve_later(copies)
-        elif manager.is_committer:
-            logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
+        self.writer.start(consensus=consensus, silence=silence)
 
     def save(self, *, is_planned: bool = True) -> None:
         """Save through the hook, which an override may replace; collective.
@@ -231,40 +219,9 @@ class Saver:
         """Whether older checkpoints are deleted in the main thread, after the commit."""
         return not self.writer.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
 
-    def _obstacle(self) -> str | None:
-        """Return why nothing can be written in the background, None if it can."""
-        trainer, strategy, model = self._parts.trainer, self._parts.strategy, self._parts.model
-        for hook in _WRITING_HOOKS:
-            if trainer._is_overridden(hook):
-                return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
-        if not strategy.saves_in_background:
-            return f"strategy={strategy.name!r} has parts of its state written by another library."
-        if getattr(model, "hf_quantizer", None) is not None and not saves_adapters(model):
-            return "The weights of a quantized model are only available while it is saved."
-        return None
-
     def _check_room_again(self) -> None:
         self._parts.pending.remove(self._check_room_again)
         check_room(self._parts)
-
-    def _reserve_later(self, copies: HostCopies) -> None:
-        """Allocate memory for the copies as soon as all tensors exist."""
-        parts, strategy, optimizer = self._parts, self._parts.strategy, self._parts.optimizer
-
-        def show(keep: Keep) -> None:
-            capture_shards(strategy, parts.wrapped, None if self.manager.only_model else optimizer, keep)
-            if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
-                return
-            capture_model(parts, keep)
-            if self.manager.is_committer and not self.manager.only_model:
-                keep(strategy.optimizer_state(parts.wrapped, optimizer))
-
-        def reserve() -> None:
-            if getattr(optimizer, "state", True) or not parts.precision.state_dict():  # a loss scale skips steps
-                parts.pending.remove(reserve)
-                copies.reserve(show)
-
-        parts.pending.append(reserve)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""

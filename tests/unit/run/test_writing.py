@@ -16,11 +16,11 @@ from support.tiny import Net, make_rows
 from support.writes import At, Gate, make_trainer, same_files
 
 from hftrain import CheckpointError, SavePolicy, Trainer
-from hftrain.checkpoint import writer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.weights import read_weights
+from hftrain.extras.background import writer
+from hftrain.extras.background.snapshot import HostCopies
 
 ASYNC = SavePolicy(save_async=True)
 
