@@ -14,7 +14,7 @@ from support.source import PACKAGE, ROOT
 from hftrain.core.errors import MissingDependencyError
 from hftrain.core.extras import EXTRAS, extra
 
-CORE = ("tests/loops/test_first_steps.py", "tests/resume/test_numbers.py", "tests/unit/run/test_writing.py")
+CORE = ("tests/loops/test_first_steps.py", "tests/resume/test_numbers.py", "tests/unit/run/test_disk_space.py")
 
 
 def test_core_works_without_extras(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hftrain.checkpoint.layout import OPTIMIZER
-from hftrain.checkpoint.state_files import restore_optimizer, shard_writers, whole_state
+from hftrain.checkpoint.state_files import capture_shards, restore_optimizer, whole_state
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.storage import shards
 from hftrain.storage.shards import find_shards
@@ -93,7 +93,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def save(folder: Path, strategy: Any, model: nn.Module, optimizer: Any) -> None:
     folder.mkdir(exist_ok=True)
-    for write in shard_writers(strategy, model, optimizer):
+    for write in capture_shards(strategy, model, optimizer):
         write(folder)
     state = whole_state(strategy, model, optimizer)
     if strategy.is_main:

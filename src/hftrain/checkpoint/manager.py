@@ -20,14 +20,13 @@ from hftrain.checkpoint.layout import (
 from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
 from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints, UnreachableError
 from hftrain.checkpoint.rotation import LocalCheckpoints, best_names, by_commit, last_finite_name
+from hftrain.checkpoint.state_files import Writer
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Group
 from hftrain.storage import files, hashing
 from hftrain.storage.locks import FolderLock
 from hftrain.storage.space import free_bytes, is_disk_full
-
-Writer = Callable[[Path], None]
 
 logger = get_logger(__name__)
 
@@ -84,9 +83,8 @@ class CheckpointManager:
     def save(
         self,
         step: int,
+        writers: Sequence[Writer],
         *,
-        main: Sequence[Writer],
-        each: Sequence[Writer] = (),
         facts: Mapping[str, Any],
         group: Group | None = None,
     ) -> Path:
@@ -97,8 +95,8 @@ class CheckpointManager:
 
         Args:
             step: The optimizer updates done.
-            main: What the main process writes; each is called with the folder to write to.
-            each: What every process writes, in files whose names differ by rank.
+            writers: What this process writes, in files of its own; each is called with the folder to write to.
+                Collective ones come first: no process may wait for one that has failed.
             facts: What the manifest records in addition to the files: numbers, text, lists and dictionaries.
             group: How the processes agree; by default the manager's group, which uses collectives.
 
@@ -114,8 +112,6 @@ class CheckpointManager:
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
-        # In this order, because `each` may be collective: no process may wait for one that has failed in `main`.
-        writers = [*each, *main] if self.is_committer else each
         self._together(target, self._begin, group, is_for_main=self._uploads is None)
         self._together(target, lambda path: self._write(path, writers), group)
         if self._uploads is not None:
@@ -307,7 +303,7 @@ class CheckpointManager:
         own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
         own["commit_number"] = self._number = self._last_number() + 1
         if self._uploads is not None:
-            self._uploads.collect(staged, step=step)
+            self._uploads.collect(staged)
         manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
         files.commit(staged, target)
         self.local.note(target.name, manifest)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 
 OnFullDisk = Literal["warn", "prune", "stop"]
@@ -71,6 +72,11 @@ class SavePolicy:
                 if name in _CHOICES
                 else f"Give {name} a number above 0, or leave it out.",
             )
+
+
+def saves_at_all(args: TrainingArguments, policy: SavePolicy) -> bool:
+    """Tell whether a run writes checkpoints at any time."""
+    return args.save_strategy != "no" or policy.every_s is not None or policy.on_exception
 
 
 def _is_number(value: object, kind: type[Real] | type[int] = Real) -> bool:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify, write_manifest
 from hftrain.checkpoint.rotation import Checkpoints, LocalCheckpoints, commit_order
 from hftrain.core.errors import CheckpointError
@@ -266,37 +266,31 @@ class NodeUploads:
 
     def __init__(self, url: str, *, rank: int, is_sender: bool) -> None:
         self.is_sender = is_sender
-        self._url, self._rank = url.rstrip("/"), rank
+        self._folder, self._rank = RemoteFolder(url), rank
 
     def clear(self) -> None:
         """Delete leftovers of killed saves, before anything is sent."""
-        folder = RemoteFolder(self._url)
-        for name in folder.names():
-            if name.startswith(_PARCEL):
-                folder.delete_folder(name)
+        for name in self._parcels():
+            self._folder.delete_folder(name)
 
     def send(self, staged: Path, *, step: int) -> None:
         """Upload a staging folder with its own manifest, and delete it locally."""
-        path = staged.parent / _PARCEL / checkpoint_name(step)
-        if path.exists():
-            files.discard(path)
-        path.parent.mkdir(exist_ok=True)
-        os.rename(staged, path)
-        write_manifest(path, {}, step=step)
-        RemoteCheckpoints(f"{self._url}/{_PARCEL}{self._rank}", mirror=path.parent).publish(
-            path, run_id=str(self._rank)
-        )
-        files.discard(path)
+        write_manifest(staged, {}, step=step)
+        for path in files.walk_files(staged):
+            self._folder.upload(path, f"{_PARCEL}{self._rank}/{path.relative_to(staged).as_posix()}")
+        files.discard(staged)
 
-    def collect(self, staged: Path, *, step: int) -> None:
+    def collect(self, staged: Path) -> None:
         """Move what was sent into a staging folder, verified."""
-        folder = RemoteFolder(self._url)
-        for name in [name for name in folder.names() if name.startswith(_PARCEL)]:
-            remote = RemoteCheckpoints(f"{self._url}/{name}", mirror=staged.parent / _PARCEL)
-            path = remote.fetch(checkpoint_name(step))
-            for file in [file for file in files.walk_files(path) if file != path / MANIFEST]:
-                target = staged / file.relative_to(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-            files.discard(path)
-            folder.delete_folder(name)
+        for name in self._parcels():
+            with tempfile.TemporaryDirectory(prefix=_PARCEL, dir=staged.parent) as temporary:
+                parcel = Path(temporary)
+                for file in self._folder.sizes(name):
+                    self._folder.download(f"{name}/{file}", inner_path(parcel, file))
+                for file in verify(parcel).files:
+                    (staged / file).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(parcel / file, staged / file)
+            self._folder.delete_folder(name)
+
+    def _parcels(self) -> list[str]:
+        return [name for name in self._folder.names() if name.startswith(_PARCEL)]

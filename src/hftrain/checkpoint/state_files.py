@@ -27,12 +27,17 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.state import HistoryText, TrainerState, find_misfit
+from hftrain.core.tree import map_tensors
+from hftrain.optim.schedules import refresh_rate
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
 from hftrain.storage.shards import open_shards, read_whole, save_shards
 from hftrain.storage.tensors import load_containers, save_containers
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import Strategy, has_engine
 
+# Writes a file into a checkpoint's folder.
+Writer = Callable[[Path], None]
+# Copies the tensors of a nested structure to host memory, if they are written later.
 Keep = Callable[[Any], Any]
 
 # An entry of the log history has about ten values, so this allows ten million entries.
@@ -137,19 +142,18 @@ def as_it_is(tree: Any) -> Any:
     return tree
 
 
-def shard_writers(
+def capture_shards(
     strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: Keep = as_it_is
-) -> list[Callable[[Path], None]]:
+) -> list[Writer]:
     """Return functions that write this process's shards of model and optimizer; none if they are saved whole.
 
     Args:
         model: As the strategy wrapped it.
         optimizer: None to leave its state out.
-        keep: Copies tensors to host memory, if they are written later.
     """
     place = {"rank": strategy.rank, "world_size": strategy.world_size}
     weights = strategy.model_shards(model)
-    writers: list[Callable[[Path], None]] = []
+    writers: list[Writer] = []
     if weights is not None:
         kept = keep(weights)
         writers.append(lambda folder: save_shards(kept, folder, stem=WEIGHT_SHARDS, **place))
@@ -158,6 +162,12 @@ def shard_writers(
         pieces = keep(split[1])
         writers.append(lambda folder: save_shards(pieces, folder, stem=OPTIMIZER_SHARDS, **place))
     return writers
+
+
+def capture_own(state: dict[str, Any], strategy: Strategy, keep: Keep = as_it_is) -> Writer:
+    """Return a function that writes this process's own state, its random numbers included."""
+    own = map_tensors(keep(state), torch.Tensor.cpu)
+    return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
 
 def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +196,7 @@ def readers_of(strategy: Strategy) -> list[int] | None:
 
 
 def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the part of an optimizer's state that the main process writes; see `shard_writers`. Collective."""
+    """Return the part of an optimizer's state that the main process writes; see `capture_shards`. Collective."""
     split = strategy.optimizer_shards(model, optimizer)
     return split[0] if split else strategy.optimizer_state(model, optimizer)
 
@@ -205,6 +215,8 @@ def restore_optimizer(
         CheckpointError: The state is missing, damaged, or does not fit.
     """
     before, state = group_settings(optimizer), load_optimizer(folder, in_parts=strategy.loads_parts)
+    if "deepspeed" in state and not has_engine(strategy, "deepspeed"):
+        raise misfit(folder / OPTIMIZER, "DeepSpeed partitioned it, and the run does not use DeepSpeed")
     check(state)
     with restoring(folder / OPTIMIZER):
         strategy.load_optimizer_state(model, optimizer, keep_choices(state, before))
@@ -220,10 +232,11 @@ def restore_scaler(folder: Path, precision: Precision) -> None:
             precision.load_state_dict(state)
 
 
-def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
-    """Raise for an optimizer's state that DeepSpeed has split if this strategy cannot merge it."""
-    if "deepspeed" in state and not is_deepspeed:
-        raise misfit(path, "DeepSpeed partitioned it, and the run does not use DeepSpeed")
+def restore_schedule(path: Path, schedule: Any, state: dict[str, Any]) -> None:
+    """Load a schedule's state, of which the form is known, from a file; mutates it and its optimizer's rates."""
+    check_state(path, state, schedule, own=schedule.state_dict())
+    schedule.load_state_dict(state)
+    refresh_rate(schedule)
 
 
 def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:

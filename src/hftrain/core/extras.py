@@ -10,6 +10,7 @@ from hftrain.core.errors import MissingDependencyError
 
 # Deleting an extra's folder and its line here leaves the rest as it is.
 EXTRAS = {
+    "background": "hftrain.extras.background.writer",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
     "flight_log": "hftrain.extras.flight.ledger",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
@@ -26,6 +27,7 @@ EXTRAS = {
     "profiler": "hftrain.extras.profiling.profiling",
     "recompute": "hftrain.extras.recompute.recompute",
     "rehearsal": "hftrain.extras.rehearsal.rehearsal",
+    "salvage": "hftrain.extras.salvage",
     "search": "hftrain.extras.search.trials",
     "smaller_batches": "hftrain.extras.batch_size.micro_batches",
     "trackers": "hftrain.extras.trackers.choice",

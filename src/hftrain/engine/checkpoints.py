@@ -6,27 +6,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hftrain.checkpoint import state_files
-from hftrain.checkpoint.fitting import check_state, restoring
-from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
-from hftrain.checkpoint.manager import CheckpointManager, Writer
+from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.layout import rng_name
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
 from hftrain.checkpoint.shape import check_geometry, check_shape
 from hftrain.checkpoint.shared_folder import check_shared_folder
+from hftrain.checkpoint.state_files import (
+    as_it_is,
+    capture_own,
+    capture_shards,
+    load_own,
+    readers_of,
+    restore_schedule,
+)
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
-from hftrain.core.seed import capture_rng, restore_rng
-from hftrain.core.tree import map_tensors
+from hftrain.core.seed import restore_rng
 from hftrain.core.types import Owns
 from hftrain.engine.batches import ShardedBatches
-from hftrain.optim.schedules import refresh_rate
 from hftrain.precision.base import Precision
-from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
 
 
@@ -62,28 +66,12 @@ class EngineCheckpoints:
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> Path:
         """Save a checkpoint, and delete old ones. Collective."""
-        manager, strategy, scaler = self._claimed("save()"), self._strategy, self._precision.state_dict()
-        bare, optimizer_state = strategy.unwrap(model), state_files.whole_state(strategy, model, optimizer)
+        manager, strategy, bare = self._claimed("save()"), self._strategy, self._strategy.unwrap(model)
+        registry = self._registry(model, optimizer)
         weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
-        own = {
-            **capture_rng(),
-            "batches": [batches.own_state() for batches in self.batches],
-            "objects": {name: each.state_dict() for name, each in self.objects.items()},
-        }
-        own = map_tensors(own, torch.Tensor.cpu)
-        main: list[Writer] = [
-            lambda folder: save_weights(bare, folder, state_dict=weights),
-            lambda folder: save_containers(optimizer_state, folder / OPTIMIZER),
-        ]
-        if scaler:
-            main.append(lambda folder: save_containers(scaler, folder / SCALER))
-        each = [
-            *state_files.shard_writers(strategy, model, optimizer),
-            lambda folder: state_files.save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size),
-        ]
-        geometry = {**self._kind(optimizer), **self._shape()}
-        facts = {"geometry": geometry, "batches": [batches.facts() for batches in self.batches]}
-        path = manager.save(step, main=main, each=each, facts=facts)
+        whole = [partial(save_weights, bare, state_dict=weights), *registry.capture(as_it_is)]
+        own = [*capture_shards(strategy, model, optimizer), capture_own(registry.own_state(), strategy)]
+        path = manager.save(step, [*own, *(whole if strategy.is_main else ())], facts=registry.facts())
         manager.rotate()
         return path
 
@@ -98,25 +86,50 @@ class EngineCheckpoints:
             reason, remedy = "A Trainer saved it.", "Resume it with that Trainer, or read its model.safetensors."
             raise CheckpointError(f"Cannot load {folder} into an Engine:", reason, remedy)
         with restoring(folder):
-            saved, facts = manifest.facts["geometry"], manifest.facts["batches"]
+            registry, saved = self._registry(model, optimizer, folder), manifest.facts["geometry"]
             check_geometry(saved, self._kind(optimizer), step=manifest.step)
             check_shape(saved, self._shape(), is_within_epoch=False, step=manifest.step)
             load_weights(bare, folder, strategy=strategy)
-            check = partial(
-                state_files.check_engine, path=folder / OPTIMIZER, is_deepspeed=strategy.name == "deepspeed"
-            )
-            state_files.restore_optimizer(folder, strategy, model, optimizer, check=check)
-            if saved["precision"] == self._precision.policy.name:
-                state_files.restore_scaler(folder, self._precision)
-            rank, world_size = strategy.rank, strategy.world_size
-            own = state_files.load_own(folder, strategy, saved)
-            for name, each in self.objects.items():
-                _restore(folder / rng_name(rank=rank, world_size=world_size), each, own["objects"][name])
-            for batches, known, state in zip(self.batches, facts, own["batches"], strict=True):
-                batches.restore(known, state, step=manifest.step)
+            registry.load(Scope.WHOLE, lambda *_: folder)
+            own = load_own(folder, strategy, saved)
+            registry.load(Scope.RANK, own.get)
             restore_rng(own)
         manager.follow(manifest)
         return manifest.step
+
+    def _registry(self, model: nn.Module, optimizer: Optimizer, folder: Path = Path()) -> Registry:
+        """Return what a checkpoint holds besides the weights, to be saved, or to be loaded from a folder."""
+        path = folder / rng_name(rank=self._strategy.rank, world_size=self._strategy.world_size)
+
+        def load_objects(states: dict[str, Any]) -> None:
+            for name, each in self.objects.items():
+                if isinstance(each, LRScheduler):
+                    restore_schedule(path, each, states[name])
+                else:
+                    each.load_state_dict(states[name])
+
+        def load_batches(states: list[dict[str, Any]]) -> None:
+            manifest = read_manifest(folder)
+            for batches, known, state in zip(self.batches, manifest.facts["batches"], states, strict=True):
+                batches.restore(known, state, step=manifest.step)
+
+        return Registry(
+            {
+                "geometry": Entry(Scope.MANIFEST, lambda: {"geometry": {**self._kind(optimizer), **self._shape()}}),
+                "position": Entry(Scope.MANIFEST, lambda: {"batches": [each.facts() for each in self.batches]}),
+                **training_entries(
+                    self._strategy,
+                    model,
+                    optimizer,
+                    self._precision,
+                    read_precision=lambda folder: read_manifest(folder).facts["geometry"]["precision"],
+                ),
+                "objects": Entry(
+                    Scope.RANK, lambda: {name: each.state_dict() for name, each in self.objects.items()}, load_objects
+                ),
+                "batches": Entry(Scope.RANK, lambda: [each.own_state() for each in self.batches], load_batches),
+            }
+        )
 
     def _find(self, path: str | Path) -> Path | None:
         """Return the checkpoint to load; the main process verifies it. Collective."""
@@ -140,7 +153,7 @@ class EngineCheckpoints:
     def _shape(self) -> dict[str, Any]:
         policy = self._precision.policy
         dtype = None if Owns.CASTING in self._strategy.owns else str(policy.param_dtype)
-        place = {"world_size": self._strategy.data.world_size, "readers": state_files.readers_of(self._strategy)}
+        place = {"world_size": self._strategy.data.world_size, "readers": readers_of(self._strategy)}
         return {**place, "precision": policy.name, "weights_dtype": dtype}
 
     def _claimed(self, call: str) -> CheckpointManager:
@@ -152,15 +165,6 @@ class EngineCheckpoints:
             manager.claim()
             self._is_claimed = True
         return manager
-
-
-def _restore(path: Path, stateful: Any, state: dict[str, Any]) -> None:
-    """Load a registered object's state; a schedule's state is validated first because its form is known."""
-    if isinstance(stateful, LRScheduler):
-        check_state(path, state, stateful, own=stateful.state_dict())
-    stateful.load_state_dict(state)
-    if isinstance(stateful, LRScheduler):
-        refresh_rate(stateful)
 
 
 def refused(call: str, reason: str, remedy: str) -> ConfigError:

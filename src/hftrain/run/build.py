@@ -24,9 +24,8 @@ from hftrain.run.parts import RunParts
 from hftrain.run.plan import plan_run, report_changed_arguments, start_state
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
-from hftrain.run.saving import Saver
+from hftrain.run.saving import Saver, make_manager
 from hftrain.run.training_checks import TrainingChecks, check_schedule
-from hftrain.run.writing import make_manager
 from hftrain.strategies.base import Strategy
 
 
@@ -81,7 +80,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(extra("underflow_overflow").DebugUnderflowOverflow(parts.model).remove)
     grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
-    stack.enter_context(saver.writes)
+    stack.enter_context(saver.writer)
     return Run(parts, plan=plan, counts=counts, saver=saver, checks=checks, grace=grace, resume=resume)
 
 

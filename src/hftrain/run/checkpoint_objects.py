@@ -10,7 +10,7 @@ import gc
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS, OWN_SHARDS
-from hftrain.checkpoint.state_files import Keep
+from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.state_files import Keep, Writer
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
@@ -29,7 +30,6 @@ from hftrain.core.types import Shard
 from hftrain.loops.registry import LoopStates
 from hftrain.optim.added_groups import dismiss_groups
 from hftrain.run.parts import RunParts, checkpoint_object_owners
-from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import note_steps
 from hftrain.storage.shards import load_shards, save_shards
 from hftrain.storage.tensors import load_containers, memory_of
@@ -152,7 +152,7 @@ class CheckpointObjects:
         states, self._shards = strategy.split_objects(states)
         return {**self._awaited, **states} or None
 
-    def shard_writers(self, keep: Keep) -> list[Callable[[Path], None]]:
+    def capture_shards(self, keep: Keep) -> list[Writer]:
         """Return functions that write this process's shards of the states that `state_dict` returned last."""
         strategy, shards = self._parts.strategy, keep(self._shards)
         place = {"rank": strategy.rank, "world_size": strategy.world_size}

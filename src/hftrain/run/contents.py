@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hftrain.checkpoint.fitting import check_state
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER
-from hftrain.checkpoint.manager import Writer
+from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCHEDULER
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
+from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
 from hftrain.checkpoint.shape import check_geometry
-from hftrain.checkpoint.state_files import (
-    Keep,
-    as_it_is,
-    check_engine,
-    load_own,
-    load_part,
-    restore_optimizer,
-    restore_scaler,
-    save_rng,
-    whole_state,
-)
+from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_own, load_own, load_part, restore_schedule
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
-from hftrain.core.tree import map_tensors
 from hftrain.loops.registry import LoopStates
-from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness, Rewind
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.storage.tensors import save_tensors
-from hftrain.strategies.base import has_engine
 from hftrain.task.metric_state import metric_states, restore_metric_states
 
 logger = get_logger(__name__)
@@ -50,7 +33,7 @@ EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", 
 
 
 class Contents:
-    """Lists of named participants, which a save and a resume use in the same order.
+    """The registry of a run's checkpoints: what they hold besides the model, and how it is restored.
 
     Args:
         plan: Has the manifest of the checkpoint to resume from.
@@ -73,50 +56,74 @@ class Contents:
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
         self.is_planned = True
+        self.registry = Registry({**self._facts(), **self._files(), **self._own()})
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
         self.objects.close(is_complete=False)
         self._parts.trained.close()
 
-    # -- the lists: a new feature adds one entry to one of them ---------------------------------------------------
+    # -- the entries: a new feature adds one ----------------------------------------------------------------------
 
-    def files(self) -> list[InFile]:
-        """Return the participants with a separate file."""
-        strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._parts.trainer.lr_scheduler
-        model, optimizer, trained = self._parts.wrapped, self._parts.optimizer, self._parts.trained
+    def _facts(self) -> dict[str, Entry]:
+        """Return the entries in the manifest."""
+        parts, metric = self._parts, self.metric
+
+        def position() -> dict[str, Any]:
+            name, num_batches = type(parts.optimizer).__name__, parts.loop.num_batches
+            return self._plan.facts(parts.progress, num_batches=num_batches, optimizer=name)
+
+        def load_metric(facts: Mapping[str, Any]) -> None:
+            metric.load_state_dict(facts)
+            saved, folder = self._plan.saved, self._folder
+            if saved is not None and saved.is_planned:
+                is_here = folder.resolve().parent == parts.manager.output_dir.resolve()
+                metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
+
+        return {
+            "position": Entry(Scope.MANIFEST, position),
+            "actions": Entry(Scope.MANIFEST, self._to_do, self._take_left),
+            "trained": Entry(Scope.MANIFEST, parts.trained.changes, parts.trained.repeat),
+            "metric": Entry(Scope.MANIFEST, metric.state_dict, load_metric),
+            "finiteness": Entry(Scope.MANIFEST, self.finiteness.state_dict, self.finiteness.load_state_dict),
+            **parts.facts,
+        }
+
+    def _files(self) -> dict[str, Entry]:
+        """Return the entries with a separate file."""
+        parts, trainer, trained = self._parts, self._parts.trainer, self._parts.trained
 
         def check(folder: Path, state: dict[str, Any]) -> None:
-            check_engine(state, folder / OPTIMIZER, is_deepspeed=has_engine(strategy, "deepspeed"))
             if is_foreign(folder):
-                check_foreign_optimizer(state, optimizer, folder)
+                check_foreign_optimizer(state, parts.optimizer, folder)
 
-        def load_optimizer(folder: Path) -> None:
-            restore_optimizer(folder, strategy, model, optimizer, check=partial(check, folder))
+        def read_precision(folder: Path) -> Any:
+            saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
+            return saved and saved.facts["geometry"]["precision"]
 
         def load_schedule(folder: Path) -> None:
-            if schedule is not None:
-                state = load_part(folder, SCHEDULER)
-                check_state(folder / SCHEDULER, state, schedule, own=schedule.state_dict())
-                schedule.load_state_dict(state)
-                refresh_rate(schedule)
+            if trainer.lr_scheduler is not None:
+                restore_schedule(folder / SCHEDULER, trainer.lr_scheduler, load_part(folder, SCHEDULER))
 
-        def load_scale(folder: Path) -> None:
-            saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
-            # A run in another precision starts with its own loss scale.
-            if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
-                restore_scaler(folder, precision)
+        def schedule() -> Any:
+            return None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict()
 
-        return [
-            InFile(OPTIMIZER, lambda: whole_state(strategy, model, optimizer), load_optimizer),
-            InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
-            InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
-            InFile(OUTSIDE_WEIGHTS, trained.state_dict, trained.load, save_tensors),
-            InFile(OWN_OPTIMIZERS, self.objects.state_dict, self.objects.load),
-        ]
+        return {
+            **training_entries(
+                parts.strategy,
+                parts.wrapped,
+                parts.optimizer,
+                parts.precision,
+                read_precision=read_precision,
+                check=check,
+            ),
+            SCHEDULER: Entry(Scope.WHOLE, schedule, load_schedule),
+            OUTSIDE_WEIGHTS: Entry(Scope.WHOLE, trained.state_dict, trained.load, write=save_tensors),
+            OWN_OPTIMIZERS: Entry(Scope.WHOLE, self.objects.state_dict, self.objects.load),
+        }
 
-    def _own_parts(self) -> list[Participant]:
-        """Return the participants that differ by process, except random numbers."""
+    def _own(self) -> dict[str, Entry]:
+        """Return the entries that differ by process, except random numbers."""
         parts, task, plan, feed = self._parts, self._parts.task, self._plan, self._parts.data.feed
         device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
 
@@ -127,6 +134,10 @@ class Contents:
             if plan.is_reshaped and isinstance(state, dict):
                 state.pop("ahead", None)
             feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
+
+        def load_losses(state: Any) -> None:
+            losses.load_state_dict(state, device=device)
+            self.finiteness.begin()
 
         def load_metrics(states: Any) -> None:
             unknown = restore_metric_states(task.metrics("train"), states, device=device)
@@ -140,30 +151,19 @@ class Contents:
             if parts.progress.micro_steps_in_epoch and not plan.is_reshaped and parts.args.past_index >= 0:
                 computing.past = parts.strategy.to_device(past)
 
-        return [
-            Participant("epoch_rng", lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
-            Participant("data", feed.state_dict, load_data),
-            Participant("loss_window", losses.state_dict, partial(losses.load_state_dict, device=device), {}),
-            Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
-            Participant("train_metrics", lambda: metric_states(task.metrics("train")), load_metrics, {}),
-            Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
-            Participant("generators", self.objects.generator_states, self.objects.load_generators, {}),
-            Participant("past", lambda: computing.past, load_memory),
-        ]
+        def own(state_dict: Any, load: Any, default: Any = None) -> Entry:
+            return Entry(Scope.RANK, state_dict, load, default)
 
-    def facts(self) -> list[InManifest]:
-        """Return the participants in the manifest."""
-        parts, optimizer = self._parts, type(self._parts.optimizer).__name__
-        return [
-            InManifest(
-                lambda: self._plan.facts(parts.progress, num_batches=parts.loop.num_batches, optimizer=optimizer)
-            ),
-            InManifest(self._to_do, self._take_left),
-            InManifest(self._parts.trained.changes, self._parts.trained.repeat),
-            InManifest(self.metric.state_dict, self.metric.load_state_dict),
-            InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
-            *self._parts.facts,
-        ]
+        return {
+            "epoch_rng": own(lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
+            "data": own(feed.state_dict, load_data),
+            "loss_window": own(losses.state_dict, load_losses, {}),
+            "log_window": own(logs.state_dict, partial(logs.load_state_dict, device=device), {}),
+            "train_metrics": own(lambda: metric_states(task.metrics("train")), load_metrics, {}),
+            "loops": own(lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            "generators": own(self.objects.generator_states, self.objects.load_generators, {}),
+            "past": own(lambda: computing.past, load_memory),
+        }
 
     def _to_do(self) -> dict[str, Any]:
         """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
@@ -184,45 +184,46 @@ class Contents:
         left = facts.get("left")
         self.left = frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the state that differs by process."""
-        return {**capture_rng(), **gather(self._own_parts())}
+    # -- saving --------------------------------------------------------------------------------------------------
 
-    def rank_writer(self, keep: Keep = as_it_is, *marks: str) -> Writer:
-        """Return a function that writes this process's state into a checkpoint; `keep` copies it for a later write."""
-        state = {**(self.past_state or self.own_state()), **dict.fromkeys(marks, True)}
-        strategy, own = self._parts.strategy, map_tensors(keep(state), torch.Tensor.cpu)
-        return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
+    def capture_own(self, keep: Keep = as_it_is, *marks: str) -> Writer:
+        """Return a function that writes what each process saves for itself, with these marks."""
+        state = {**(self.past_state or self.registry.own_state()), **dict.fromkeys(marks, True)}
+        return capture_own(state, self._parts.strategy, keep)
+
+    def capture_training(self, keep: Keep = as_it_is, *, names: Container[str] | None = None) -> list[Writer]:
+        """Return functions that write the entries with a file, or those of these names. Collective."""
+        # Other processes only take part in gathering.
+        is_main = self._parts.manager.is_committer
+        writers = self.registry.capture(keep if is_main else as_it_is, names=names)
+        return [*(writers if is_main else ()), *(self.objects.capture_shards(keep) if names is None else ())]
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def restore(self, folder: Path) -> None:
         """Load everything but the model; the random numbers are restored when the loop has opened the data."""
-        parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
+        parts, saved = self._parts, self._plan.saved
         assert saved is not None
+        self._folder = folder
         if not is_foreign(folder):
-            check_geometry(
-                saved.facts.get("geometry", {}), {"optimizer": type(self._parts.optimizer).__name__}, step=saved.step
-            )
-        for fact in self.facts():
-            if fact.load_state_dict is not None:
-                fact.load_state_dict(saved.facts)
-        if saved.is_planned:
-            is_here = folder.resolve().parent == self._parts.manager.output_dir.resolve()
-            self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
-        self._parts.hooks.load_optimizer_and_scheduler(str(folder))
-        own = load_own(folder, strategy, saved.facts["geometry"])
-        restore(self._own_parts(), own)
-        self.finiteness.begin()
+            check_geometry(saved.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=saved.step)
+        self.registry.load(Scope.MANIFEST, lambda *_: saved.facts)
+        parts.hooks.load_optimizer_and_scheduler(str(folder))
+        own = load_own(folder, parts.strategy, saved.facts["geometry"])
+        self.registry.load(Scope.RANK, own.get)
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
         with preserved_rng():  # check now, rather than in the loop, that they are valid
             for numbers in (self._epoch_rng, own) if self._epoch_rng else (own,):
                 restore_rng(numbers)
-        self._folder, self._numbers = folder, own
+        self._numbers = own
         if parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
             self._numbers, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
-            self._parts.data.feed.load_state_dict(None)
+            parts.data.feed.load_state_dict(None)
+
+    def load_training(self, folder: Path) -> None:
+        """Load the entries with a file. Collective."""
+        self.registry.load(Scope.WHOLE, lambda *_: folder)
 
     def begin_epoch(self) -> None:
         """Note the random numbers from which an epoch's order may be drawn, or restore the checkpoint's."""
@@ -246,14 +247,3 @@ class Contents:
         """Do what the hook does, for `load_numbers`."""
         if self._numbers:
             restore_rng(self._numbers)
-
-    def write_optimizer(self, folder: Path) -> None:
-        """Write optimizer, schedule and scaler, in the main process, and own shards. Collective."""
-        found = writers(self.files(), as_it_is)
-        for write in [*(found if self._parts.manager.is_committer else ()), *self.objects.shard_writers(as_it_is)]:
-            write(folder)
-
-    def read_optimizer(self, folder: Path) -> None:
-        """Load optimizer, schedule and scaler. Collective."""
-        for each in self.files():
-            each.load(folder)

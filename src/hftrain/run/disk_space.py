@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -24,12 +23,8 @@ logger = get_logger(__name__)
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
-def checkpoint_bytes(parts: RunParts, *, is_first: bool = False) -> int:
-    """Return the approximate bytes of a checkpoint on the disk of this process's committer. Collective; synchronises.
-
-    Args:
-        is_first: Whether to add the expected size of the optimizer's state, before its first step.
-    """
+def checkpoint_bytes(parts: RunParts) -> int:
+    """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
     args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
     own = 0
     shards = strategy.model_shards(model)
@@ -45,8 +40,6 @@ def checkpoint_bytes(parts: RunParts, *, is_first: bool = False) -> int:
             own += tree_bytes(split[1])
         elif args.should_save:
             own += tree_bytes(optimizer.state_dict())
-        if is_first and args.should_save:
-            own += expected_state_bytes(optimizer)
     total = own
     if not args.save_on_each_node:
         total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
@@ -66,42 +59,16 @@ def tree_bytes(tree: Any) -> int:
     return sum(sizes.values())
 
 
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that the state of a torch optimizer will have after a step; 0 for other optimizers.
-
-    Measured on a small parameter with the same settings.
-    """
-    if hasattr(optimizer, "members"):
-        return sum(map(expected_state_bytes, optimizer.members.values()))
-    if not type(optimizer).__module__.startswith("torch.optim.") or optimizer.state:
-        return 0
-    sample = nn.Parameter(torch.zeros(32, 32))
-    sample.grad = torch.zeros_like(sample)
-    # Some defaults are set by the class and are not arguments.
-    names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
-    try:
-        twin = type(optimizer)([sample], **{name: optimizer.defaults[name] for name in names})
-        twin.step()
-    except Exception as error:
-        logger.info("The size of the state of %s is not known before its first step: %r", type(optimizer), error)
-        return 0
-    ratio = tree_bytes(dict(twin.state[sample])) / tree_bytes([sample])
-    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    return int(ratio * tree_bytes(trained))
-
-
 def check_room(parts: RunParts) -> None:
-    """Raise before the first step if another run uses the output folder, or no checkpoint fits. Collective.
+    """Raise if no checkpoint fits; called before the first step, and after it with the optimizer's state. Collective.
 
-    Leftovers of killed saves are deleted first, because they take space. A resumed run that already has a checkpoint
-    there may continue, unless its policy is to stop when the disk is full.
+    A resumed run that already has a checkpoint may continue, unless its policy is to stop when the disk is full.
 
     Raises:
-        ConfigError: Another run saves to the folder, or there is not enough space for a checkpoint.
+        ConfigError: There is not enough space.
     """
     manager = parts.manager
-    manager.claim()
-    num_bytes, may_wait = checkpoint_bytes(parts, is_first=True), parts.save_policy.on_full_disk != "stop"
+    num_bytes, may_wait = checkpoint_bytes(parts), parts.save_policy.on_full_disk != "stop"
     is_enough, free = True, 0
     if manager.is_committer:
         free = free_bytes(manager.output_dir)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
@@ -17,7 +18,6 @@ from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
-from hftrain.run.writing import saves_at_all
 from hftrain.storage.files import staged_bytes, write_text
 from hftrain.storage.remote import RemoteFolder
 
@@ -110,7 +110,7 @@ class Interrupts:
         if asked == SAVE or asked in STOPS:
             self._save()
         elif asked is not None:
-            self._saver.writes.finish_named(asked)
+            self._saver.writer.finish(name=asked)
         if asked in STOPS:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 
@@ -136,7 +136,7 @@ class Interrupts:
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True
         # No write may be pending.
-        self._saver.writes.finish()
+        self._saver.writer.finish()
         step = self._saver.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
         message = f"{name} stopped the training {when}. {saved}."

@@ -15,8 +15,8 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.registry import Entry
 from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
@@ -53,6 +53,7 @@ class RunParts:
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
+        is_evaluating: Whether an evaluation is running, or has failed: the resumed run starts with it.
         wrap: Wraps the model, while the run calls `_wrap_model`.
 
     Attributes:
@@ -86,6 +87,7 @@ class RunParts:
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
+    is_evaluating: bool = False
     wrap: Callable[[nn.Module], nn.Module] | None = None
     manager: CheckpointManager = field(init=False)
     loop: FitLoop = field(init=False)
@@ -97,7 +99,7 @@ class RunParts:
     optimizer: torch.optim.Optimizer = field(init=False)
     wrapped: nn.Module = field(init=False)
     stepper: Stepper = field(init=False)
-    facts: Sequence[InManifest] = field(init=False)
+    facts: Mapping[str, Entry] = field(init=False)
 
     def best_checkpoint(self) -> Path | None:
         """Return the folder of the best model so far."""
@@ -211,7 +213,7 @@ class TrainerServices:
     open_data: Callable[..., Any]  # this rank's training batches, or those of another dataset if one is given
     forget_schedule: Callable[[], None]  # drops what an earlier run made
     cast_model: Callable[[], None]  # makes the model cast itself, where user code computes a loss
-    begin_steps: Callable[[], Sequence[InManifest]]  # returns what the manifest records of them
+    begin_steps: Callable[[], Mapping[str, Entry]]  # returns what the manifest records of them
     end_steps: Callable[[], None]
     step_functions: Callable[[Path | None, LogWindow], tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]]
     mark_sync: Callable[[bool], None]  # notes whether an update follows the next micro-step

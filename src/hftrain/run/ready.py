@@ -12,13 +12,13 @@ from torch import nn
 
 from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.parts import RunParts
 from hftrain.run.trained_parameters import TrainedParameters
-from hftrain.run.writing import saves_at_all
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward, check_per_sample, check_several
 from hftrain.task.model_task import ModelTask

@@ -16,6 +16,8 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.policy import saves_at_all
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
@@ -33,11 +35,9 @@ from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, check_rounds
-from hftrain.run.salvage import Salvage
 from hftrain.run.saving import Saver
 from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
-from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
 
@@ -64,7 +64,8 @@ class Run:
         self.progress, self.logs, self.counts = parts.progress, parts.logs, counts
         self.saver, self.contents = saver, saver.contents
         self._resume, self._checks = resume, checks
-        self._salvage = Salvage(parts, counts, saver)
+        on_exception = parts.save_policy.on_exception
+        self._salvage = extra("salvage").Salvage(parts, counts, saver) if on_exception else None
         self._interrupts = Interrupts(parts, saver, grace)
 
     def run(self) -> TrainOutput:
@@ -83,11 +84,7 @@ class Run:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=parts.data.feed.loader,
         )
-        self.saver.writes.start(
-            own=self.contents.own_state,
-            consensus=self._interrupts.consensus,
-            silence=self._interrupts.silence,
-        )
+        self.saver.start(consensus=self._interrupts.consensus, silence=self._interrupts.silence)
         announce_training(parts, self._plan)
         self._begin_journal()
         self.counts.begin()
@@ -100,11 +97,11 @@ class Run:
         parts.phase = None
         left = self.contents.left
         with self._interrupts:
-            with training_weights(parts.optimizer), self._salvage:
+            with training_weights(parts.optimizer), self._salvage or nullcontext():
                 parts.loop.attach(self._wrapped_parts())
                 self.contents.loops.hand_over(parts.loop)
                 parts.loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
-            self.saver.writes.finish()
+            self.saver.writer.finish()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
             self._interrupts.stop_if_asked_late()
@@ -138,7 +135,9 @@ class Run:
 
     def _wrapped_parts(self) -> FitParts:
         """Return the parts for the training loop, as the callbacks with `wrap_parts` change them."""
-        fit = self._salvage.watch(self._fit_parts())
+        fit = self._fit_parts()
+        if self._salvage is not None:
+            fit = self._salvage.watch(fit)
         for wrap in at_point(self._parts.events.callbacks, "wrap_parts"):
             fit = wrap(fit)
         return fit
@@ -168,7 +167,7 @@ class Run:
                 save=self.saver.save,
                 evaluate_first=self._evaluate_first if evaluates_first else None,
                 empty_cache=empty_cache,
-                rewind=self.contents.rewind.between_steps(self.saver.writes.finish),
+                rewind=self.contents.rewind.between_steps(self.saver.writer.finish),
                 make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
                 act=self._act_through_hook if parts.hooks.is_overridden("_maybe_log_save_evaluate") else None,
@@ -297,9 +296,9 @@ class Run:
     def evaluating(self) -> Iterator[None]:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
-        self._salvage.is_evaluating = True
+        self._parts.is_evaluating = True
         yield
-        self._salvage.is_evaluating = False
+        self._parts.is_evaluating = False
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class Run:
         is_saved = self.saver.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
             self.saver.save()
-            self.saver.writes.finish()
+            self.saver.writer.finish()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
-from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
-from hftrain.checkpoint.manager import Writer
-from hftrain.checkpoint.participants import writers
+from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.rotation import Uncommitted
-from hftrain.checkpoint.state_files import as_it_is, save_trainer_state, shard_writers
-from hftrain.checkpoint.weights import load_task_state, load_weights
+from hftrain.checkpoint.shared_folder import check_shared_folder
+from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_shards, save_trainer_state
+from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_state, save_weights, with_own_configs
+from hftrain.checkpoint.writer import Captured, CheckpointWriter
+from hftrain.core.extras import extra
+from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
+from hftrain.core.preserve import temporarily
 from hftrain.core.state import HistoryText, TrainerState
 from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.preemption.consensus import Consensus
+from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.parts import RunParts
-from hftrain.run.writing import CheckpointWrites, Save, as_of, model_writer
+from hftrain.run.disk_space import check_room, checkpoint_bytes
+from hftrain.run.output import Output
+from hftrain.run.parts import RunParts, TrainerHooks
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule, without_model
+from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
 
@@ -39,6 +51,7 @@ class Saver:
         contents: What they hold besides the model.
 
     Attributes:
+        writer: Writes them.
         saved_step: The step of the last checkpoint.
         tried_step: The last step that was to be saved, whether or not there was room.
         on_begin: Called when a save begins.
@@ -46,14 +59,39 @@ class Saver:
 
     def __init__(self, parts: RunParts, contents: Contents, counts: RunCounts) -> None:
         self._parts, self.manager, self.contents, self._counts = parts, parts.manager, contents, counts
-        self.writes = CheckpointWrites(parts)
+        self.writer: CheckpointWriter = (
+            extra("background").BackgroundWriter(parts)
+            if parts.save_policy.save_async
+            else CheckpointWriter(parts.manager, parts.save_policy, parts.best_checkpoint)
+        )
         is_own = parts.hooks.is_overridden("_save_checkpoint")
         self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
         self._history = HistoryText()
-        self._num_saves = 0
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.on_begin: Callable[[], None] = lambda: None
+
+    def start(self, *, consensus: Consensus | None, silence: str) -> None:
+        """Raise if the run cannot save, and prepare background writes if the policy enables them. Collective.
+
+        Args:
+            consensus: How processes agree on background writes; None if there is none.
+            silence: The reason if there is none.
+
+        Raises:
+            ConfigError: Another run saves there, there is no space for a checkpoint, or it cannot store a state.
+        """
+        parts, trainer, manager = self._parts, self._parts.trainer, self.manager
+        if saves_at_all(parts.args, parts.save_policy):
+            if manager.url is None:  # a mirror need not be shared
+                check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
+            manager.claim()  # deletes leftovers of killed saves, which take space
+            check_room(parts)
+            parts.pending.append(self._check_room_again)
+            states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
+            own = self.contents.registry.own_state
+            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.hooks.is_overridden)
+        self.writer.start(consensus=consensus, silence=silence)
 
     def save(self, *, is_planned: bool = True) -> None:
         """Save through the hook, which an override may replace; collective.
@@ -63,20 +101,20 @@ class Saver:
         """
         # If only the clock saves, its checkpoints are those of the run.
         self.contents.is_planned = is_planned or self._parts.args.save_strategy == "no"
-        num_saves = self._num_saves
+        self.tried_step = None
         # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
             self._parts.hooks.save_checkpoint(self._parts.wrapped, self._parts.hooks.trial)
-        if self._num_saves == num_saves:  # an override saved in its own way, or decided not to
+        if self.tried_step is None:  # an override saved in its own way, or decided not to
             self._begin()
             self._uncommitted.note(self._parts.state.global_step)
-            self._end_without()
+            self._parts.events.fire("on_save")
 
     def commit(self) -> None:
         """Do what the documented hook does: write a checkpoint, now or in the background, then rotate; collective."""
         self._begin()
         if self._parts.strategy.all_true(not self._parts.args.should_save):
-            self._end_without()  # a subclass of the arguments turns saving off
+            self._parts.events.fire("on_save")  # a subclass of the arguments turns saving off
             return
         with self._saving():
             self._counts.store()
@@ -84,15 +122,10 @@ class Saver:
                 self._write()
 
     def _begin(self) -> None:
-        self._num_saves += 1
+        self.tried_step = self._parts.state.global_step
         self.on_begin()
         # If a signal saves before an evaluation, the requested save comes after it.
         self._parts.control.should_save &= self._parts.control.should_evaluate
-
-    def _end_without(self) -> None:
-        """End a save that committed nothing."""
-        self.tried_step = self._parts.state.global_step
-        self._parts.events.fire("on_save")
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -102,15 +135,14 @@ class Saver:
         self._parts.phase = None
 
     def _write(self) -> None:
-        parts, contents, writes, trainer = self._parts, self.contents, self.writes, self._parts.trainer
-        args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
-        writes.finish(for_next=True)
+        parts, contents, writer, state = self._parts, self.contents, self.writer, self._parts.state
+        writer.finish(for_next=True)
         contents.finiteness.check()
-        limit, only_model = args.save_total_limit, bool(args.save_only_model)  # a callback may have changed them
-        self.manager.save_total_limit, self.manager.only_model = limit, only_model
-        self.tried_step = state.global_step
-        num_bytes = writes.make_room(step=state.global_step)
-        if num_bytes is None:
+        # A callback may have changed them.
+        self.manager.save_total_limit = parts.args.save_total_limit
+        self.manager.only_model = bool(parts.args.save_only_model)
+        num_bytes = checkpoint_bytes(parts)
+        if not writer.make_room(num_bytes, step=state.global_step):
             return
         contents.objects.tell_of_changes()
         contents.metric.link()
@@ -120,52 +152,77 @@ class Saver:
             name = checkpoint_name(state.global_step)
             state.best_model_checkpoint = parts.output.text_of(self.manager.output_dir / name)
         state.stateful_callbacks = parts.events.stateful_states()
-        writes.begin()
-        each: list[Writer] = [
-            model_writer(parts, keep)
-            if writes.is_async
-            else lambda folder: trainer.save_model(str(folder), _internal_call=True)
-        ]
-        frozen = _frozen(state) if writes.is_async else state
-        if self.manager.is_committer:
-            self._history.take(state.log_history or [])
-        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
-        files = [file for file in contents.files() if file.name == OUTSIDE_WEIGHTS or not only_model]
-        if parts.hooks.is_overridden("_save_optimizer_and_scheduler") and not only_model:
-            each.append(lambda folder: parts.hooks.save_optimizer_and_scheduler(str(folder)))
-        else:
-            # Other processes only take part in gathering.
-            main += writers(files, keep if self.manager.is_committer else as_it_is)
-            each += [] if only_model else contents.objects.shard_writers(keep)
-        if not only_model:
-            each.append(contents.rank_writer(keep))
-        each += shard_writers(strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
-        facts = {name: fact for one in contents.facts() for name, fact in one.state_dict().items()}
-        save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
+        captured = self._capture(num_bytes)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         fires = not parts.events.answers
-        writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, fires=fires))
 
-    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, fires: bool) -> None:
-        """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
-        parts, state = self._parts, self._parts.state
-        if committed is None:
-            state.best_model_checkpoint = former_best
-            return
-        if save.facts.get("is_planned", True):
-            self.contents.metric.note_saved(save.step, parts.output.text_of(committed))
-        parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
-        with as_of(state, save):
-            if parts.args.push_to_hub:
-                # Before rotation, which may delete it.
-                parts.hooks.push_from_checkpoint(str(committed))
-            if self.writes.rotates_later:
-                parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
-            self.saved_step = save.step
-            if fires:
-                parts.events.fire("on_save")
-        if not self.writes.is_async:
+        def then(path: Path | None) -> None:
+            if path is None:  # it did not fit on disk after all
+                state.best_model_checkpoint = former_best
+                return
+            if captured.facts.get("is_planned", True):
+                contents.metric.note_saved(captured.step, parts.output.text_of(path))
+            parts.journal.save(path, step=captured.step, num_bytes=captured.num_bytes)
+            # Callbacks find the checkpoint's folder by its step.
+            with temporarily(state, global_step=captured.step, epoch=captured.epoch):
+                self._after(path, fires=fires)
+
+        writer.write(captured, then, in_thread=self._after_in_thread)
+
+    def _capture(self, num_bytes: int) -> Captured:
+        """Capture this step's state, copied to host memory if it is written later. Collective."""
+        parts, contents, writer, trainer = self._parts, self.contents, self.writer, self._parts.trainer
+        state, keep, only_model = parts.state, writer.keep, self.manager.only_model
+        writer.begin()
+        # Those that are collective come first.
+        writers: list[Writer] = [
+            capture_model(parts, keep)
+            if writer.is_async
+            else lambda folder: trainer.save_model(str(folder), _internal_call=True)
+        ]
+        if only_model:
+            writers += contents.capture_training(keep, names=(OUTSIDE_WEIGHTS,))
+        elif parts.hooks.is_overridden("_save_optimizer_and_scheduler"):
+            writers.append(lambda folder: parts.hooks.save_optimizer_and_scheduler(str(folder)))
+        else:
+            writers += contents.capture_training(keep)
+        if not only_model:
+            writers.append(contents.capture_own(keep))
+        writers += capture_shards(parts.strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
+        if self.manager.is_committer:
+            frozen = _frozen(state) if writer.is_async else state
+            self._history.take(state.log_history or [])
+            writers.append(lambda folder: save_trainer_state(frozen, folder, self._history))
+        facts, step = contents.registry.facts(), state.global_step
+        return Captured(step=step, epoch=state.epoch, num_bytes=num_bytes, writers=writers, facts=facts)
+
+    def _after(self, path: Path, *, fires: bool) -> None:
+        """Do what follows a commit, in the main thread."""
+        parts = self._parts
+        if parts.args.push_to_hub:
+            # Before rotation, which may delete it.
+            parts.hooks.push_from_checkpoint(str(path))
+        if self._rotates_later:
+            parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
+        self.saved_step = parts.state.global_step
+        if fires:
+            parts.events.fire("on_save")
+        if not self.writer.is_async:
             parts.output.publish_quietly()
+
+    def _after_in_thread(self) -> None:
+        if not self._rotates_later:
+            self.manager.rotate(best=self._parts.best_checkpoint())
+        self._parts.output.publish_quietly()
+
+    @property
+    def _rotates_later(self) -> bool:
+        """Whether older checkpoints are deleted in the main thread, after the commit."""
+        return not self.writer.is_async or self._parts.hooks.is_overridden("_rotate_checkpoints")
+
+    def _check_room_again(self) -> None:
+        self._parts.pending.remove(self._check_room_again)
+        check_room(self._parts)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -186,7 +243,12 @@ class Saver:
     def write_numbers(self, folder: Path) -> None:
         """Write this process's state for an override of `_save_checkpoint`, whose folder has no manifest."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.contents.rank_writer(as_it_is, UNCOMMITTED)(folder)
+        self.contents.capture_own(as_it_is, UNCOMMITTED)(folder)
+
+    def write_training(self, folder: Path) -> None:
+        """Do what `_save_optimizer_and_scheduler` does: write optimizer, schedule and scaler. Collective."""
+        for write in self.contents.capture_training():
+            write(folder)
 
     def warn_of_others(self) -> None:
         """Warn if the folder of a new run already contains checkpoints."""
@@ -203,7 +265,7 @@ class Saver:
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, or warn if there is none."""
-        self.writes.finish()
+        self.writer.finish()
         best = self._parts.best_checkpoint()
         if best is not None:
             self._parts.output.fetch_best(best)
@@ -232,6 +294,66 @@ def _frozen(state: TrainerState) -> TrainerState:
     frozen.log_history = []  # stored in `HistoryText`
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
+
+
+def make_manager(
+    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
+) -> CheckpointManager:
+    """Return the manager that saves and finds the checkpoints of a run."""
+    args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
+    return CheckpointManager(
+        folder,
+        group=trainer.strategy,
+        save_total_limit=args.save_total_limit,
+        only_model=bool(args.save_only_model),
+        on_each_node=bool(args.save_on_each_node),
+        url=output.url_of(folder),
+        keep_best=trainer.save_policy.keep_best,
+        is_greater_better=bool(args.greater_is_better),
+        uploads=uploads,
+    )
+
+
+def capture_model(parts: RunParts, keep: Keep) -> Writer:
+    """Return a function that writes the current model and its other files. Collective.
+
+    Args:
+        keep: Copies tensors to host memory.
+    """
+    args, strategy, model, tool = parts.args, parts.strategy, parts.wrapped, saved_tool(parts.trainer)
+    weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
+    if not args.should_save:
+        return lambda folder: None
+    weights, own = keep(dict(weights)), keep(task_state(parts.task))
+    face, arguments = with_own_configs(strategy.unwrap(model)), args.to_dict()
+
+    def write(folder: Path) -> None:
+        write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
+
+    return write
+
+
+def write_model(
+    folder: Path,
+    *,
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor] | None,
+    own: Mapping[str, torch.Tensor],
+    tool: Any,
+    arguments: dict[str, Any],
+) -> None:
+    """Write a model, the state of its task outside the model, the processing class and the arguments."""
+    save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
+    save_task_state(own, folder)
+    if hasattr(tool, "save_pretrained"):
+        tool.save_pretrained(str(folder))
+    save_containers(arguments, folder / ARGUMENTS)
+
+
+def saved_tool(trainer: TrainerHooks) -> Any:
+    """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
+    tool = trainer.processing_class
+    return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
 
 def load_task(

@@ -118,7 +118,7 @@ def _oddities(parts: RunParts, saver: Saver) -> Rows:
     num_skipped = parts.precision.logs().get("skipped_steps", 0)
     if num_skipped:
         rows["skipped updates"] = [f"{num_skipped:.0f}, whose gradients overflowed in {parts.precision.policy.name}"]
-    found, skipped = saver.contents.finiteness.found_steps, saver.writes.skipped_steps
+    found, skipped = saver.contents.finiteness.found_steps, saver.writer.skipped_steps
     if found:
         was_restored = parts.save_policy.on_nonfinite == "restore"
         outcome = "the last finite checkpoint was restored" if was_restored else "saved all the same"

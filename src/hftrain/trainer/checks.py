@@ -14,6 +14,7 @@ from hftrain.adapter.data import loader_options, shard_plan
 from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
+from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
@@ -35,7 +36,6 @@ from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
-from hftrain.run.writing import saves_at_all
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule

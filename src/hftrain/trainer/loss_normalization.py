@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.participants import InManifest
+from hftrain.checkpoint.registry import Entry, Scope
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
@@ -137,7 +137,7 @@ class LossRule:
         self.has_warned = True
 
     @property
-    def fact(self) -> InManifest:
+    def entry(self) -> Entry:
         """What a checkpoint's manifest records, so that a resumed run weights batches as the uninterrupted one."""
 
         def state() -> dict[str, Any]:
@@ -156,7 +156,7 @@ class LossRule:
             else:
                 logger.warning("The loss is not that of the checkpoint but that of %s.", self.hooks.maker)
 
-        return InManifest(state, load)
+        return Entry(Scope.MANIFEST, state, load)
 
 
 class LossShares:

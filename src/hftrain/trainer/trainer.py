@@ -54,8 +54,7 @@ from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.run import Run
-from hftrain.run.saving import load_task
-from hftrain.run.writing import saved_tool, write_model
+from hftrain.run.saving import load_task, saved_tool, write_model
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import CompileConfig, Compiler
@@ -972,7 +971,7 @@ class Trainer:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and schedule into a checkpoint; collective."""
-        self._running_session("_save_optimizer_and_scheduler").contents.write_optimizer(Path(output_dir))
+        self._running_session("_save_optimizer_and_scheduler").saver.write_training(Path(output_dir))
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
@@ -991,7 +990,7 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Load the files of `_save_optimizer_and_scheduler`; called on resume. Collective."""
-        self._running_session("_load_optimizer_and_scheduler").contents.read_optimizer(Path(checkpoint))
+        self._running_session("_load_optimizer_and_scheduler").contents.load_training(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
@@ -1337,7 +1336,7 @@ class Trainer:
         Source: the documented `Trainer.push_to_hub`.
         """
         if self._session is not None:
-            self._session.saver.writes.finish()
+            self._session.saver.writer.finish()
         return self._hub.push(
             message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
         )

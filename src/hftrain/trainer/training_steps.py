@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.participants import InManifest
+from hftrain.checkpoint.registry import Entry, Scope
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.extras import extra
 from hftrain.core.hooks import Hooks
@@ -53,11 +53,12 @@ class TrainingSteps(TrainerPart):
         if before is not None:
             self.shares.rule.inherit(before.rule)
 
-    def begin(self) -> list[InManifest]:
+    def begin(self) -> dict[str, Entry]:
         """Begin the steps of a run; return what the manifest records of them."""
         trainer, limits = self._trainer, self._trainer.limits.facts
         self.shares, self.mode = self._make_shares(), TrainingMode(trainer.task, trainer.optimizer)
-        return [self.shares.rule.fact, *([InManifest(lambda: {"limits": limits})] if limits else [])]
+        own = {"limits": Entry(Scope.MANIFEST, lambda: {"limits": limits})} if limits else {}
+        return {"loss rule": self.shares.rule.entry, **own}
 
     def functions(
         self, resume: Path | None, logs: LogWindow

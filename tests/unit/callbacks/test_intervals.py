@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hftrain import TrainerControl, TrainerState, TrainingArguments
-from hftrain.callbacks import intervals
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import read_length
+from hftrain.extras import intervals
 from hftrain.extras.intervals import IntervalCallback
 
 

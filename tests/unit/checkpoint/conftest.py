@@ -51,7 +51,7 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
     def save(manager: CheckpointManager, step: int) -> Path:
         model = torch.nn.Linear(3, 2)
         optimizer = {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        main = [
+        writers = [
             lambda folder: save_weights(model, folder),
             lambda folder: save_task_state({"scale": torch.ones(1)}, folder),
             lambda folder: save_containers(optimizer, folder / "optimizer.pt"),
@@ -59,9 +59,9 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
             lambda folder: save_containers({"scale": 2.0}, folder / "scaler.pt"),
             lambda folder: state_files.save_trainer_state(TrainerState(global_step=step), folder),
             lambda folder: save_containers({"learning_rate": 0.1}, folder / "training_args.bin"),
+            lambda folder: state_files.save_rng(capture_rng(), folder, rank=0, world_size=1),
         ]
-        each = [lambda folder: state_files.save_rng(capture_rng(), folder, rank=0, world_size=1)]
         facts = {"progress": {"step": step}, "geometry": {"world_size": 1, "batch_size": 8}}
-        return manager.save(step, main=main, each=each, facts=facts)
+        return manager.save(step, writers, facts=facts)
 
     return save

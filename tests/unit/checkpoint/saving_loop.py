@@ -37,7 +37,7 @@ def save_until_killed(output_dir: Path) -> None:
         for _ in range(2):  # the second save replaces the first
             manager.save(
                 step,
-                main=[
+                [
                     lambda folder: save_weights(model, folder),
                     lambda folder: save_containers(optimizer, folder / "optimizer.pt"),
                 ],

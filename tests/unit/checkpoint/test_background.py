@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
+from hftrain.extras.background.background import BackgroundWrite
 from hftrain.preemption.board import Board
 from hftrain.preemption.consensus import Consensus
 from hftrain.strategies.single import SingleDeviceStrategy

@@ -47,7 +47,7 @@ def write_note(folder: Path) -> None:
 
 def save_notes(manager, *steps: int) -> None:
     for step in steps:
-        manager.save(step, main=[write_note], facts={})
+        manager.save(step, [write_note], facts={})
 
 
 def test_save_commits_the_documented_files(make_manager, save_at, output_dir):
@@ -61,7 +61,7 @@ def test_save_commits_the_documented_files(make_manager, save_at, output_dir):
 
 def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, output_dir):
     seen: list[list[str]] = []
-    make_manager().save(5, main=[lambda folder: seen.append(listing(output_dir))], facts={})
+    make_manager().save(5, [lambda folder: seen.append(listing(output_dir))], facts={})
     assert len(seen[0]) == 1
     assert seen[0][0].startswith(".staging-")
     assert seen[0][0].endswith("-checkpoint-5")
@@ -69,7 +69,7 @@ def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, out
 
 def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):
     save_notes(make_manager(), 5)
-    make_manager().save(5, main=[lambda folder: (folder / "note").write_text("again")], facts={})
+    make_manager().save(5, [lambda folder: (folder / "note").write_text("again")], facts={})
     assert (make_manager().latest() / "note").read_text() == "again"
     assert listing(output_dir) == ["checkpoint-5"]
 
@@ -90,19 +90,18 @@ def test_own_files_are_not_read_again_for_their_hash_unless_somebody_changed_the
         (folder / "copy").replace(folder / "replaced.pt")
         write_note(folder)
 
-    path = make_manager().save(5, main=[write, hook], facts={})
+    path = make_manager().save(5, [write, hook], facts={})
     assert sorted(read) == ["changed.pt", "note", "replaced.pt"]
     monkeypatch.undo()
     verify(path)
 
 
-@pytest.mark.parametrize("where", ["main", "each"])
-def test_a_failing_writer_leaves_the_previous_checkpoint_and_nothing_else(make_manager, save_at, output_dir, where):
+def test_a_failing_writer_leaves_the_previous_checkpoint_and_nothing_else(make_manager, save_at, output_dir):
     manager = make_manager()
     previous = save_at(manager, 5)
     for step in (5, 10):
         with pytest.raises(CheckpointError, match=rf"Cannot write .*checkpoint-{step}\..*No space left") as caught:
-            manager.save(step, **{"main": [], where: [no_space]}, facts={})
+            manager.save(step, [no_space], facts={})
         assert isinstance(caught.value.__cause__, OSError)
         assert listing(output_dir) == ["checkpoint-5"]
         assert manager.latest() == previous
@@ -123,7 +122,7 @@ def test_a_failing_commit_leaves_the_previous_checkpoint_and_nothing_else(
     module = "hftrain.checkpoint.manifest" if function == "write_text" else "hftrain.storage.files"
     monkeypatch.setattr(f"{module}.{function}", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        manager.save(10, main=[write_note], facts={})
+        manager.save(10, [write_note], facts={})
     assert listing(output_dir) == ["checkpoint-5"]
     assert manager.latest() == previous
 
@@ -346,7 +345,7 @@ def test_a_kill_before_any_file_operation_loses_nothing_committed(make_manager, 
             for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (shutil, "rmtree")):
                 patch.setattr(module, name, dying(getattr(module, name), calls, at))
             try:
-                manager.save(5, main=[lambda folder: (folder / "note").write_text("again")], facts={})
+                manager.save(5, [lambda folder: (folder / "note").write_text("again")], facts={})
                 manager.rotate()
             except Killed:
                 assert content() in ("note", "again")

@@ -41,6 +41,9 @@ def save_together(output_dir: str) -> dict[str, Any]:
     def main(folder: Path) -> None:
         (folder / "main").write_text(str(group.rank))
 
+    def writers(each: Any) -> list[Any]:
+        return [each, main] if group.rank == 0 else [each]
+
     def fail(rank: int) -> Any:
         def write(folder: Path) -> None:
             own(folder)
@@ -49,15 +52,15 @@ def save_together(output_dir: str) -> dict[str, Any]:
 
         return write
 
-    path = manager.save(5, main=[main], each=[own], facts={})
+    path = manager.save(5, writers(own), facts={})
     answers["files"] = sorted(verify(path).files)
     for rank in (0, 1):
         try:
-            manager.save(10, main=[main], each=[fail(rank)], facts={})
+            manager.save(10, writers(fail(rank)), facts={})
         except CheckpointError as error:
             answers[f"rank {rank} fails"] = [str(error), type(error.__cause__).__name__, sorted(os.listdir(output_dir))]
         dist.barrier()
-    answers["next"] = sorted(verify(manager.save(10, main=[main], each=[own], facts={})).files)
+    answers["next"] = sorted(verify(manager.save(10, writers(own), facts={})).files)
     dist.destroy_process_group()
     return answers
 

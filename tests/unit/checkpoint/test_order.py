@@ -30,7 +30,7 @@ def clock(request, monkeypatch):
 
 def save(manager, *steps: int, metrics: tuple[float, ...] = ()) -> None:
     for step, metric in zip(steps, metrics or steps, strict=True):
-        manager.save(step, main=[lambda folder: (folder / "note").write_text("note")], facts={"metric": metric})
+        manager.save(step, [lambda folder: (folder / "note").write_text("note")], facts={"metric": metric})
         manager.rotate()
 
 
@@ -93,7 +93,7 @@ def test_pruning_deletes_the_oldest_first(make_manager, output_dir, monkeypatch)
 def test_a_resumed_run_prunes_neither_the_newest_nor_the_last_finite_one(make_manager, output_dir, monkeypatch):
     first = make_manager()
     save(first, 1, 2)
-    first.save(3, main=[], facts={"is_finite": False})
+    first.save(3, [], facts={"is_finite": False})
     manager = make_manager()
     manager.run_id = first.run_id
     monkeypatch.setattr(manager_module, "free_bytes", lambda _: 0)

@@ -318,7 +318,7 @@ def test_rotation_spares_what_another_run_has_put_in_a_checkpoints_place(make, m
 
 def test_the_last_finite_one_stays_beside_the_one_to_keep_though_no_copy_is_here(make, output_dir):
     for step in (5, 10):
-        make().save(step, main=[], facts={"is_finite": step == 5})
+        make().save(step, [], facts={"is_finite": step == 5})
     shutil.rmtree(output_dir / "checkpoint-5")
     make().keep_only(output_dir / "checkpoint-10")
     assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
@@ -353,6 +353,6 @@ def test_names_are_those_of_the_store(make, save_at, output_dir):
 
 def test_weights_survive_the_way_there_and_back(make, output_dir):
     weights = torch.arange(5)
-    make().save(3, main=[lambda folder: torch.save(weights, folder / "w.pt")], facts={})
+    make().save(3, [lambda folder: torch.save(weights, folder / "w.pt")], facts={})
     shutil.rmtree(output_dir)
     assert torch.equal(torch.load(make().latest() / "w.pt", weights_only=True), weights)

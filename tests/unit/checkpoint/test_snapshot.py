@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.core.types import Shard
+from hftrain.extras.background.snapshot import HostCopies
 
 
 def pointers(tree: dict[str, torch.Tensor]) -> set[int]:

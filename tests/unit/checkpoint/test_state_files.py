@@ -116,7 +116,7 @@ def test_hostile_parts_are_refused_without_running_them(tmp_path, name):
 
 
 def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
-    path = make_manager(only_model=True).save(3, main=[lambda folder: (folder / "x").write_text("")], facts={})
+    path = make_manager(only_model=True).save(3, [lambda folder: (folder / "x").write_text("")], facts={})
     with pytest.raises(CheckpointError, match="save_only_model=True"):
         state_files.load_optimizer(path)
 

@@ -167,7 +167,7 @@ def test_summary_tells_of_saves_for_which_there_was_no_room(tmp_path: Path, monk
     class FillDisk(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 6:
-                monkeypatch.setattr("hftrain.run.writing.free_bytes", lambda *args: 0)
+                monkeypatch.setattr("hftrain.checkpoint.writer.free_bytes", lambda *args: 0)
 
     trainer.add_callback(FillDisk)
     _, rows = summarize(trainer)

@@ -25,20 +25,18 @@ class Salvage:
     """Save the last complete step if an error leaves the context and the weights are still those of that step.
 
     Each step begins with a copy of what it may change before the update: random numbers, the open logging window,
-    buffers. If the policy is off, nothing is copied or wrapped.
+    buffers.
     """
 
     def __init__(self, parts: RunParts, counts: RunCounts, saver: Saver) -> None:
         self._parts, self._counts, self._saver = parts, counts, saver
-        is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
-        self.is_on = is_asked and num_processes == 1
-        # Whether an evaluation is running: if it fails, the resumed run starts with it.
-        self.is_evaluating = False
+        num_processes = parts.strategy.world_size
+        self.is_on = num_processes == 1
         # The step that was complete at the last boundary, and what restores the state there until the update.
         self._step = 0
         self._go_back: Callable[[], None] | None = None
         self._is_updating = False
-        if is_asked and not self.is_on:
+        if not self.is_on:
             warn_once(
                 f"SavePolicy(on_exception=True) saves nothing here: an error ends one of {num_processes} processes, "
                 "and a checkpoint takes them all. Use every_s, or save more often."
@@ -74,7 +72,7 @@ class Salvage:
 
     def _remember(self) -> None:
         task, contents = self._parts.task, self._saver.contents
-        own = map_tensors(contents.own_state(), torch.Tensor.clone)
+        own = map_tensors(contents.registry.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
         @torch.no_grad()
@@ -100,7 +98,7 @@ class Salvage:
             if step == 0:
                 return
             self._go_back()
-        self._parts.control.should_evaluate |= self.is_evaluating
+        self._parts.control.should_evaluate |= self._parts.is_evaluating
         saver.save(is_planned=False)
-        saver.writes.finish()
+        saver.writer.finish()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

@@ -1,0 +1,163 @@
+"""Write the checkpoints of a run, also if the disk is full, as its `SavePolicy` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.state_files import Writer
+from hftrain.core.log import get_logger
+from hftrain.preemption.consensus import Consensus, Group
+from hftrain.storage.space import free_bytes, readable_bytes
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """The state of a step, captured to be written.
+
+    Args:
+        num_bytes: Its approximate size on disk.
+        writers, facts: See `CheckpointManager.save`.
+    """
+
+    step: int
+    epoch: float | None
+    num_bytes: int
+    writers: Sequence[Writer]
+    facts: Mapping[str, Any]
+
+
+class CheckpointWriter:
+    """Write one run's checkpoints through its manager.
+
+    Args:
+        find_best: Returns the folder of the best model so far, which is never deleted.
+
+    Attributes:
+        skipped_steps: The steps whose checkpoints did not fit on the disk.
+    """
+
+    def __init__(self, manager: CheckpointManager, policy: SavePolicy, find_best: Callable[[], Path | None]) -> None:
+        self.manager, self._policy, self._find_best = manager, policy, find_best
+        self.skipped_steps: list[int] = []
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.manager.lock.release()
+
+    def start(self, *, consensus: Consensus | None, silence: str) -> None:
+        """Prepare to write; one that writes in the background does so from now on.
+
+        Args:
+            consensus: How the processes agree on the end of a background write; None if they cannot.
+            silence: The reason if there is none.
+        """
+
+    @property
+    def is_async(self) -> bool:
+        """Whether checkpoints are written in the background."""
+        return False
+
+    def keep(self, tree: Any) -> Any:
+        """Return a nested structure, copied to host memory if it is written later."""
+        return tree
+
+    def make_room(self, num_bytes: int, *, step: int) -> bool:
+        """Return whether a checkpoint fits on disk. Collective. Frees space first if the policy allows it.
+
+        Raises:
+            NoSpaceError: It does not fit, and the policy is to stop.
+        """
+        policy, manager = self._policy.on_full_disk, self.manager
+        free = free_bytes(manager.output_dir) if manager.is_committer else num_bytes
+        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._find_best()):
+            free = free_bytes(manager.output_dir)
+        if manager.group.all_true(free >= num_bytes):
+            return True
+        reason = (
+            f"It takes about {readable_bytes(num_bytes)}, and {readable_bytes(free)} are free."
+            if free < num_bytes
+            else "Another machine has no space for it."
+        )
+        asked = f"Cannot write the checkpoint of step {step} to {manager.output_dir}."
+        error = NoSpaceError(asked, reason, "Free some space, then resume from the newest checkpoint.")
+        if policy == "stop":
+            raise error
+        self._skip(step, error)
+        return False
+
+    def begin(self) -> None:
+        """Prepare to copy the state for `write`."""
+
+    def write(
+        self,
+        captured: Captured,
+        then: Callable[[Path | None], None],
+        *,
+        in_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a checkpoint; collective.
+
+        Args:
+            then: Called with the folder once it is committed, in the main thread and at the same step on all processes;
+                or with None if there was no space and the run continues.
+            in_thread: Called after a commit in the background, in its thread.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        try:
+            path = self.commit(captured, self.manager.group)
+        except NoSpaceError as error:
+            self.conclude(captured, then, None, error)
+        else:
+            self.conclude(captured, then, path, None)
+
+    def conclude(
+        self, captured: Captured, then: Callable[[Path | None], None], path: Path | None, error: BaseException | None
+    ) -> None:
+        """Call `then` with what `commit` returned, or raise its error unless the run continues without a checkpoint."""
+        if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
+            self._skip(captured.step, error)
+        elif error is not None:
+            raise error
+        then(path)
+
+    def finish(self, *, for_next: bool = False, name: str | None = None) -> None:
+        """Wait for a background write, and raise its error. All processes must call it at the same step.
+
+        Args:
+            for_next: Whether the next save waits; a long wait is logged once.
+            name: What `Consensus.due` returned, if only the write that has asked for it is to be finished.
+        """
+
+    def commit(self, captured: Captured, group: Group) -> Path:
+        """Write and commit a checkpoint, and delete older ones if the disk is full and the policy allows it."""
+        while True:
+            try:
+                return self.manager.save(captured.step, captured.writers, facts=captured.facts, group=group)
+            except NoSpaceError:
+                is_pruning, best = self._policy.on_full_disk == "prune", self._find_best()
+                # Each iteration deletes at least one, so this ends.
+                if not is_pruning or group.all_true(not self.manager.prune(captured.num_bytes, best=best)):
+                    raise
+
+    def _skip(self, step: int, error: BaseException) -> None:
+        self.skipped_steps.append(step)
+        if self.manager.is_committer:
+            own = self.manager.own_checkpoints()
+            logger.warning(
+                "Skipped the checkpoint of step %d and train on; %s. %s The next save tries again; "
+                "SavePolicy(on_full_disk=...) can free space by deleting older checkpoints, or stop the run.",
+                step,
+                f"the last one is {own[-1].name}" if own else "there is none yet",
+                error,
+            )

@@ -1,0 +1,1 @@
+"""`SavePolicy(save_async=True)`: write checkpoints while training continues."""
