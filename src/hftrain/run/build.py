@@ -20,11 +20,11 @@ from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
-from hftrain.run.parts import RunParts
+from hftrain.run.parts import RunParts, make_manager
 from hftrain.run.plan import plan_run, report_changed_arguments, start_state
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
-from hftrain.run.saving import Saver, make_manager
+from hftrain.run.saving import Saver
 from hftrain.run.training_checks import TrainingChecks, check_schedule
 from hftrain.strategies.base import Strategy
 

@@ -17,6 +17,7 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.registry import Entry
+from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
@@ -239,3 +240,21 @@ def loss_window(trainer: TrainerHooks, hooks: Hooks) -> LossWindow:
     filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
     is_live = hooks.is_overridden("_maybe_log_save_evaluate")
     return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
+
+
+def make_manager(
+    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
+) -> CheckpointManager:
+    """Return the manager that saves and finds the checkpoints of a run."""
+    args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
+    return CheckpointManager(
+        folder,
+        group=trainer.strategy,
+        save_total_limit=args.save_total_limit,
+        only_model=bool(args.save_only_model),
+        on_each_node=bool(args.save_on_each_node),
+        url=output.url_of(folder),
+        keep_best=trainer.save_policy.keep_best,
+        is_greater_better=bool(args.greater_is_better),
+        uploads=uploads,
+    )

@@ -28,8 +28,7 @@ from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
 from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
-from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.run.saving import make_manager
+from hftrain.run.parts import RunParts, TrainerHooks, make_manager
 
 logger = get_logger(__name__)
 

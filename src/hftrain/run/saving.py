@@ -15,16 +15,13 @@ from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
 from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
-from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import saves_at_all
-from hftrain.checkpoint.remote import NodeUploads
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_shards, save_trainer_state
 from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_state, save_weights, with_own_configs
 from hftrain.checkpoint.writer import Captured, CheckpointWriter
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
@@ -35,7 +32,6 @@ from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.disk_space import check_room, checkpoint_bytes
-from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
@@ -294,24 +290,6 @@ def _frozen(state: TrainerState) -> TrainerState:
     frozen.log_history = []  # stored in `HistoryText`
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
-
-
-def make_manager(
-    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
-) -> CheckpointManager:
-    """Return the manager that saves and finds the checkpoints of a run."""
-    args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
-    return CheckpointManager(
-        folder,
-        group=trainer.strategy,
-        save_total_limit=args.save_total_limit,
-        only_model=bool(args.save_only_model),
-        on_each_node=bool(args.save_on_each_node),
-        url=output.url_of(folder),
-        keep_best=trainer.save_policy.keep_best,
-        is_greater_better=bool(args.greater_is_better),
-        uploads=uploads,
-    )
 
 
 def capture_model(parts: RunParts, keep: Keep) -> Writer:

@@ -23,7 +23,7 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.preemption.consensus import Consensus
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import TrainingStopped
-from hftrain.run.saving import make_manager
+from hftrain.run.parts import make_manager
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
 
