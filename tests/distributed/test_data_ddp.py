@@ -53,6 +53,12 @@ def row_of(data: Any, x: torch.Tensor) -> int:
     return next(index for index, row in enumerate(data) if torch.equal(row["x"], x))
 
 
+def in_parts(folder: str, call: str, **options: Any) -> list[Any]:
+    """Call a function of this file for a whole run, for the first 8 steps of another, and for the rest of that."""
+    runs: list[dict[str, Any]] = [{"folder": f"{folder}/whole"}, {"stop": 8}, {"resume": True}]
+    return [globals()[call](**{"folder": f"{folder}/parts", **each, **options}) for each in runs]
+
+
 def train(
     folder: str,
     *,
@@ -97,11 +103,9 @@ def test_dispatched_training_equals_that_of_ranks_that_read(
 def test_dispatched_training_resumes_exactly(tmp_path: Path, run_distributed: Any) -> None:
     for kind, options in (("map", {"num_train_epochs": 3}), ("stream", {"max_steps": 15})):
         options = {"kind": kind, "save_strategy": "steps", "save_steps": 100, **options}
-        whole = run_distributed(train, folder=str(tmp_path / kind / "whole"), **options)
-        run_distributed(train, folder=str(tmp_path / kind / "parts"), stop=8, **options)
-        parts = run_distributed(train, folder=str(tmp_path / kind / "parts"), resume=True, **options)
-        assert [each["weights"] for each in parts] == [each["weights"] for each in whole]
-        assert [each["seen"] for each in parts] == [each["seen"][8:] for each in whole]
+        for whole, _, rest in run_distributed(in_parts, call="train", folder=str(tmp_path / kind), **options):
+            assert rest["weights"] == whole["weights"]
+            assert rest["seen"] == whole["seen"][8:]
 
 
 def test_streams_are_read_by_the_main_process_unless_told_otherwise(tmp_path: Path, run_distributed: Any) -> None:
@@ -242,11 +246,9 @@ def sort(
 def test_order_by_length_is_shared_out_and_resumed(
     tmp_path: Path, run_distributed: Any, options: dict[str, Any]
 ) -> None:
-    whole = run_distributed(sort, folder=str(tmp_path / "whole"), **options)
+    whole, _, rest = zip(*run_distributed(in_parts, call="sort", folder=str(tmp_path), **options), strict=True)
     assert {i for each in whole for batch in each["seen"][:6] for i in batch} == set(range(23))
-    run_distributed(sort, folder=str(tmp_path / "parts"), stop=8, **options)
-    parts = run_distributed(sort, folder=str(tmp_path / "parts"), resume=True, **options)
-    assert [each["seen"] for each in parts] == [each["seen"][8:] for each in whole]
+    assert [each["seen"] for each in rest] == [each["seen"][8:] for each in whole]
     for each in whole:
         assert each["predictions"] == each["labels"] == list(range(23))
     is_sorted = [len(Words()[batch[0]]["input_ids"]) for batch in whole[0]["read"]]
@@ -255,14 +257,13 @@ def test_order_by_length_is_shared_out_and_resumed(
 
 @pytest.mark.parametrize("sampler", ["backwards", "random", "drawn"])
 def test_samplers_of_the_user_are_shared_out_and_resumed(tmp_path: Path, run_distributed: Any, sampler: str) -> None:
-    both = run_distributed(sort, folder=str(tmp_path / "whole"), sampler=sampler, num_train_epochs=2)
+    options = {"call": "sort", "folder": str(tmp_path), "sampler": sampler, "num_train_epochs": 2}
+    both, _, rest = zip(*run_distributed(in_parts, **options), strict=True)
     rounds = [i for pair in zip(both[0]["seen"], both[1]["seen"], strict=True) for batch in pair for i in batch]
     # The last batch of a pass is filled up.
     assert [sorted(rounds[:23]), sorted(rounds[24:47])] == [list(range(23))] * 2
     assert (rounds[:23] == list(range(22, -1, -1))) == (sampler == "backwards")
-    run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, stop=8)
-    parts = run_distributed(sort, folder=str(tmp_path / "parts"), sampler=sampler, num_train_epochs=2, resume=True)
-    assert [each["seen"] for each in parts] == [each["seen"][8:] for each in both]
+    assert [each["seen"] for each in rest] == [each["seen"][8:] for each in both]
 
 
 class Part(IterableDataset[Any]):
@@ -455,13 +456,10 @@ def train_prepared(
 def test_prepared_loader_is_not_shared_out_twice_and_goes_on_exactly(
     tmp_path: Path, run_distributed: Any, options: dict[str, Any]
 ) -> None:
-    whole = run_distributed(train_prepared, folder=str(tmp_path / "a"), **options)
-    assert [each["seen"] for each in whole] == [each["expected"] for each in whole]
-    cut = run_distributed(train_prepared, folder=str(tmp_path / "b"), stop=8, **options)
-    assert [each["seen"] for each in cut] == [each["seen"][:8] for each in whole]
-    rest = run_distributed(train_prepared, folder=str(tmp_path / "b"), resume=True, **options)
-    assert [each["seen"] for each in rest] == [each["seen"][8:] for each in whole]
-    assert [each["weights"] for each in rest] == [each["weights"] for each in whole]
+    for whole, cut, rest in run_distributed(in_parts, call="train_prepared", folder=str(tmp_path), **options):
+        assert whole["seen"] == whole["expected"]
+        assert [cut["seen"], rest["seen"]] == [whole["seen"][:8], whole["seen"][8:]]
+        assert rest["weights"] == whole["weights"]
 
 
 def train_unevenly(folder: str, *, strategy: str, is_prepared: bool, **options: Any) -> dict[str, Any]:

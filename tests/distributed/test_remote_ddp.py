@@ -10,23 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.resuming import Stop
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
+from hftrain import CheckpointError, Trainer, set_seed
 from hftrain.run import output
 from hftrain.storage import files
 
 pytestmark = pytest.mark.distributed
-
-
-class StopAt(TrainerCallback):
-    """Stop at one step, as a run that was interrupted."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
 
 
 def train(folder: str, *, stop: int = 99, resume: Any = None, strategy: Any = None, **options: Any) -> list[float]:
@@ -35,7 +26,7 @@ def train(folder: str, *, stop: int = 99, resume: Any = None, strategy: Any = No
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = make_trainer(
         Path(folder) if "://" not in folder else folder, Task() if strategy else Net(0.1), train_dataset=make_rows(24),
-        eval_dataset=make_rows(7, seed=2), callbacks=[StopAt(stop)], strategy=strategy,
+        eval_dataset=make_rows(7, seed=2), callbacks=[Stop(stop)], strategy=strategy,
         **{**defaults, **evaluation, **options},
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)

@@ -113,13 +113,6 @@ def test_batches_that_are_lists_of_samples_are_cut_where_memory_runs_out(
     assert sizes[-2:] == [2, 2]
 
 
-def test_save_steps_of_minus_one_never_saves(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=-1, max_steps=3)
-    Trainer(Net(), arguments, train_dataset=make_rows()).train()
-    assert arguments.save_steps == -1
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 def test_loss_function_that_is_set_after_the_constructor_is_called(tmp_path: Path) -> None:
     calls: list[int] = []
 

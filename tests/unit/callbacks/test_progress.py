@@ -184,14 +184,6 @@ def test_terminal_evaluation_bar_vanishes_within_training_and_stays_outside() ->
     assert "5/5" in outside.getvalue().splitlines()[-1]
 
 
-def test_terminal_bars_start_no_thread() -> None:
-    before = threading.active_count()
-    player = Player(Terminal())
-    player.train(3, is_ended=False)
-    assert threading.active_count() == before
-    player.runner.fire("on_train_end")
-
-
 @pytest.mark.parametrize("file_class", [io.StringIO, Terminal])
 def test_failed_run_is_closed_at_once(file_class) -> None:
     file = file_class()

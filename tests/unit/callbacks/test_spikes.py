@@ -203,9 +203,21 @@ def test_rewinding_takes_averages_back_and_is_told_in_the_journal(tmp_path: Path
     assert [line["entry"]["step"] for line in lines if "spike_loss" in line.get("entry", {})] == [9]
 
 
-@pytest.mark.parametrize(("stop", "is_first"), [(Stop, False), (Signal, False), (Signal, True)])
-@pytest.mark.parametrize("cuts", [(8, 9), (9, 12), (7, 13), (10, 11)])
-@pytest.mark.parametrize("options", [{}, {"fp16": True}, {"save_async": True}], ids=str)
+@pytest.mark.parametrize(
+    ("cuts", "stop", "is_first", "options"),
+    [
+        ((8, 9), Stop, False, {}),
+        ((9, 12), Signal, False, {}),
+        ((7, 13), Signal, True, {}),
+        ((10, 11), Stop, False, {}),
+        ((9, 12), Stop, False, {"fp16": True}),
+        ((7, 13), Signal, False, {"fp16": True}),
+        ((10, 11), Signal, True, {"fp16": True}),
+        ((8, 9), Signal, True, {"save_async": True}),
+        ((9, 12), Signal, False, {"save_async": True}),
+        ((10, 11), Stop, False, {"save_async": True}),
+    ],
+)
 def test_a_rewound_run_continues_exactly_twice(
     tmp_path: Path, cuts: tuple[int, int], options: dict[str, Any], stop: Any, is_first: bool
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hftrain.core.types import EvalPrediction, Owns, StepOutput
+from hftrain.core.types import EvalPrediction, StepOutput
 
 
 def test_prediction_unpacks_into_the_parts_that_are_there() -> None:
@@ -17,10 +17,3 @@ def test_prediction_unpacks_into_the_parts_that_are_there() -> None:
 def test_step_outputs_share_no_logs() -> None:
     assert StepOutput().logs == {}
     assert StepOutput().logs is not StepOutput().logs
-
-
-def test_flags_combine() -> None:
-    both = Owns.BACKWARD | Owns.STEP
-    assert Owns.STEP in both
-    assert Owns.CLIP not in both
-    assert not Owns.NOTHING

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hftrain.core.errors import ConfigError
-from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
+from hftrain.loggers.base import RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
 from hftrain.loggers.tensorboard import TensorBoardLogger
 
 
@@ -69,15 +69,6 @@ def test_flatten_joins_names() -> None:
 def test_config_holds_model_and_arguments() -> None:
     facts = RunFacts(name="x", hparams={"a": 1}, model_config={"a": 0, "b": 2})
     assert facts.config == {"a": 1, "b": 2}
-
-
-def test_logger_that_overrides_nothing_does_nothing() -> None:
-    logger = Logger()
-    logger.start(RunFacts(name="x"))
-    logger.log({}, 1)
-    logger.finish_training()
-    logger.close()
-    assert (logger.missing_packages(), logger.why_off(), logger.joins_all()) == ([], None, True)
 
 
 def test_users_own_run_is_kept_for_a_second_training() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from hftrain.optim.in_backward import LayerWise, UpdatesInBackward
+from hftrain.optim.in_backward import LayerWise
 
 
 class LayerWiseAdamW(LayerWise, torch.optim.AdamW):
@@ -80,10 +79,3 @@ def test_layer_wise_leaves_frozen_parameters() -> None:
     optimizer.update_in_backward(loss_of(model), backward=torch.Tensor.backward, max_norm=0.0)
     assert not torch.equal(model[0].weight, before)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_updates_in_backward_is_abstract() -> None:
-    # Not made into an object: torch would put a step of its own into the class.
-    nobody: Any = None
-    with pytest.raises(NotImplementedError):
-        UpdatesInBackward.update_in_backward(nobody, torch.ones(()), backward=torch.Tensor.backward, max_norm=0.0)

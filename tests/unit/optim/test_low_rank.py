@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from support.optimizer_runs import Words
 from torch import nn
 from torch.optim import SGD
@@ -94,10 +93,3 @@ def test_low_rank_refuses_options(options: str, reason: str) -> None:
         low_rank_class(
             SGD, config, Words(), low_rank=low_rank, choices={"proj_type": ("std", "left")}, is_layerwise=False
         )
-
-
-def test_low_rank_without_projection_objects_is_abstract() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = type("Made", (LowRank, SGD), {})([{"params": [weight]}], targets=[weight], low_rank={}, lr=0.1)
-    with pytest.raises(NotImplementedError):
-        optimizer.make_projector(optimizer.param_groups[0], {})

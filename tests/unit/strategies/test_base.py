@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hftrain.core.errors import StrategyError
-from hftrain.core.types import Owns
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -46,14 +45,6 @@ def meta() -> Strategy:
     strategy = create_strategy("single", device="meta")
     strategy.launch()
     return strategy
-
-
-def test_strategy_alone_owns_nothing(strategy: Strategy) -> None:
-    assert strategy.owns is Owns.NOTHING
-    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
-    assert strategy.is_main
-    assert strategy.is_local_main
-    assert strategy.refuses(POLICY, "cpu") is None
 
 
 def test_device_before_launch_is_refused() -> None:
@@ -182,17 +173,7 @@ def test_collectives_of_one_process_are_the_identity(strategy: Strategy) -> None
     assert strategy.all_true(False) is False
 
 
-def test_no_sync_of_one_process_is_empty(strategy: Strategy) -> None:
-    with strategy.no_sync(nn.Linear(2, 2)):
-        pass
-
-
 def test_scaler_factory_suits_the_device(strategy: Strategy) -> None:
     scaler = strategy.scaler_factory(strategy.device)
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
-
-
-def test_data_ranks_are_the_strategy_itself() -> None:
-    strategy = create_strategy("single", use_cpu=True)
-    assert strategy.data is strategy
