@@ -105,7 +105,7 @@ class Saver:
         parts, contents, writes, trainer = self._parts, self.contents, self.writes, self._parts.trainer
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
-        contents.finiteness.check()
+        contents.finiteness.check(is_planned=contents.is_planned)
         limit, only_model = args.save_total_limit, bool(args.save_only_model)  # a callback may have changed them
         self.manager.save_total_limit, self.manager.only_model = limit, only_model
         self.tried_step = state.global_step
