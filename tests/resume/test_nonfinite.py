@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +145,32 @@ def test_restore_goes_back_and_the_data_go_on(tmp_path: Path, caplog: Any, save_
         resumed = make_run(folder, **options)
         resumed.train(resume_from_checkpoint=True)
         assert_same(outcome(resumed), outcome(whole))
+
+
+@pytest.mark.parametrize("kind", [Net, NanLoss])
+def test_save_that_was_not_planned_leaves_going_back_to_the_next_that_is(tmp_path: Path, kind: Any) -> None:
+    """A NaN loss is remembered until then, also by the checkpoint."""
+    options = {"bad_steps": [5], "policy": "restore", "save_steps": 4, "logging_steps": 12}
+
+    def make(folder: Path, *callbacks: Any) -> Trainer:
+        torch.manual_seed(0)
+        return make_run(folder, *callbacks, model=kind(), **options)
+
+    whole = make(tmp_path / "whole")
+    whole.train()
+    for number, stop in ((signal.SIGUSR1, 5), (signal.SIGUSR1, 6), (signal.SIGTERM, 5), (signal.SIGTERM, 6)):
+        send = at("on_step_begin", lambda args, state, control, number=number, stop=stop, **_: (
+            os.kill(os.getpid(), number) if state.global_step == stop - 1 else None
+        ))  # fmt: skip
+        folder = tmp_path / f"{number} {stop}"
+        cut = make(folder, send)
+        with contextlib.suppress(SystemExit):
+            cut.train()
+        assert not found(folder)[f"checkpoint-{stop}"]
+        if number == signal.SIGTERM:
+            cut = make(folder)
+            cut.train(resume_from_checkpoint=True)
+        assert_same(outcome(cut), outcome(whole))
 
 
 def test_restore_goes_back_to_what_the_clock_has_saved_if_nothing_else_saves(tmp_path: Path) -> None:

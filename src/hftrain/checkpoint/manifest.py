@@ -215,6 +215,7 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "only_model": lambda value: isinstance(value, bool),
     "is_finite": lambda value: isinstance(value, bool),
     "restored_in_a_row": _is_count,
+    "nonfinite_losses": _is_count,
     "run_id": lambda value: isinstance(value, str),
     "commit_number": _is_count,
     "saved_at_s": lambda value: type(value) in (int, float),

@@ -87,7 +87,7 @@ class Salvage:
         self._is_updating = isinstance(optimizer, UpdatesInBackward) or hasattr(optimizer, "assemble")
 
     def _save_after(self, error: BaseException) -> None:
-        step, saver = self._parts.progress.step, self._saver
+        step, saver, control = self._parts.progress.step, self._saver, self._parts.control
         if self._go_back is None or isinstance(error, CheckpointError) or saver.saved_step == step:
             # Nothing was trained, saving failed, or this step is already saved.
             return
@@ -98,7 +98,9 @@ class Salvage:
             if step == 0:
                 return
             self._go_back()
-        self._parts.control.should_evaluate |= self._parts.is_evaluating
-        saver.save(is_planned=False)
+            # What is requested belongs to the end of the step that failed.
+            control.should_log = control.should_evaluate = control.should_save = False
+        control.should_evaluate |= self._parts.is_evaluating
+        saver.save(is_planned=control.should_save)
         saver.writer.finish()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 # Actions that may still be due at a step boundary when its checkpoint is saved; the resumed run does them first. One
 # requested by a signal does not wait for an evaluation that is due at the same boundary. One of a run's last step comes
 # before the actions at the end of the last epoch, and no further step would trigger them.
-EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", "end_run")
+LOG, EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("log", "evaluate", "save", "end_epoch", "end_run")
 
 
 class Contents:
@@ -169,6 +169,7 @@ class Contents:
         """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
         control, progress = self._parts.control, self._parts.progress
         is_due = {
+            LOG: control.should_log,
             EVALUATE: control.should_evaluate,
             # This checkpoint completes a save that was requested without an evaluation.
             SAVE: control.should_evaluate and control.should_save,

@@ -118,7 +118,8 @@ class Finiteness:
         self._is_finite = True
         # The steps of this session at whose saves a weight or loss was not finite.
         self.found_steps: list[int] = []
-        self._num_losses = self._num_restores = 0
+        # Losses until the last planned save, and those since then that are not finite, over all processes.
+        self._num_losses = self._num_open = self._num_restores = 0
         if self._policy != "warn" and not saves_at_all(parts.args, parts.save_policy) and parts.strategy.is_main:
             warn_once(
                 f"SavePolicy(on_nonfinite={self._policy!r}) acts at saves, and save_strategy='no' plans none. Set "
@@ -129,41 +130,49 @@ class Finiteness:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts for the manifest."""
-        return {"is_finite": self._is_finite, "restored_in_a_row": self._num_restores}
+        facts = {"is_finite": self._is_finite, "restored_in_a_row": self._num_restores}
+        return facts | ({"nonfinite_losses": self._num_open} if self._num_open else {})
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
         """Restore the facts of a manifest."""
-        self._num_restores = facts.get("restored_in_a_row", 0)
+        self._num_restores, self._num_open = facts.get("restored_in_a_row", 0), facts.get("nonfinite_losses", 0)
 
     def begin(self) -> None:
-        """Exclude the losses that the checkpoint's save has already checked."""
-        self._num_losses = self._parts.losses.total_nonfinite()
+        """Exclude the losses that the checkpoint's save has already checked, unless it was not planned."""
+        self._num_losses = self._parts.losses.total_nonfinite() - self._num_open * self._parts.strategy.is_main
 
-    def check(self) -> None:
+    def check(self, *, is_planned: bool) -> None:
         """Check weights and losses, and warn, stop, or restore the last finite checkpoint; collective.
+
+        Args:
+            is_planned: Whether an uninterrupted run saves here, too. Only such a save goes back.
 
         Raises:
             NonFiniteError: On all processes, if the policy is to stop, or there is nothing to restore.
         """
         parts, strategy, step = self._parts, self._parts.strategy, self._parts.state.global_step
         names, num_losses = self._nonfinite_names(), parts.losses.total_nonfinite() - self._num_losses
-        self._num_losses += num_losses
+        self._num_losses += num_losses * is_planned
+        self._num_open = 0
         has_losses = bool(num_losses) and parts.precision.policy.name != "fp16"
         was_finite, self._is_finite = self._is_finite, strategy.all_true(not names and not has_losses)
         is_later, self._step = step > self._step, step
         if self._is_finite:
-            self._num_restores = 0 if is_later else self._num_restores
+            self._num_restores = 0 if is_later and is_planned else self._num_restores
             self._finite_step = step
             return
         self.found_steps.append(step)
-        found = _describe(strategy.gather_object([names, num_losses]), since=self._finite_step)
+        told = strategy.gather_object([names, num_losses])
+        found = _describe(told, since=self._finite_step)
         if self._policy == "warn":
             if was_finite and strategy.is_main:
                 logger.warning("%s Said once until a save is finite again.", self._explain_warning(step, found))
         elif self._policy == "stop":
             raise self._error(step, found, "SavePolicy(on_nonfinite='stop') saves no such state.")
-        else:
+        elif is_planned:
             self._restore(step, found)
+        else:
+            self._num_open = sum(number for _, number in told)
 
     def _explain_warning(self, step: int, found: str) -> str:
         last = self._last_finite()

@@ -29,7 +29,7 @@ from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.preemption.grace import GracePeriod
-from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, SAVE
+from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
@@ -253,6 +253,9 @@ class Run:
         self.contents.load_numbers()
         control, left = self._parts.control, self.contents.left
         self.contents.left = frozenset()
+        if LOG in left:
+            control.should_log = True
+            self._parts.loop.end_step()
         if EVALUATE in left and self._parts.args.eval_strategy != "no":
             self._evaluate()
             if SAVE in left or control.should_save:

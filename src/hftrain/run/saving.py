@@ -133,7 +133,7 @@ class Saver:
     def _write(self) -> None:
         parts, contents, writer, state = self._parts, self.contents, self.writer, self._parts.state
         writer.finish(for_next=True)
-        contents.finiteness.check()
+        contents.finiteness.check(is_planned=contents.is_planned)
         # A callback may have changed them.
         self.manager.save_total_limit = parts.args.save_total_limit
         self.manager.only_model = bool(parts.args.save_only_model)

@@ -82,7 +82,7 @@ def make_trainer(folder: Path, where: str = "", policy: SavePolicy | None = None
     return Trainer(
         model,
         make_arguments(
-            folder, max_steps=10, gradient_accumulation_steps=2, logging_steps=4, save_strategy="steps", save_steps=100,
+            folder, max_steps=10, gradient_accumulation_steps=2, logging_steps=3, save_strategy="steps", save_steps=100,
             eval_strategy="steps", eval_steps=3, include_num_input_tokens_seen=True,
         ),
         train_dataset=rows,
