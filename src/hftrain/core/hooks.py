@@ -63,6 +63,8 @@ class Hooks:
     load_best_model = Hook("_load_best_model")
     # Data.
     get_dataloader = Hook("_get_dataloader")
+    train_batch_size = Hook("_train_batch_size")
+    get_train_sampler = Hook("_get_train_sampler")
     get_eval_sampler = Hook("_get_eval_sampler")
     remove_unused_columns = Hook("_remove_unused_columns")
     get_collator_with_removed_columns = Hook("_get_collator_with_removed_columns")

@@ -17,7 +17,6 @@ from torch import nn
 from hftrain.adapter.data import total_batch_size
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
-from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.policy import SavePolicy
@@ -27,19 +26,14 @@ from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
-from hftrain.core.seed import preserved_rng
-from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
-from hftrain.data.columns import signature_columns
 from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
-from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.evaluation.casting import cast_inputs
-from hftrain.evaluation.generating import align_special_tokens
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
@@ -48,7 +42,6 @@ from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
-from hftrain.rules.data import check_train_data
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
@@ -150,33 +143,15 @@ class Trainer:
     # The bare model; `model_wrapped` is the one whose forward is called.
     model: nn.Module
     model_wrapped: nn.Module
-    strategy: Strategy
-    precision: Precision
-    loops: Mapping[str, Loop[Any]]
-    save_policy: SavePolicy
-    worker_seeds: str
-    compiler: Compiler
-    model_init: Callable[..., nn.Module] | None
-    count_items: str | CountItems | None
-    compute_metrics: Callable[..., dict[str, Any]] | None
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     data_collator: Callable[[list[Any]], Any]
-    processing_class: Any
-    train_dataset: Any
     eval_dataset: Any
-    limits: Limits
+    loops: Mapping[str, Loop[Any]]
     # Number of batches of each stage in a rehearsal; 0 in a real run.
     fast_dev_run: int
     optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
-    state: TrainerState
-    control: TrainerControl
     label_names: list[str]
     can_return_loss: bool
     is_model_parallel: bool
-    is_in_train: bool
-    neftune_noise_alpha: float | None
     current_flos: float
     is_fsdp_enabled = EngineFlag("fsdp")
     is_deepspeed_enabled = EngineFlag("deepspeed")
@@ -251,14 +226,14 @@ class Trainer:
         self._start_idle()
         callbacks = given_callbacks(
             self.args,
-            [*as_list(callbacks), *as_list(callback)],
+            (callbacks, callback),
             profiler=profiler,
             flight_log=flight_log,
             exclude_samples=exclude_samples,
             loggers=loggers,
             is_rehearsal=bool(self.fast_dev_run),
         )
-        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
+        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), worker_seeds
         settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
         check_settings(*settings)
         self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
@@ -1017,15 +992,7 @@ class Trainer:
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
-        check_train_data(self.args, self.train_dataset, self.limits)
-        return self._get_dataloader(
-            self.train_dataset,
-            "training",
-            self._train_batch_size,
-            # An override may have the older signature without the dataset.
-            sampler_fn=lambda dataset: call_with(self._get_train_sampler, {"train_dataset": dataset}),
-            is_training=True,
-        )
+        return self._trainer_parts.data.train_loader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return this rank's evaluation batches.
@@ -1081,9 +1048,8 @@ class Trainer:
 
     def _set_signature_columns_if_needed(self) -> None:
         """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
-        if self._signature_columns is None and isinstance(self.task, ModelTask):
-            columns = signature_columns(self.model, label_names=self.label_names)
-            self._trainer_parts.model.find("_signature_columns", columns)
+        if self._signature_columns is None:
+            self._trainer_parts.model.find_columns()
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Return a dataset without the columns that the model does not take, if it has columns."""
@@ -1108,10 +1074,8 @@ class Trainer:
 
         Source: the documented `Trainer.num_tokens`.
         """
-        with preserved_rng():
-            return count_tokens(
-                train_dl, token_counter(self.args, self.model, self.processing_class), max_batches=max_steps
-            )
+        counter = token_counter(self.args, self.model, self.processing_class)
+        return count_tokens(train_dl, counter, max_batches=max_steps)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -1223,7 +1187,7 @@ class Trainer:
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
         handler.refresh(logger=RunLogger(handler, self._trainer_parts.journal.log), data_ranks=self.strategy.data)
-        self._callback_handler = handler
+        self._callback_handler: CallbackHandler = handler
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an instance, or a class that takes no arguments."""
@@ -1614,13 +1578,7 @@ class Trainer:
 
     def _align_special_tokens(self) -> None:
         """Copy the tokenizer's special tokens to the model's configurations before training; warn about changes."""
-        changed = align_special_tokens(self.model, self.processing_class)
-        if changed and self.strategy.is_main:
-            logger.warning(
-                "The tokenizer's special tokens differ from the model's. The model's config and generation "
-                "config were changed to the tokenizer's: %s.",
-                ", ".join(f"{name}={token}" for name, token in changed.items()),
-            )
+        self._trainer_parts.model.align_special_tokens()
 
     def _activate_neftune(self, model: nn.Module) -> nn.Module:
         """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
