@@ -202,7 +202,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self._trainer_hooks = Hooks(self, _DEFINED)
+        self._trainer_hooks = Hooks(self, _defined)
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
         self.limits = Limits(
             limit_train_batches=limit_train_batches,
@@ -417,11 +417,8 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        count = (
-            self._get_num_items_in_batch
-            if self._trainer_hooks.counts_items_itself
-            else self._trainer_parts.steps.shares.count
-        )
+        is_own = self._trainer_hooks.counts_items_itself
+        count = self._get_num_items_in_batch if is_own else self._trainer_parts.steps.shares.count
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
@@ -488,10 +485,9 @@ class Trainer:
                 past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
                 self._trainer_parts.computing.past = past
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            if self._trainer_parts.steps.shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = (
-                    loss * self._trainer_parts.steps.shares.num_ranks
-                )  # undoes DDP's mean over ranks, which an evaluation has not
+            num_ranks = self._trainer_parts.steps.shares.num_ranks
+            if num_ranks > 1 and is_counted and torch.is_grad_enabled():
+                loss = loss * num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -613,31 +609,29 @@ class Trainer:
 
         Source: the documented `Trainer.evaluate`.
         """
+        parts, evaluation = self._trainer_parts, self._trainer_parts.evaluation
         if ckpt is not None or weights != "average":
-            parts = self._trainer_parts
             chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
             with parts.activity.running("eval"), chosen_weights:
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._trainer_parts.evaluation.over_sets(
-                datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None
-            )
-        chosen = self._trainer_parts.evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with self._trainer_parts.evaluation.own_metrics(chosen), self._trainer_parts.activity.evaluating("eval"):
-            share = self._trainer_parts.data.eval_share(eval_dataset)
-            _, metrics = self._trainer_parts.evaluation.over(
+            return evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
+        chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
+            share = parts.data.eval_share(eval_dataset)
+            _, metrics = evaluation.over(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = self._trainer_parts.evaluation.metrics_of_main(metrics)
+            metrics = evaluation.metrics_of_main(metrics)
             self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
-            self._trainer_parts.activity.report_memory(metrics)
+            parts.activity.report_memory(metrics)
         return metrics
 
     def predict(
@@ -799,13 +793,8 @@ class Trainer:
                 metrics = evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
-            follow_metric(
-                self.lr_scheduler,
-                self.args,
-                self.state,
-                metrics,
-                has_all_sets=evaluation.has_all_sets,
-            )
+            has_all_sets = evaluation.has_all_sets
+            follow_metric(self.lr_scheduler, self.args, self.state, metrics, has_all_sets=has_all_sets)
         return metrics
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
@@ -1654,3 +1643,7 @@ class Trainer:
 
 # The class as it is here: libraries also replace its methods (`Trainer.compute_loss = ...`) instead of overriding them.
 _DEFINED = {name: getattr(Trainer, name) for name in dir(Trainer)}
+
+
+def _defined() -> dict[str, Any]:
+    return _DEFINED
