@@ -32,10 +32,10 @@ from support.distributed import DistributedRun, launch
 from support.marked import may_hold, named
 from support.police import Snapshot
 
-from hftrain.adapter import loggers
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
+from hftrain.extras.trackers import choice
 
 OPTIMIZER_PACKAGES = (
     "apollo-torch",
@@ -124,7 +124,7 @@ def _reset_accelerate() -> None:
 @pytest.fixture(autouse=True)
 def no_tracker_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start no tracker that happens to be installed where a test does not name it; they are on by default."""
-    monkeypatch.setattr(loggers, "available_loggers", list)
+    monkeypatch.setattr(choice, "available_loggers", list)
 
 
 @pytest.fixture

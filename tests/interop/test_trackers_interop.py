@@ -21,8 +21,8 @@ from transformers.integrations import integration_utils
 
 import hftrain
 from hftrain import ConfigError, MissingDependencyError
-from hftrain.adapter.loggers import tracker_callbacks
-from hftrain.callbacks.trackers import tracker_callback
+from hftrain.extras.trackers.callbacks import tracker_callback
+from hftrain.extras.trackers.choice import tracker_callbacks
 from hftrain.loggers import base
 from hftrain.loggers.registry import create_logger, loggers
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from support.worker import find
 
-import hftrain.adapter.loggers
+import hftrain.extras.trackers.choice
 
-hftrain.adapter.loggers.available_loggers = list  # no tracker that happens to be installed
+hftrain.extras.trackers.choice.available_loggers = list  # no tracker that happens to be installed
 
 
 def run(function: Any, order: dict[str, Any], number: int) -> None:

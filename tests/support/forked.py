@@ -124,11 +124,11 @@ def main(path: str, name: str) -> None:
     import accelerate.utils
     import torch._dynamo  # an optimizer's first step would import it, in every rank anew
 
-    import hftrain.adapter.loggers
+    import hftrain.extras.trackers.choice
     import hftrain.trainer.trainer
 
     _ = accelerate.utils, torch._dynamo, hftrain.trainer.trainer
-    hftrain.adapter.loggers.available_loggers = list
+    hftrain.extras.trackers.choice.available_loggers = list
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None

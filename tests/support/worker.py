@@ -24,10 +24,10 @@ def find(path: str, name: str) -> Any:
 def main(path: str, name: str) -> None:
     """Run the function or the script, and write its answer beside it."""
     sys.path[:0] = [str(Path(__file__).parents[1])]  # tests/, as pytest does
-    import hftrain.adapter.loggers
+    import hftrain.extras.trackers.choice
     from hftrain.core.launcher import read_launch
 
-    hftrain.adapter.loggers.available_loggers = list  # no tracker that happens to be installed
+    hftrain.extras.trackers.choice.available_loggers = list  # no tracker that happens to be installed
     kwargs = json.loads(Path("kwargs.json").read_text(encoding="utf-8"))
     if name:
         result = find(path, name)(**kwargs)

@@ -24,13 +24,13 @@ from hftrain.cli.estimate import until_training
 from hftrain.cli.rounding import Perturb
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.preserve import temporarily
 from hftrain.extras.flight.ledger import FlightLog
 from hftrain.extras.flight.observing import Observer, first_not_finite
 from hftrain.extras.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
 from hftrain.storage.remote import is_url
-from hftrain.trainer.choices import without_trackers
 from hftrain.trainer.trainer import Trainer
 
 
@@ -210,7 +210,7 @@ def _train(
 
     def do(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = without_trackers(callbacks)
+        callbacks[:] = extra("trackers").without_trackers(callbacks)
         if not any(isinstance(each, FlightLog) for each in callbacks):
             trainer.add_callback(FlightLog())
         trainer.add_callback(observe(trainer))

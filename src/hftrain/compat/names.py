@@ -11,7 +11,7 @@ from typing import Any
 # transformers' collators, samplers and functions work unchanged with hftrain's Trainer.
 _NAMES = (
     ("transformers.trainer", "hftrain.trainer", "Trainer"),
-    ("transformers.trainer_seq2seq", "hftrain.extras.seq2seq", "Seq2SeqTrainer"),
+    ("transformers.trainer_seq2seq", "hftrain.extras.seq2seq.trainer", "Seq2SeqTrainer"),
     ("transformers.training_args", "hftrain.arguments", "OptimizerNames ParallelMode TrainingArguments"),
     ("transformers.training_args_seq2seq", "hftrain.arguments", "Seq2SeqTrainingArguments"),
     (
@@ -31,7 +31,7 @@ _NAMES = (
     ("transformers.trainer_utils", "hftrain.extras.search.config", "BestRun HPSearchBackend"),
     (
         "transformers.integrations.integration_utils",
-        "hftrain.callbacks.trackers",
+        "hftrain.extras.trackers.callbacks",
         "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
         "TrackioCallback WandbCallback",
     ),

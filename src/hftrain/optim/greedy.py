@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, SupportsFloat
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hftrain.optim.schedules import ScheduleConfig, by_metric
 
 
 class GreedyLR(ReduceLROnPlateau):
@@ -115,3 +117,8 @@ class GreedyLR(ReduceLROnPlateau):
         self.num_good_epochs = self.warmup_counter = 0
         self.reset_start = self.reset_start_original
         self._window = []
+
+
+def greedy(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
+    """Return the schedule named ``"greedy"``."""
+    return by_metric(config, optimizer, kind=GreedyLR)

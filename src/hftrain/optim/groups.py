@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.parameters import whole_shape
+
+
+def members_of(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers that one stands for: its `members`, by name, if it has them, else itself."""
+    return list(getattr(optimizer, "members", {"": optimizer}).values())
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:

@@ -16,7 +16,6 @@ from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers
-from hftrain.optim.greedy import GreedyLR
 from hftrain.optim.multipliers import FALLS, RISES
 from hftrain.optim.options import refuse_unknown
 
@@ -249,7 +248,7 @@ def _share(value: float, option: str) -> float:
 
 schedules: Registry[LRScheduler] = Registry("lr_scheduler_type", group="hftrain.schedules")
 schedules.register("reduce_lr_on_plateau", by_metric, kind=ReduceLROnPlateau)
-schedules.register("greedy", by_metric, kind=GreedyLR)
+schedules.register("greedy", "hftrain.optim.greedy:greedy")
 for _multiplier, _adapt in (
     (multipliers.linear, None),
     (multipliers.cosine, None),

@@ -12,6 +12,7 @@ from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.elsewhere import lightning_base
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
@@ -51,6 +52,18 @@ def check_train_data(args: TrainingArguments, dataset: Any, limits: Limits) -> N
             require_max_steps(args)
     elif len(dataset) == 0:
         raise ConfigError("Cannot train.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
+
+
+def check_with_datasets(args: TrainingArguments, task: TaskModule, collator: Any, datasets: Iterable[Any]) -> None:
+    """Let datasets that have `check_run`, also within torch's Subset and the like, refuse a run; and packed batches."""
+    if "DataCollatorWithFlattening" in (kind.__name__ for kind in type(collator).__mro__):
+        extra("packing").check_flattening(args, task, collator)
+    for dataset in datasets:
+        if hasattr(dataset, "check_run"):
+            dataset.check_run(args, task.model, collator)
+        elif isinstance(dataset, Dataset):
+            inner = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
+            check_with_datasets(args, task, collator, inner)
 
 
 def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loader: bool) -> None:

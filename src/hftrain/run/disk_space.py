@@ -12,7 +12,6 @@ from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
-from hftrain.optim.several import Optimizers
 from hftrain.run.parts import RunParts
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import tensor_identity
@@ -72,7 +71,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Measured on a small parameter with the same settings.
     """
-    if isinstance(optimizer, Optimizers):
+    if hasattr(optimizer, "members"):
         return sum(map(expected_state_bytes, optimizer.members.values()))
     if not type(optimizer).__module__.startswith("torch.optim.") or optimizer.state:
         return 0

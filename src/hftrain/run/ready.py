@@ -13,7 +13,8 @@ from torch import nn
 from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
-from hftrain.evaluation.generating import keeps_cache, switch_cache_off
+from hftrain.core.extras import extra
+from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.parts import RunParts
 from hftrain.run.trained_parameters import TrainedParameters
@@ -22,7 +23,6 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward, check_per_sample, check_several
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import without_model
-from hftrain.task.recompute import recompute_activations
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
         cache.callback(put_back)
     if args.gradient_checkpointing:
         options = args.gradient_checkpointing_kwargs
-        recompute = strategy.recompute or recompute_activations
+        recompute = strategy.recompute or extra("recompute").recompute_activations
         undo.callback(recompute(model, options if isinstance(options, dict) else {}))
     if trainer.neftune_noise_alpha is not None:
         parts.hooks.activate_neftune(model)

@@ -17,7 +17,6 @@ from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
-from hftrain.step.by_hand import OptimizersByHand
 
 logger = get_logger(__name__)
 
@@ -86,7 +85,8 @@ class Salvage:
             self._counts.reset(counts)
 
         self._step, self._go_back = self._parts.progress.step, go_back
-        self._is_updating = isinstance(self._parts.optimizer, (UpdatesInBackward, OptimizersByHand))
+        optimizer = self._parts.optimizer
+        self._is_updating = isinstance(optimizer, UpdatesInBackward) or hasattr(optimizer, "assemble")
 
     def _save_after(self, error: BaseException) -> None:
         step, saver = self._parts.progress.step, self._saver

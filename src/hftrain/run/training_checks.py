@@ -26,11 +26,8 @@ from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.step.by_hand import OptimizersByHand
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
-from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.trainable_parameters import Agreement
 from hftrain.task.model_task import ModelTask
 
 logger = get_logger(__name__)
@@ -64,7 +61,7 @@ class TrainingChecks:
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
-        if is_split or not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizersByHand):
+        if is_split or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "assemble"):
             return
         self._frozen = [(name, p) for name, p in parts.model.named_parameters() if not p.requires_grad]
         # Of a wrapper that never called Optimizer.__init__, torch runs the hooks of the optimizer inside.
@@ -204,20 +201,19 @@ def flag_check(parts: RunParts) -> Callable[[str], None]:
     It raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A
     rank on which a callback has set or cleared others waits for the notes of the other ranks.
     """
-    strategy, control = parts.strategy, parts.control
-    if not isinstance(strategy, DistributedStrategy) or strategy.watch is None:
-        return pass_flags
-    # It answers the same when it is asked a second time, which a subclass may not.
-    flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
+    control = parts.control
     # The flags that this rank knows all ranks to have.
     expected, num_checks = TrainerControl(), [0]
-    agreement = Agreement(
-        strategy,
+    agreement = parts.strategy.agreement(
         num_checks,
         problem="Cannot continue with control flags that only some ranks set.",
         remedy="Set the same flags on every rank: decide by what all ranks know, such as the step or the metrics that "
         "on_evaluate is given.",
     )
+    if agreement is None:
+        return pass_flags
+    # It answers the same when it is asked a second time, which a subclass may not.
+    flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
 
     def check(event: str) -> None:
         for name in _CLEARED.get(event, ()):

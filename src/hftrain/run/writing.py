@@ -34,7 +34,6 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import save_containers
-from hftrain.strategies.watch import is_peer_gone
 from hftrain.task.module import task_state
 
 logger = get_logger(__name__)
@@ -236,7 +235,8 @@ class CheckpointWrites:
         flight, self._flight = self._flight, None
         # A program that must end at once does not wait: the pending write is lost.
         if flight is not None and not isinstance(error, KeyboardInterrupt):
-            if self._consensus is not None and error is not None and is_peer_gone(error):
+            watch = self._parts.strategy.watch
+            if self._consensus is not None and error is not None and watch is not None and watch.is_peer_gone(error):
                 self._consensus.expect_no_more()
             failure = flight.wait()
             if failure is not None:

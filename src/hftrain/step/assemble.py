@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -20,12 +20,12 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
-from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
-from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.trainable_parameters import Follower
+
+if TYPE_CHECKING:
+    from hftrain.strategies.trainable_parameters import Follower
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,8 @@ def assemble_stepper(
     Args:
         strategy: Launched and set up.
         precision: Opened on the strategy's device.
-        optimizer: As `Strategy.setup` returned it; its parameters are clipped.
+        optimizer: As `Strategy.setup` returned it; its parameters are clipped. If it has `assemble`, that makes the
+            stepper; `measure` is called before gradients are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         args: An object whose `max_grad_norm` replaces that argument; read at each step, as a callback may change it.
         unclipped: Parameters of the optimizer to exclude from clipping and from the norm; read at each step.
@@ -62,11 +63,13 @@ def assemble_stepper(
     """
     owns = strategy.owns
     engine: Any = strategy
+    own: Any = optimizer
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
-    if isinstance(optimizer, OptimizersByHand):
-        return optimizer.assemble(
+    if hasattr(own, "assemble"):
+        stepper: Stepper = own.assemble(
             strategy, precision, args, computing or Computing(precision.backward, precision.autocast)
         )
+        return stepper
     max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
@@ -86,8 +89,8 @@ def assemble_stepper(
         if Owns.CLIP not in owns
         else lambda: norm
     )
-    if isinstance(optimizer, Optimizers):
-        clip = _measured(clip, precision, optimizer)
+    if hasattr(own, "measure"):
+        clip = _measured(clip, precision, own)
     stepper = Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
@@ -173,7 +176,7 @@ def _make_clip(
     return clip
 
 
-def _measured(clip: Callable[[], Any], precision: Precision, optimizer: Optimizers) -> Callable[[], Any]:
+def _measured(clip: Callable[[], Any], precision: Precision, optimizer: Any) -> Callable[[], Any]:
     """Return a function that notes the norms of several optimizers before it clips."""
 
     def measure_and_clip() -> Any:

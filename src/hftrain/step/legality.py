@@ -8,8 +8,8 @@ import torch
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.types import Owns, PrecisionPolicy
+from hftrain.optim.groups import members_of
 from hftrain.optim.in_backward import UpdatesInBackward
-from hftrain.optim.several import Optimizers
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -70,8 +70,7 @@ def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *
     Raises:
         ConfigError: Accumulation, several processes or the scale of fp16 change the loss.
     """
-    members = optimizer.members.values() if isinstance(optimizer, Optimizers) else [optimizer]
-    private = next((each for each in members if hasattr(each, "signal_skip_step")), None)
+    private = next((each for each in members_of(optimizer) if hasattr(each, "signal_skip_step")), None)
     if private is None or accumulation is None:
         return
     reason = remedy = None
@@ -95,7 +94,7 @@ def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *
 
 def check_several(optimizer: Any, strategy: Strategy) -> None:
     """Raise if the strategy's engine steps one optimizer, and there are several."""
-    if isinstance(optimizer, Optimizers) and strategy.owns & (Owns.STEP | Owns.BACKWARD):
+    if hasattr(optimizer, "members") and strategy.owns & (Owns.STEP | Owns.BACKWARD):
         raise StrategyError(
             f"Cannot use the optimizers {', '.join(optimizer.members)} with strategy={strategy.name!r}:",
             "its engine steps one optimizer.",

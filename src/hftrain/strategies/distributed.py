@@ -34,6 +34,7 @@ from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.ranks import GroupRanks
 from hftrain.strategies.rendezvous import fresh_place
+from hftrain.strategies.trainable_parameters import Agreement
 from hftrain.strategies.watch import RankWatch
 
 # A backend thread may still hold tensors of the last collective and needs the interpreter to release them. If the
@@ -117,6 +118,10 @@ class DistributedStrategy(GroupRanks, Strategy):
             self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
             self.watch.timeout_s = self.timeout.total_seconds()
         self._take(device)
+
+    def agreement(self, position: list[int], *, problem: str, remedy: str) -> Agreement | None:
+        """Return a check that all processes make the same change; see `Strategy.agreement`. Collective."""
+        return None if self.watch is None else Agreement(self, position, problem=problem, remedy=remedy)
 
     def close(self) -> None:
         """Leave the process group if `launch` created it; safe to call twice. Collective, except after an error."""

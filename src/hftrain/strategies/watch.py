@@ -137,6 +137,10 @@ class RankWatch:
                 return
             time.sleep(_MEET_S)
 
+    def is_peer_gone(self, error: BaseException) -> bool:
+        """Return whether an error reports that another rank's process has ended, not that it is late."""
+        return is_broken_exchange(error) and not _LATE.search(str(error))
+
     def missing(self) -> tuple[str, str]:
         """Return which ranks are missing where this one waits, and where each rank is, as text; takes seconds."""
         answers = self._ask()
@@ -272,11 +276,6 @@ class RankWatch:
 def is_broken_exchange(error: BaseException) -> bool:
     """Return whether an error only reports that communication with other ranks failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
-
-
-def is_peer_gone(error: BaseException) -> bool:
-    """Return whether an error reports that another rank's process has ended, not that it is late."""
-    return is_broken_exchange(error) and not _LATE.search(str(error))
 
 
 def _waits(answer: Any) -> bool:

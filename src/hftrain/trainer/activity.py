@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from hftrain.core.extras import extra
 from hftrain.core.hooks import Hooks
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.evaluation.casting import cast_weights, full_eval_dtype
-from hftrain.evaluation.generating import keeps_cache, switch_cache_off
+from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
-from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.task.metric_state import checked_metrics
@@ -61,7 +61,9 @@ class Activity:
                 report_late_ranks(trainer.strategy, error)
             maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
-            explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker)
+            extra("mistakes").explain_mistake(
+                error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker
+            )
             raise
         finally:
             self.depth -= 1

@@ -27,11 +27,10 @@ from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
-from hftrain.rules.data import batch_columns, check_inputs
+from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
 from hftrain.rules.loops import used_in_evaluation, used_in_training
 from hftrain.rules.optimizer import check_step
-from hftrain.rules.packing import check_packed_rows, check_packing
 from hftrain.rules.saving import check_fits, check_save_policy, check_saves
 from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
@@ -56,17 +55,12 @@ def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluat
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)
 
 
-def check_with_model(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation, *, collator: Any) -> None:
-    """Raise for settings that cannot work with the model.
-
-    Args:
-        collator: The one that was given; None takes the default.
-    """
+def check_with_model(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
+    """Raise for settings that cannot work with the model."""
     args, task = trainer.args, trainer.task
-    check_packing(args, task, collator)
+    check_with_datasets(args, task, trainer.data_collator, [trainer.train_dataset, *data.eval_sets])
     check_unused_by_task(args, task, compute_loss_func=trainer.compute_loss_func, count_items=trainer.count_items)
     evaluation.check()
-    check_packed_rows(args, trainer.model, trainer.data_collator, [trainer.train_dataset, *data.eval_sets])
 
 
 def check_before_training(

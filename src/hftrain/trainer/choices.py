@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing
 from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
@@ -15,8 +14,6 @@ from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
 from hftrain.callbacks.checks import as_list
-from hftrain.callbacks.intervals import EVALUATE, STOP, IntervalCallback
-from hftrain.callbacks.trackers import TrackerCallback, reports_to_tracker
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.lengths import Length, read_length
@@ -28,7 +25,6 @@ from hftrain.precision.registry import precisions
 from hftrain.rules.constructor import check_arguments
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.step.legality import check_legal
-from hftrain.storage.remote import is_url
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
@@ -51,12 +47,6 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
         "It says how many batches of every stage to rehearse.",
         "Pass a whole number such as 2, or None for a real run.",
     )
-
-
-def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks, given as classes or instances, without those that report to a tracker."""
-    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
-    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not reports_to_tracker(kind)]
 
 
 def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
@@ -117,17 +107,12 @@ def given_callbacks(
         callbacks += extra("profiler").make_profiler(profiler)
     if flight_log or exclude_samples is not None:
         callbacks += extra("flight_log").make_flight(flight_log, exclude_samples)
-    trackers = trackers_asked(args, loggers)
-    if loggers is None:
-        args.report_to = [str(name) for name in trackers]
-    reporting = tracker_callbacks(trackers, besides=callbacks)
-    if is_rehearsal:
-        return without_trackers([*reporting, *callbacks])
-    folder = str(args.output_dir)
-    if not all(isinstance(each, TrackerCallback) for each in reporting) and not is_url(folder):
-        # Callbacks of transformers write to the folder, which its Trainer creates at once.
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    return [*reporting, *callbacks]
+    asked = args.report_to if loggers is None else loggers
+    # A Kubeflow TrainJob asks for reports through this variable.
+    if asked in ("none", ["none"], []) and not is_rehearsal and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:
+        args.report_to = [] if loggers is None else args.report_to
+        return list(callbacks)
+    return list(extra("trackers").with_trackers(args, callbacks, loggers, is_rehearsal=is_rehearsal))
 
 
 def all_callbacks(
@@ -137,19 +122,19 @@ def all_callbacks(
     disables = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
     shown = progress_callback(disable_tqdm=disables)
     intervals = _intervals(args, max_time)
-    own = [IntervalCallback(intervals, strategy)] if intervals else []
+    own = [extra("intervals").IntervalCallback(intervals, strategy)] if intervals else []
     return [*default_callbacks(), *own, *_debug_callbacks(args, strategy), *callbacks, shown]
 
 
 def _intervals(args: TrainingArguments, max_time: str | None) -> dict[str, Length]:
     """Return the intervals that steps cannot say, by the flag of the control that they set."""
-    flags = {"logging": "should_log", "eval": EVALUATE, "save": "should_save"}
+    flags = {"logging": "should_log", "eval": "should_evaluate", "save": "should_save"}
     given = {flag: read_length(getattr(args, f"{kind}_steps")) for kind, flag in flags.items()}
     is_used = {flag: getattr(args, f"{kind}_strategy") == "steps" for kind, flag in flags.items()}
     found = {flag: length for flag, length in given.items() if length is not None and is_used[flag]}
     limit = read_length(max_time)
     if limit is not None and limit.unit in ("s", "tok"):
-        found[STOP] = limit
+        found["should_training_stop"] = limit
     elif max_time is not None:
         raise ConfigError(
             f"Cannot use Trainer(max_time={max_time!r}).",

@@ -14,7 +14,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.seed import set_seed
 from hftrain.core.signatures import takes_trial
 from hftrain.data.columns import signature_columns
-from hftrain.evaluation.generating import align_special_tokens
+from hftrain.evaluation.configured import align_special_tokens
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.run.parts import TrainerHooks, TrainerPart

@@ -244,7 +244,7 @@ class Trainer:
         begin_process(self.args)
         self._trainer_parts.model.adopt(self.call_model_init() if model is None else model)
         self.data_collator = data_collator or default_collator(self.processing_class)
-        check_with_model(*settings, collator=data_collator)
+        check_with_model(*settings)
         self._trainer_parts.steps.resolve()
         check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
         self._make_own_accelerator()

@@ -17,7 +17,6 @@ from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow
 from hftrain.run.parts import Take, TrainerHooks, TrainerPart
-from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
 from hftrain.task.introspect import base_model
 from hftrain.task.model_call import ModelCall
@@ -66,8 +65,9 @@ class TrainingSteps(TrainerPart):
     ) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
         trainer, step, shares = self._trainer, self._hooks.training_step, self.shares
-        if isinstance(trainer.optimizer, OptimizersByHand):
-            return shares.take, trainer.optimizer.stepping(step, shares.weighing)
+        optimizer: Any = trainer.optimizer
+        if hasattr(optimizer, "stepping"):
+            return shares.take, optimizer.stepping(step, shares.weighing)
         if trainer.args.auto_find_batch_size is not True:
             return shares.take, step
         sizes = extra("smaller_batches")

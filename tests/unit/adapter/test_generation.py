@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hftrain.evaluation.generating import limited
-from hftrain.extras.seq2seq import generation_options
+from hftrain.extras.seq2seq.generating import limited
+from hftrain.extras.seq2seq.trainer import generation_options
 
 LIMITED = SimpleNamespace(max_new_tokens=50)
 

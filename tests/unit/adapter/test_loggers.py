@@ -12,8 +12,8 @@ from support.tiny import Net, make_arguments
 
 import hftrain
 from hftrain import ConfigError, Logger, MissingDependencyError, Trainer
-from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
-from hftrain.callbacks.trackers import TensorBoardCallback, TrackerCallback, WandbCallback
+from hftrain.extras.trackers.callbacks import TensorBoardCallback, TrackerCallback, WandbCallback
+from hftrain.extras.trackers.choice import tracker_callbacks, trackers_asked
 from hftrain.loggers import base
 
 
@@ -21,7 +21,7 @@ from hftrain.loggers import base
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it seem that two trackers are installed; nothing in these tests starts one."""
     monkeypatch.delenv("WANDB_DISABLED", raising=False)
-    monkeypatch.setattr("hftrain.adapter.loggers.available_loggers", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setattr("hftrain.extras.trackers.choice.available_loggers", lambda: ["tensorboard", "wandb"])
     monkeypatch.setattr(
         base, "_is_installed", lambda package: package in ("tensorboard", "wandb", "codecarbon", "transformers")
     )
@@ -62,7 +62,7 @@ def test_report_to_not_given_means_all_and_names_them_in_the_log(
 def test_report_to_not_given_is_silent_where_nothing_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hftrain.adapter.loggers.available_loggers", list)
+    monkeypatch.setattr("hftrain.extras.trackers.choice.available_loggers", list)
     args = make_arguments(tmp_path, report_to=None)
     Trainer(Net(), args)
     assert args.report_to == []

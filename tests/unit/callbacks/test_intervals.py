@@ -7,9 +7,9 @@ import pytest
 
 from hftrain import TrainerControl, TrainerState, TrainingArguments
 from hftrain.callbacks import intervals
-from hftrain.callbacks.intervals import IntervalCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import read_length
+from hftrain.extras.intervals import IntervalCallback
 
 
 class Group:

@@ -15,7 +15,7 @@ from support import tiny
 from support.tiny import Task, make_arguments, make_rows
 
 from hftrain import Logger, Trainer, TrainerCallback
-from hftrain.callbacks.trackers import TrackerCallback
+from hftrain.extras.trackers.callbacks import TrackerCallback
 from hftrain.loggers.base import RunFacts
 
 

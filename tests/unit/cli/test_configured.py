@@ -165,7 +165,7 @@ def test_run_without_a_configuration_or_task_is_refused() -> None:
 
 # A process of its own: the schema names every callback class that is there, those of other tests too.
 SCHEMA = """
-from hftrain.callbacks.trackers import tracker_callback
+from hftrain.extras.trackers.callbacks import tracker_callback
 from hftrain.cli.commands import main
 from hftrain.loggers.base import Logger
 

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from hftrain import Freeze, StepOutput, TaskModule
 from hftrain.core.errors import CheckpointError, ConfigError, StrategyError, TaskError
 from hftrain.core.types import Owns
-from hftrain.optim.several import Optimizers
+from hftrain.extras.own_optimizers.by_hand import OptimizersByHand
+from hftrain.extras.own_optimizers.several import Optimizers
 from hftrain.precision.registry import precisions
 from hftrain.rules.optimizer import read_optimizers
-from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.legality import check_several
 
 

@@ -21,12 +21,12 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import TaskError
+from hftrain.core.extras import extra
 from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 from hftrain.data.datasets import kept_in_place
 from hftrain.run.parts import TrainerHooks, TrainerPart
-from hftrain.trainer.choices import without_trackers
 from hftrain.trainer.parts import parts_of
 
 
@@ -95,7 +95,7 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
             _copy_parts(trainer)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
-            handler.callbacks[:] = [*without_trackers(callbacks), director]
+            handler.callbacks[:] = [*extra("trackers").without_trackers(callbacks), director]
             handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
             yield
     finally:

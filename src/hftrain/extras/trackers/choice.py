@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.replaced import tracker_of
+from hftrain.extras.trackers.callbacks import TrackerCallback, reports_to_tracker, tracker_callback
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers
 from hftrain.loggers.registry import loggers as known_loggers
+from hftrain.storage.remote import is_url
 
 logger = get_logger(__name__)
+
+
+def with_trackers(args: Any, callbacks: Sequence[Any], loggers: Any, *, is_rehearsal: bool) -> list[Any]:
+    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
+    trackers = trackers_asked(args, loggers)
+    if loggers is None:
+        args.report_to = [str(name) for name in trackers]
+    reporting = tracker_callbacks(trackers, besides=callbacks)
+    if is_rehearsal:
+        return without_trackers([*reporting, *callbacks])
+    folder = str(args.output_dir)
+    if not all(isinstance(each, TrackerCallback) for each in reporting) and not is_url(folder):
+        # Callbacks of transformers write to the folder, which its Trainer creates at once.
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return [*reporting, *callbacks]
+
+
+def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks, given as classes or instances, without those that report to a tracker."""
+    return [callback for callback in callbacks if not reports_to_tracker(_kind(callback))]
 
 
 def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
@@ -53,11 +75,16 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
     Args:
         besides: The user's own callbacks; a tracker that one of them reports to is left out.
     """
-    kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
+    kinds = set(map(_kind, besides))
     fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
     wanted = [each for each in trackers if isinstance(each, Logger) or each not in fed]
     found = [_replaced(each) or tracker_callback(each) for each in wanted]
     return [each for each in found if not (isinstance(each, type) and any(issubclass(kind, each) for kind in kinds))]
+
+
+def _kind(callback: Any) -> type:
+    """Return the class of a callback, which may be given as one."""
+    return callback if isinstance(callback, type) else type(callback)
 
 
 def _replaced(tracker: str | Logger) -> Any:

@@ -14,10 +14,10 @@ from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
-from hftrain.evaluation.generating import (
+from hftrain.evaluation.configured import generates
+from hftrain.extras.seq2seq.generating import (
     check_taken,
     fill_with,
-    generates,
     limited,
     load_generation_config,
     longest_output,

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import layer_hint
+from hftrain.extras.recompute.selective import read_selective
 from hftrain.task.introspect import base_model
-from hftrain.task.selective import read_selective
 
 Undo = Callable[[], None]
 

@@ -16,8 +16,8 @@ from hftrain.core.frames import raising_line
 from hftrain.core.notes import add_note, describe, facts_of
 from hftrain.core.signatures import plain_signature
 from hftrain.core.tree import is_samples
-from hftrain.rules.data_mistakes import locate_in_data
-from hftrain.rules.error_hints import hint_for
+from hftrain.extras.mistakes.hints import hint_for
+from hftrain.extras.mistakes.in_data import locate_in_data
 from hftrain.strategies.checks import explain_unused
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule

@@ -13,7 +13,7 @@ from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.types import Owns
-from hftrain.optim.several import Optimizers
+from hftrain.extras.own_optimizers.several import Optimizers
 from hftrain.precision.base import Precision
 from hftrain.step.stepper import Computing, Stepper, average_gradients
 from hftrain.strategies.base import Strategy

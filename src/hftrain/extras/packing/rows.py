@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.datasets import has_state, tell_epoch
 from hftrain.data.grouping import LengthConfig, sample_lengths
 from hftrain.data.samplers import is_rank_aware
+from hftrain.extras.packing.checks import check_packed_rows
 
 Row = dict[str, torch.Tensor]
 # Its tokens, and a label for each.
@@ -79,7 +82,15 @@ def pack_dataset(dataset: Any, length: int, *, packing: str = "bfd", buffer_size
     return PackedDataset(dataset, length, packing=packing)
 
 
-class PackedDataset(Dataset[Row]):
+class _Rows:
+    """What a Trainer asks of datasets of rows."""
+
+    def check_run(self, args: TrainingArguments, model: nn.Module, collator: Any) -> None:
+        """Raise if a run would join the documents of a row."""
+        check_packed_rows(args, model, collator)
+
+
+class PackedDataset(_Rows, Dataset[Row]):
     """The rows of a map-style dataset; see `pack_dataset`. The lengths of all documents are read once."""
 
     def __init__(self, dataset: Any, length: int, *, packing: str) -> None:
@@ -100,7 +111,7 @@ class PackedDataset(Dataset[Row]):
         return len(self._ends)
 
 
-class PackedStream(IterableDataset[Row]):
+class PackedStream(_Rows, IterableDataset[Row]):
     """The rows of a stream; see `pack_dataset`. Each loader worker packs its own part of the stream."""
 
     def __init__(self, dataset: Any, length: int, *, packing: str, buffer_size: int) -> None:

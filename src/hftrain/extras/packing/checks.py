@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import attention_of
 from hftrain.core.seed import preserved_rng
-from hftrain.data.packing import PackedDataset, PackedStream
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
@@ -26,16 +23,14 @@ _NUM_TOKENS = 8  # of each of the two documents that are tried
 _ROUNDING = 0.01
 
 
-def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> None:
+def check_flattening(args: TrainingArguments, task: TaskModule, collator: Any) -> None:
     """Raise if documents are to be packed in one row with a cache: transformers' models then do not separate them.
 
     Warn if a plain model has no argument for their boundaries. It may still read one of its ``**kwargs``.
 
     Args:
-        collator: Recognised by the documented name; transformers' own collator has it as well.
+        collator: transformers' `DataCollatorWithFlattening`.
     """
-    if "DataCollatorWithFlattening" not in (kind.__name__ for kind in type(collator).__mro__):
-        return
     _refuse_cache(args, f"{type(collator).__name__}, which packs documents in one row")
     takes_positions = collator.return_position_ids and "position_ids" in forward_parameters(task.model)
     if isinstance(task, ModelTask) and not (
@@ -48,14 +43,12 @@ def check_packing(args: TrainingArguments, task: TaskModule, collator: Any) -> N
         )
 
 
-def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any, datasets: Iterable[Any]) -> None:
+def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any) -> None:
     """Raise if rows of `pack_dataset` would be trained on with documents that read their neighbours.
 
     The model is tried on two documents of eight tokens: if the second one's outputs depend on the first one although
     the positions restart, it is refused. It runs four times, in evaluation mode, and random numbers are restored.
     """
-    if not any(_holds_rows(dataset) for dataset in datasets):
-        return
     what = f"rows of pack_dataset with {type(model).__name__}"
     _refuse_cache(args, "rows of pack_dataset")
     if getattr(collator, "__name__", type(collator).__name__) not in _STACKING:
@@ -89,14 +82,6 @@ def _refuse_cache(args: TrainingArguments, what: str) -> None:
             "With a cache of keys and values, each document would attend to those before it.",
             f"Leave {name} out, or use a collator that pads.",
         )
-
-
-def _holds_rows(dataset: Any) -> bool:
-    if isinstance(dataset, (PackedDataset, PackedStream)):
-        return True
-    # In torch's Subset, ConcatDataset and the like.
-    inner = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
-    return isinstance(dataset, Dataset) and any(map(_holds_rows, inner))
 
 
 def _leak(model: nn.Module) -> float:

@@ -1,0 +1,1 @@
+"""What `configure_optimizers` returns beyond one optimizer: with schedules, several, or stepped by the task."""

@@ -1,0 +1,1 @@
+"""`Seq2SeqTrainer`: evaluation and prediction with generated tokens."""

@@ -1,0 +1,1 @@
+"""Report a run to experiment trackers: which ones, and a callback for each."""
