@@ -152,6 +152,7 @@ class Trainer:
     label_names: list[str]
     can_return_loss: bool
     is_model_parallel: bool
+    _loss_shifts_labels: bool
     current_flos: float
     is_fsdp_enabled = EngineFlag("fsdp")
     is_deepspeed_enabled = EngineFlag("deepspeed")
