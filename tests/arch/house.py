@@ -152,7 +152,7 @@ def figures(walked: dict[str, set[str]]) -> dict[str, int]:
     Args:
         walked: What `walks` returns.
     """
-    lines, facade = lengths(), next(module for module in modules() if module.path.name == "trainer.py")
+    lines, facade = lengths(), next(module for module in modules() if module.name == "hftrain.trainer.trainer")
     core = {name: number for name, number in lines.items() if not name.startswith(NOT_CORE)}
     loaded = max(sum(lines[name] for name in loaded_files(is_task=is_task)) for is_task in (False, True))
     reaches = [place for module in modules() for place in private_reaches(module)]

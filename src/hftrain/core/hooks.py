@@ -23,7 +23,8 @@ class Hooks:
 
     Args:
         owner: The Trainer.
-        defined: What its class defines; whatever else a subclass, an instance or a library has, is an override.
+        defined: Returns what its class defines; whatever else a subclass, an instance or a library has, is an override.
+            A function of a module, because a search sends Trainers to other processes.
 
     Attributes:
         trial: The current trial of a search, from its backend, which several hooks are given.
@@ -63,6 +64,8 @@ class Hooks:
     load_best_model = Hook("_load_best_model")
     # Data.
     get_dataloader = Hook("_get_dataloader")
+    train_batch_size = Hook("_train_batch_size")
+    get_train_sampler = Hook("_get_train_sampler")
     get_eval_sampler = Hook("_get_eval_sampler")
     remove_unused_columns = Hook("_remove_unused_columns")
     get_collator_with_removed_columns = Hook("_get_collator_with_removed_columns")
@@ -70,13 +73,13 @@ class Hooks:
     signature_columns = Hook("_signature_columns")
     eval_dataloaders = Hook("_eval_dataloaders")
 
-    def __init__(self, owner: Any, defined: Mapping[str, Any]) -> None:
+    def __init__(self, owner: Any, defined: Callable[[], Mapping[str, Any]]) -> None:
         self.owner, self._defined = owner, defined
 
     def is_overridden(self, *names: str) -> bool:
         """Tell whether the user's class or instance, or a library, overrides any of these documented methods."""
         kind, own = type(self.owner), vars(self.owner)
-        return any(name in own or getattr(kind, name) is not self._defined[name] for name in names)
+        return any(name in own or getattr(kind, name) is not self._defined()[name] for name in names)
 
     def is_users(self, *names: str) -> bool:
         """Tell whether any of these methods is overridden outside the package."""

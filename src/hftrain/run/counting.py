@@ -11,6 +11,7 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.progress import Progress
+from hftrain.core.seed import preserved_rng
 from hftrain.run.parts import RunParts, Take
 from hftrain.strategies.base import Ranks
 
@@ -144,8 +145,9 @@ def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> Token
     )
 
 
+@preserved_rng()
 def count_tokens(batches: Iterable[Any], counter: TokenCounter, *, max_batches: int | None = None) -> int:
-    """Iterate over batches and return their number of tokens.
+    """Iterate over batches and return their number of tokens; random numbers are restored.
 
     Args:
         batches: A loader.

@@ -17,7 +17,6 @@ from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import kept_modes
@@ -39,11 +38,9 @@ class Activity:
 
     run_parts: RunParts | None
 
-    def __init__(
-        self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, computing: Computing, memory: MemoryTracker
-    ) -> None:
-        self._trainer, self._hooks, self._steps, self._computing = trainer, hooks, steps, computing
-        self._memory, self.run_parts = memory, None
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, memory: MemoryTracker) -> None:
+        self._trainer, self._hooks, self.steps, self._memory = trainer, hooks, steps, memory
+        self.run_parts = None
         self.depth, self.name = 0, "train"
         # Whether the precision has been prepared for steps outside of these calls.
         self._is_prepared = False
@@ -72,14 +69,14 @@ class Activity:
             self.depth -= 1
             self.name = previous
             if self.depth == 0:
-                self._steps.stop_observing()
+                self.steps.stop_observing()
                 trainer.compiler.close()
                 trainer.precision.close()
                 self._memory.stop()
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        self._steps.resolve()  # again, because scripts may assign hooks to the instance
+        self.steps.resolve()  # again, because scripts may assign hooks to the instance
         self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
@@ -99,7 +96,7 @@ class Activity:
             is_training = self.run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
-            dtype = full_eval_dtype(trainer.args) if self._computing.input_dtype is None else None
+            dtype = full_eval_dtype(trainer.args) if self.steps.computing.input_dtype is None else None
             # Cast before placing: the original weights stay in host memory, and the device holds only the copies.
             with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
                 if not is_training:
@@ -110,7 +107,7 @@ class Activity:
     @contextmanager
     def _in_evaluation_mode(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Evaluate the task's unwrapped model, with inputs cast to a dtype if there is one."""
-        trainer, task, computing = self._trainer, self._trainer.task, self._computing
+        trainer, task, computing = self._trainer, self._trainer.task, self.steps.computing
         wrapped = task.model
         task.model = self._hooks.wrap_model(wrapped, training=False)
         task.eval()
@@ -139,7 +136,7 @@ class Activity:
         """Prepare the forward pass of a model that is not being trained."""
         self._place_task()
         self._trainer.compiler.compile(self._trainer.model)
-        self._steps.cast_model()
+        self.steps.cast_model()
 
     def place_idle(self) -> None:
         """Launch the strategy and place the model, for a step that a script calls outside of these methods."""

@@ -24,6 +24,7 @@ from hftrain.core.seed import preserved_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
+from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.data.workers import check_sendable
 from hftrain.loops.contract import check_features
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
@@ -48,6 +49,7 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
+    check_worker_seeds(trainer.worker_seeds)
     data.check_given()
     check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)

@@ -13,6 +13,7 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve
 from hftrain.callbacks import TrainerCallback, default_callbacks, progress_callback
+from hftrain.callbacks.checks import as_list
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.lengths import Length, read_length
@@ -88,7 +89,7 @@ def choose_backends(
 
 def given_callbacks(
     args: TrainingArguments,
-    callbacks: Sequence[Any],
+    given: Sequence[Any],
     *,
     profiler: Any,
     flight_log: Any,
@@ -96,11 +97,16 @@ def given_callbacks(
     loggers: Any,
     is_rehearsal: bool,
 ) -> list[Any]:
-    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
+    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started.
+
+    Args:
+        given: The arguments of the Trainer that hold callbacks.
+    """
+    callbacks = [callback for each in given for callback in as_list(each)]
     if profiler is not None:
-        callbacks = [*callbacks, *extra("profiler").make_profiler(profiler)]
+        callbacks += extra("profiler").make_profiler(profiler)
     if flight_log or exclude_samples is not None:
-        callbacks = [*callbacks, *extra("flight_log").make_flight(flight_log, exclude_samples)]
+        callbacks += extra("flight_log").make_flight(flight_log, exclude_samples)
     asked = args.report_to if loggers is None else loggers
     # A Kubeflow TrainJob asks for reports through this variable.
     if asked in ("none", ["none"], []) and not is_rehearsal and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:

@@ -18,6 +18,7 @@ from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
+from hftrain.core.signatures import call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length
@@ -193,6 +194,19 @@ class TrainerData:
         if self._seeded is None or self._seeded.data_collator is not given:
             self._seeded = SeededCollator(given)
         return self._seeded
+
+    def train_loader(self) -> Any:
+        """Return this rank's training batches, through the documented hooks."""
+        trainer, hooks = self._trainer, self._hooks
+        check_train_data(trainer.args, trainer.train_dataset, trainer.limits)
+        return hooks.get_dataloader(
+            trainer.train_dataset,
+            "training",
+            hooks.train_batch_size,
+            # An override may have the older signature without the dataset.
+            sampler_fn=lambda dataset: call_with(hooks.get_train_sampler, {"train_dataset": dataset}),
+            is_training=True,
+        )
 
     def run_length(self, args: TrainingArguments, loader: Any, total_batch_size: int) -> TrainPlan:
         """Return the length of a run over a loader, as far as the limits let it be read."""

@@ -30,7 +30,6 @@ from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, 
 from hftrain.rules.evaluation import check_cadences, check_evaluating
 from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
-from hftrain.step.stepper import Computing
 from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
@@ -39,7 +38,6 @@ from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation_mean import EvaluationMean
 from hftrain.trainer.reports import numbers_of, to_plain, with_prefix
-from hftrain.trainer.training_steps import TrainingSteps
 
 logger = get_logger(__name__)
 
@@ -56,18 +54,10 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        trainer: TrainerHooks,
-        hooks: Hooks,
-        *,
-        activity: Activity,
-        steps: TrainingSteps,
-        data: TrainerData,
-        computing: Computing,
-        sets: dict[str, EvalSet],
+        self, trainer: TrainerHooks, hooks: Hooks, activity: Activity, data: TrainerData, sets: dict[str, EvalSet]
     ) -> None:
-        self._trainer, self._hooks, self._activity, self._steps = trainer, hooks, activity, steps
-        self._data, self._computing, self.sets = data, computing, sets
+        self._trainer, self._hooks, self._activity, self._data, self.sets = trainer, hooks, activity, data, sets
+        self._steps, self._computing = activity.steps, activity.steps.computing
         self.mean: EvaluationMean | None = None
         # Values that the task has logged in the last step.
         self._logs: Mapping[str, Any] = {}

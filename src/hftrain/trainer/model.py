@@ -10,8 +10,11 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.hooks import Hooks
+from hftrain.core.log import get_logger
 from hftrain.core.seed import set_seed
 from hftrain.core.signatures import takes_trial
+from hftrain.data.columns import signature_columns
+from hftrain.evaluation.configured import align_special_tokens
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.run.parts import TrainerHooks, TrainerPart
@@ -22,6 +25,8 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import prepare_model
 from hftrain.trainer.loss_kinds import CountItemsCheck
 from hftrain.trainer.training_steps import TrainingSteps
+
+logger = get_logger(__name__)
 
 
 class TrainerModel(TrainerPart):
@@ -90,6 +95,22 @@ class TrainerModel(TrainerPart):
         if name not in vars(owner) or vars(owner)[name] == detected.get(name):
             setattr(owner, name, value)
             detected[name] = value
+
+    def find_columns(self) -> None:
+        """Detect which columns of the data a plain model takes."""
+        trainer = self._trainer
+        if isinstance(trainer.task, ModelTask):
+            self.find("_signature_columns", signature_columns(trainer.model, label_names=trainer.label_names))
+
+    def align_special_tokens(self) -> None:
+        """Copy the tokenizer's special tokens to the model's configurations, and say so."""
+        changed = align_special_tokens(self._trainer.model, self._trainer.processing_class)
+        if changed and self._trainer.strategy.is_main:
+            logger.warning(
+                "The tokenizer's special tokens differ from the model's. The model's config and generation "
+                "config were changed to the tokenizer's: %s.",
+                ", ".join(f"{name}={token}" for name, token in changed.items()),
+            )
 
     def rebuild(self) -> nn.Module:
         """Return the bare model, built again and adopted if there is a `model_init`."""

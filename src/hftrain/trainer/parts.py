@@ -34,12 +34,7 @@ class TrainerParts:
     """
 
     def __init__(
-        self,
-        trainer: TrainerHooks,
-        hooks: Hooks,
-        *,
-        eval_sets: dict[str, EvalSet],
-        on_adopted: Callable[[], None],
+        self, trainer: TrainerHooks, hooks: Hooks, *, eval_sets: dict[str, EvalSet], on_adopted: Callable[[], None]
     ) -> None:
         self._trainer, self.hooks = trainer, hooks
         args, strategy, precision = trainer.args, trainer.strategy, trainer.precision
@@ -52,17 +47,9 @@ class TrainerParts:
         self.steps = TrainingSteps(trainer, hooks, self.computing)
         self.model = TrainerModel(trainer, hooks, self.steps, on_adopted=on_adopted)
         self.optimizers = TrainerOptimizers(trainer, hooks)
-        self.activity = Activity(trainer, hooks, self.steps, self.computing, self.memory)
+        self.activity = Activity(trainer, hooks, self.steps, self.memory)
         self.data = TrainerData(trainer, hooks)
-        self.evaluation = Evaluation(
-            trainer,
-            hooks,
-            activity=self.activity,
-            steps=self.steps,
-            data=self.data,
-            computing=self.computing,
-            sets=eval_sets,
-        )
+        self.evaluation = Evaluation(trainer, hooks, self.activity, self.data, eval_sets)
 
     def for_run(self, ignore_keys: list[str] | None, trial_run: Any) -> RunParts:
         """Return the parts that exist before a run is built, which has a new journal and a new logging window."""

@@ -17,7 +17,6 @@ from torch import nn
 from hftrain.adapter.data import total_batch_size
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
-from hftrain.callbacks.checks import as_list
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.policy import SavePolicy
@@ -27,19 +26,14 @@ from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
-from hftrain.core.seed import preserved_rng
-from hftrain.core.signatures import call_with
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
-from hftrain.data.columns import signature_columns
 from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
-from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.evaluation.casting import cast_inputs
-from hftrain.evaluation.configured import align_special_tokens
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
@@ -48,7 +42,6 @@ from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
-from hftrain.rules.data import check_train_data
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
@@ -149,33 +142,16 @@ class Trainer:
     # The bare model; `model_wrapped` is the one whose forward is called.
     model: nn.Module
     model_wrapped: nn.Module
-    strategy: Strategy
-    precision: Precision
-    loops: Mapping[str, Loop[Any]]
-    save_policy: SavePolicy
-    worker_seeds: str
-    compiler: Compiler
-    model_init: Callable[..., nn.Module] | None
-    count_items: str | CountItems | None
-    compute_metrics: Callable[..., dict[str, Any]] | None
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     data_collator: Callable[[list[Any]], Any]
-    processing_class: Any
-    train_dataset: Any
     eval_dataset: Any
-    limits: Limits
+    loops: Mapping[str, Loop[Any]]
     # Number of batches of each stage in a rehearsal; 0 in a real run.
     fast_dev_run: int
     optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
-    state: TrainerState
-    control: TrainerControl
     label_names: list[str]
     can_return_loss: bool
     is_model_parallel: bool
-    is_in_train: bool
-    neftune_noise_alpha: float | None
+    _loss_shifts_labels: bool
     current_flos: float
     is_fsdp_enabled = EngineFlag("fsdp")
     is_deepspeed_enabled = EngineFlag("deepspeed")
@@ -226,7 +202,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self._trainer_hooks = Hooks(self, _DEFINED)
+        self._trainer_hooks = Hooks(self, _defined)
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
         self.limits = Limits(
             limit_train_batches=limit_train_batches,
@@ -250,14 +226,14 @@ class Trainer:
         self._start_idle()
         callbacks = given_callbacks(
             self.args,
-            [*as_list(callbacks), *as_list(callback)],
+            (callbacks, callback),
             profiler=profiler,
             flight_log=flight_log,
             exclude_samples=exclude_samples,
             loggers=loggers,
             is_rehearsal=bool(self.fast_dev_run),
         )
-        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), check_worker_seeds(worker_seeds)
+        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), worker_seeds
         settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
         check_settings(*settings)
         self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
@@ -441,11 +417,8 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        count = (
-            self._get_num_items_in_batch
-            if self._trainer_hooks.counts_items_itself
-            else self._trainer_parts.steps.shares.count
-        )
+        is_own = self._trainer_hooks.counts_items_itself
+        count = self._get_num_items_in_batch if is_own else self._trainer_parts.steps.shares.count
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
@@ -512,10 +485,9 @@ class Trainer:
                 past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
                 self._trainer_parts.computing.past = past
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            if self._trainer_parts.steps.shares.num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = (
-                    loss * self._trainer_parts.steps.shares.num_ranks
-                )  # undoes DDP's mean over ranks, which an evaluation has not
+            num_ranks = self._trainer_parts.steps.shares.num_ranks
+            if num_ranks > 1 and is_counted and torch.is_grad_enabled():
+                loss = loss * num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -637,31 +609,29 @@ class Trainer:
 
         Source: the documented `Trainer.evaluate`.
         """
+        parts, evaluation = self._trainer_parts, self._trainer_parts.evaluation
         if ckpt is not None or weights != "average":
-            parts = self._trainer_parts
             chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
             with parts.activity.running("eval"), chosen_weights:
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._trainer_parts.evaluation.over_sets(
-                datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None
-            )
-        chosen = self._trainer_parts.evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with self._trainer_parts.evaluation.own_metrics(chosen), self._trainer_parts.activity.evaluating("eval"):
-            share = self._trainer_parts.data.eval_share(eval_dataset)
-            _, metrics = self._trainer_parts.evaluation.over(
+            return evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
+        chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
+            share = parts.data.eval_share(eval_dataset)
+            _, metrics = evaluation.over(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = self._trainer_parts.evaluation.metrics_of_main(metrics)
+            metrics = evaluation.metrics_of_main(metrics)
             self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
-            self._trainer_parts.activity.report_memory(metrics)
+            parts.activity.report_memory(metrics)
         return metrics
 
     def predict(
@@ -823,13 +793,8 @@ class Trainer:
                 metrics = evaluation.metrics_of_main(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
-            follow_metric(
-                self.lr_scheduler,
-                self.args,
-                self.state,
-                metrics,
-                has_all_sets=evaluation.has_all_sets,
-            )
+            has_all_sets = evaluation.has_all_sets
+            follow_metric(self.lr_scheduler, self.args, self.state, metrics, has_all_sets=has_all_sets)
         return metrics
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
@@ -1016,15 +981,7 @@ class Trainer:
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
-        check_train_data(self.args, self.train_dataset, self.limits)
-        return self._get_dataloader(
-            self.train_dataset,
-            "training",
-            self._train_batch_size,
-            # An override may have the older signature without the dataset.
-            sampler_fn=lambda dataset: call_with(self._get_train_sampler, {"train_dataset": dataset}),
-            is_training=True,
-        )
+        return self._trainer_parts.data.train_loader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return this rank's evaluation batches.
@@ -1080,9 +1037,8 @@ class Trainer:
 
     def _set_signature_columns_if_needed(self) -> None:
         """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
-        if self._signature_columns is None and isinstance(self.task, ModelTask):
-            columns = signature_columns(self.model, label_names=self.label_names)
-            self._trainer_parts.model.find("_signature_columns", columns)
+        if self._signature_columns is None:
+            self._trainer_parts.model.find_columns()
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Return a dataset without the columns that the model does not take, if it has columns."""
@@ -1107,10 +1063,8 @@ class Trainer:
 
         Source: the documented `Trainer.num_tokens`.
         """
-        with preserved_rng():
-            return count_tokens(
-                train_dl, token_counter(self.args, self.model, self.processing_class), max_batches=max_steps
-            )
+        counter = token_counter(self.args, self.model, self.processing_class)
+        return count_tokens(train_dl, counter, max_batches=max_steps)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -1222,7 +1176,7 @@ class Trainer:
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
         handler.refresh(logger=RunLogger(handler, self._trainer_parts.journal.log), data_ranks=self.strategy.data)
-        self._callback_handler = handler
+        self._callback_handler: CallbackHandler = handler
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an instance, or a class that takes no arguments."""
@@ -1613,13 +1567,7 @@ class Trainer:
 
     def _align_special_tokens(self) -> None:
         """Copy the tokenizer's special tokens to the model's configurations before training; warn about changes."""
-        changed = align_special_tokens(self.model, self.processing_class)
-        if changed and self.strategy.is_main:
-            logger.warning(
-                "The tokenizer's special tokens differ from the model's. The model's config and generation "
-                "config were changed to the tokenizer's: %s.",
-                ", ".join(f"{name}={token}" for name, token in changed.items()),
-            )
+        self._trainer_parts.model.align_special_tokens()
 
     def _activate_neftune(self, model: nn.Module) -> nn.Module:
         """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
@@ -1695,3 +1643,7 @@ class Trainer:
 
 # The class as it is here: libraries also replace its methods (`Trainer.compute_loss = ...`) instead of overriding them.
 _DEFINED = {name: getattr(Trainer, name) for name in dir(Trainer)}
+
+
+def _defined() -> dict[str, Any]:
+    return _DEFINED

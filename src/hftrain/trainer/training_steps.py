@@ -32,6 +32,7 @@ class TrainingSteps(TrainerPart):
     Attributes:
         shares: Weigh the losses that the present hooks compute.
         items_check: Notices a task that does not count the items of its loss.
+        computing: The current settings of forward and backward passes.
         mode: Keeps the model in training mode during a run; None between runs.
         cast: The call of a model that runs under autocast itself, until the end of the documented method.
     """
@@ -41,7 +42,7 @@ class TrainingSteps(TrainerPart):
 
     def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing) -> None:
         super().__init__(trainer, hooks)
-        self._computing = computing
+        self.computing = computing
         self.mode: TrainingMode | None = None
         self.cast: ModelCall | None = None
 
@@ -83,9 +84,9 @@ class TrainingSteps(TrainerPart):
 
     def mark_sync(self, syncs: bool) -> None:
         """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
-        self._computing.syncs = syncs
-        if self._computing.accelerator is not None:
-            tell_accelerate_sync(self._computing.accelerator, syncs)
+        self.computing.syncs = syncs
+        if self.computing.accelerator is not None:
+            tell_accelerate_sync(self.computing.accelerator, syncs)
 
     def cast_model(self) -> None:
         """Make the model run under autocast, and the code around it in float32, if user code computes a loss.
@@ -93,7 +94,7 @@ class TrainingSteps(TrainerPart):
         Such code then gets float32 outputs, and its operations are not cast, as with transformers' Trainer. Otherwise
         the whole step is cast, which copies no outputs.
         """
-        trainer, strategy, computing = self._trainer, self._trainer.strategy, self._computing
+        trainer, strategy, computing = self._trainer, self._trainer.strategy, self.computing
         casts = trainer.precision.policy.autocast and Owns.CASTING not in strategy.owns
         # Copies on several devices call the original's forward pass.
         is_copied = getattr(strategy, "num_devices", 1) > 1
