@@ -71,7 +71,8 @@ class Contents:
 
         def position() -> dict[str, Any]:
             name, num_batches = type(parts.optimizer).__name__, parts.loop.num_batches
-            return self._plan.facts(parts.progress, num_batches=num_batches, optimizer=name)
+            limits = {"limits": parts.trainer.limits.facts} if parts.trainer.limits.facts else {}
+            return {**self._plan.facts(parts.progress, num_batches=num_batches, optimizer=name), **limits}
 
         def load_metric(facts: Mapping[str, Any]) -> None:
             metric.load_state_dict(facts)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
@@ -28,19 +29,22 @@ from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
 from hftrain.core.state import HistoryText, TrainerState
+from hftrain.core.tree import map_tensors
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.disk_space import check_room, checkpoint_bytes
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.storage.tensors import save_containers
+from hftrain.storage.tensors import save_containers, tensor_identity
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
+
+# For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
+_ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
 class Saver:
@@ -85,7 +89,7 @@ class Saver:
             if manager.url is None:  # a mirror need not be shared
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             manager.claim()  # deletes leftovers of killed saves, which take space
-            check_room(parts)
+            self._check_room()
             parts.pending.append(self._check_room_again)
             states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
             own = self.contents.registry.own_state
@@ -220,8 +224,12 @@ class Saver:
         return not self.writer.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
 
     def _check_room_again(self) -> None:
+        """Check again with the optimizer's state, which exists after its first step."""
         self._parts.pending.remove(self._check_room_again)
-        check_room(self._parts)
+        self._check_room()
+
+    def _check_room(self) -> None:
+        self.writer.check_room(checkpoint_bytes(self._parts))
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -293,6 +301,54 @@ def _frozen(state: TrainerState) -> TrainerState:
     frozen.log_history = []  # stored in `HistoryText`
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
+
+
+def checkpoint_bytes(parts: RunParts) -> int:
+    """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
+    args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
+    own = 0
+    shards = strategy.model_shards(model)
+    if shards is not None:
+        own += tree_bytes(shards)
+    elif args.should_save:
+        own += _whole_bytes(strategy, model)
+    if args.should_save:
+        named = (*parts.task.named_parameters(), *parts.task.named_buffers())
+        own += tree_bytes([each for name, each in named if not name.startswith("model.")])
+    if not args.save_only_model:
+        split = strategy.optimizer_shards(model, optimizer)
+        if split is not None:
+            own += tree_bytes(split[1])
+        elif args.should_save:
+            own += tree_bytes(optimizer.state_dict())
+    total = own
+    if not args.save_on_each_node:
+        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
+    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a nested structure, each counted once; split tensors count in full."""
+    sizes: dict[Any, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
+    del kept
+    return sum(sizes.values())
+
+
+def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
+    """Return the bytes of a model that is saved whole, without its state dict, which may be collective."""
+    model = strategy.unwrap(wrapped)
+    parameters = list(model.parameters())
+    if saves_adapters(model):
+        return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
+    # With torch's older FSDP wrapper, each process has a shard of about the same size; newer ones know the full size.
+    is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
+    return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)
 
 
 def make_manager(

@@ -26,7 +26,7 @@ from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.registry import Entry, Scope
+from hftrain.checkpoint.registry import Entry
 from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import ConfigError, TaskError
@@ -605,9 +605,7 @@ class Trainer:
     def _begin_steps(self) -> dict[str, Entry]:
         """Take up the documented step's parts of a run; return what the manifest records of them."""
         self._shares, self._training_mode = self._make_shares(), TrainingMode(self.task, self.optimizer)
-        limits = self.limits.facts
-        own = {"limits": Entry(Scope.MANIFEST, lambda: {"limits": limits})} if limits else {}
-        return {"loss rule": self._shares.rule.entry, **own}
+        return {"loss rule": self._shares.rule.entry}
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
