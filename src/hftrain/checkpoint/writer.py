@@ -117,9 +117,6 @@ class CheckpointWriter:
         self._skip(step, error)
         return False
 
-    def begin(self) -> None:
-        """Prepare to copy the state for `write`."""
-
     def write(
         self,
         captured: Captured,
@@ -137,12 +134,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: It could not be written.
         """
+        path, error = None, None
         try:
             path = self.commit(captured, self.manager.group)
-        except NoSpaceError as error:
-            self.conclude(captured, then, None, error)
-        else:
-            self.conclude(captured, then, path, None)
+        except NoSpaceError as caught:
+            error = caught
+        self.conclude(captured, then, path, error)
 
     def conclude(
         self, captured: Captured, then: Callable[[Path | None], None], path: Path | None, error: BaseException | None
@@ -158,7 +155,7 @@ class CheckpointWriter:
         """Wait for a background write, and raise its error. All processes must call it at the same step.
 
         Args:
-            for_next: Whether the next save waits; a long wait is logged once.
+            for_next: Whether the next save waits, which then captures its state; a long wait is logged once.
             name: What `Consensus.due` returned, if only the write that has asked for it is to be finished.
         """
 

@@ -20,7 +20,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.run.parts import RunParts
-from hftrain.run.saving import capture_model
+from hftrain.run.saving import capture_training_model
 from hftrain.storage.tensors import tensor_identity
 from hftrain.strategies.watch import is_peer_gone
 
@@ -73,11 +73,6 @@ class BackgroundWriter(CheckpointWriter):
         """Return a nested structure, copied to host memory if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
 
-    def begin(self) -> None:
-        """Prepare to copy the state for `write`."""
-        if self._copies is not None:
-            self._copies.begin()
-
     def write(
         self,
         captured: Captured,
@@ -112,19 +107,19 @@ class BackgroundWriter(CheckpointWriter):
 
     def finish(self, *, for_next: bool = False, name: str | None = None) -> None:
         """Wait for a background write, and raise its error; see `CheckpointWriter.finish`."""
-        flight = self._flight
-        if flight is None or name not in (None, flight.name):
-            return
-        start_s = time.perf_counter()
-        flight.finish()
-        waited_s = time.perf_counter() - start_s
-        if for_next and waited_s > _SHORT_WAIT_S and not self._has_waited and self.manager.is_committer:
-            self._has_waited = True
-            logger.warning(
-                "A save waited %.1f s for the one before it to be written: the disk is slower than the saves come. "
-                "Save less often; this is said once.",
-                waited_s,
-            )
+        flight, start_s = self._flight, time.perf_counter()
+        if flight is not None and name in (None, flight.name):
+            flight.finish()
+            is_long = time.perf_counter() - start_s > _SHORT_WAIT_S
+            if for_next and is_long and not self._has_waited and self.manager.is_committer:
+                self._has_waited = True
+                logger.warning(
+                    "A save waited %.1f s for the one before it to be written: the disk is slower than the saves come. "
+                    "Save less often; this is said once.",
+                    time.perf_counter() - start_s,
+                )
+        if for_next and self._copies is not None:
+            self._copies.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         flight, self._flight = self._flight, None
@@ -153,7 +148,7 @@ class BackgroundWriter(CheckpointWriter):
             capture_shards(strategy, parts.wrapped, None if manager.only_model else optimizer, keep)
             if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
-            capture_model(parts, keep)
+            capture_training_model(parts, keep)
             if manager.is_committer and not manager.only_model:
                 keep(strategy.optimizer_state(parts.wrapped, optimizer))
 

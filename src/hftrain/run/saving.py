@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Saver:
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             manager.claim()  # deletes leftovers of killed saves, which take space
             self._check_room()
-            parts.pending.append(self._check_room_again)
+            parts.pending.append(self._check_room)
             states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
             own = self.contents.registry.own_state
             watch_states(*states, own=own, pending=parts.pending, is_overridden=trainer._is_overridden)
@@ -158,6 +158,8 @@ class Saver:
         captured = self._capture(num_bytes)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         fires = not parts.events.answers
+        # In the main thread, after the commit.
+        rotates_later = not writer.is_async or parts.trainer._is_overridden("_rotate_checkpoints")
 
         def then(path: Path | None) -> None:
             if path is None:  # it did not fit on disk after all
@@ -168,18 +170,31 @@ class Saver:
             parts.journal.save(path, step=captured.step, num_bytes=captured.num_bytes)
             # Callbacks find the checkpoint's folder by its step.
             with temporarily(state, global_step=captured.step, epoch=captured.epoch):
-                self._after(path, fires=fires)
+                if parts.args.push_to_hub:
+                    # Before rotation, which may delete it.
+                    parts.trainer._push_from_checkpoint(str(path))
+                if rotates_later:
+                    parts.trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
+                self.saved_step = captured.step
+                if fires:
+                    parts.events.fire("on_save")
+            if not writer.is_async:
+                parts.output.publish_quietly()
 
-        writer.write(captured, then, in_thread=self._after_in_thread)
+        def after_in_thread() -> None:
+            if not rotates_later:
+                self.manager.rotate(best=parts.best_checkpoint())
+            parts.output.publish_quietly()
+
+        writer.write(captured, then, in_thread=after_in_thread)
 
     def _capture(self, num_bytes: int) -> Captured:
         """Capture this step's state, copied to host memory if it is written later. Collective."""
         parts, contents, writer, trainer = self._parts, self.contents, self.writer, self._parts.trainer
         state, keep, only_model = parts.state, writer.keep, self.manager.only_model
-        writer.begin()
         # Those that are collective come first.
         writers: list[Writer] = [
-            capture_model(parts, keep)
+            capture_training_model(parts, keep)
             if writer.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
@@ -199,36 +214,10 @@ class Saver:
         facts, step = contents.registry.facts(), state.global_step
         return Captured(step=step, epoch=state.epoch, num_bytes=num_bytes, writers=writers, facts=facts)
 
-    def _after(self, path: Path, *, fires: bool) -> None:
-        """Do what follows a commit, in the main thread."""
-        parts, trainer = self._parts, self._parts.trainer
-        if parts.args.push_to_hub:
-            # Before rotation, which may delete it.
-            trainer._push_from_checkpoint(str(path))
-        if self._rotates_later:
-            trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
-        self.saved_step = parts.state.global_step
-        if fires:
-            parts.events.fire("on_save")
-        if not self.writer.is_async:
-            parts.output.publish_quietly()
-
-    def _after_in_thread(self) -> None:
-        if not self._rotates_later:
-            self.manager.rotate(best=self._parts.best_checkpoint())
-        self._parts.output.publish_quietly()
-
-    @property
-    def _rotates_later(self) -> bool:
-        """Whether older checkpoints are deleted in the main thread, after the commit."""
-        return not self.writer.is_async or self._parts.trainer._is_overridden("_rotate_checkpoints")
-
-    def _check_room_again(self) -> None:
-        """Check again with the optimizer's state, which exists after its first step."""
-        self._parts.pending.remove(self._check_room_again)
-        self._check_room()
-
     def _check_room(self) -> None:
+        """Check before the first step, and after it with the optimizer's state."""
+        if self._check_room in self._parts.pending:
+            self._parts.pending.remove(self._check_room)
         self.writer.check_room(checkpoint_bytes(self._parts))
 
     def rotate(self) -> None:
@@ -369,46 +358,34 @@ def make_manager(
     )
 
 
-def capture_model(parts: RunParts, keep: Keep) -> Writer:
-    """Return a function that writes the current model and its other files. Collective.
+def capture_training_model(parts: RunParts, keep: Keep) -> Writer:
+    """Return a function that writes the current model and its other files. Collective."""
+    strategy, model = parts.strategy, parts.wrapped
+    weights = {} if strategy.model_shards(model) is not None else dict(strategy.model_state(model))
+    if not parts.args.should_save:
+        return lambda folder: None
+    return capture_model(parts.trainer, with_own_configs(strategy.unwrap(model)), weights, keep)
+
+
+def capture_model(trainer: TrainerHooks, model: nn.Module, weights: Any, keep: Keep = as_it_is) -> Writer:
+    """Return a function that writes a model, the task's other state, the processing class and the arguments.
 
     Args:
-        keep: Copies tensors to host memory.
+        model: Not wrapped.
+        weights: What is written of it by name; None for its own, an empty one for its configuration only.
     """
-    args, strategy, model, tool = parts.args, parts.strategy, parts.wrapped, saved_tool(parts.trainer)
-    weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
-    if not args.should_save:
-        return lambda folder: None
-    weights, own = keep(dict(weights)), keep(task_state(parts.task))
-    face, arguments = with_own_configs(strategy.unwrap(model)), args.to_dict()
+    weights, own, arguments = keep(weights), keep(task_state(trainer.task)), trainer.args.to_dict()
+    tool: Any = trainer.processing_class
+    tool = getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
     def write(folder: Path) -> None:
-        write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
+        save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
+        save_task_state(own, folder)
+        if hasattr(tool, "save_pretrained"):
+            tool.save_pretrained(str(folder))
+        save_containers(arguments, folder / ARGUMENTS)
 
     return write
-
-
-def write_model(
-    folder: Path,
-    *,
-    model: nn.Module,
-    weights: Mapping[str, torch.Tensor] | None,
-    own: Mapping[str, torch.Tensor],
-    tool: Any,
-    arguments: dict[str, Any],
-) -> None:
-    """Write a model, the state of its task outside the model, the processing class and the arguments."""
-    save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
-    save_task_state(own, folder)
-    if hasattr(tool, "save_pretrained"):
-        tool.save_pretrained(str(folder))
-    save_containers(arguments, folder / ARGUMENTS)
-
-
-def saved_tool(trainer: TrainerHooks) -> Any:
-    """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
-    tool = trainer.processing_class
-    return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
 
 def load_task(

@@ -73,7 +73,7 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, Take, loss_window
 from hftrain.run.plan import start_state
 from hftrain.run.run import Run
-from hftrain.run.saving import load_task, make_manager, saved_tool, write_model
+from hftrain.run.saving import capture_model, load_task, make_manager
 from hftrain.step.by_hand import OptimizersByHand
 from hftrain.step.stepper import Computing
 from hftrain.storage.files import existing_part
@@ -85,7 +85,7 @@ from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
-from hftrain.task.module import TaskModule, as_step_output, task_state
+from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
 from hftrain.trainer.checks import check_before_training, prepare_model
 from hftrain.trainer.choices import (
@@ -1190,14 +1190,7 @@ class Trainer:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        write_model(
-            Path(output_dir),
-            model=self.model,
-            weights=state_dict,
-            own=task_state(self.task),
-            tool=saved_tool(self),
-            arguments=self.args.to_dict(),
-        )
+        capture_model(self, self.model, state_dict)(Path(output_dir))
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""
