@@ -17,7 +17,7 @@ from support.writes import At, same_files
 from hftrain import CheckpointError, SavePolicy
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.extras.background.snapshot import HostCopies
+from hftrain.extras.background import HostCopies
 from hftrain.storage import files
 
 pytestmark = pytest.mark.distributed

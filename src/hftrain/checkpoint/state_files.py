@@ -72,11 +72,6 @@ def load_optimizer(folder: Path, *, in_parts: bool = False) -> dict[str, Any]:
     return state
 
 
-def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int) -> None:
-    """Write one process's random number generators, as `capture_rng` returns them."""
-    save_containers(state, folder / rng_name(rank=rank, world_size=world_size))
-
-
 def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
     """Read one process's random number generators; raises `CheckpointError` if they are missing or damaged."""
     return load_part(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
@@ -167,7 +162,8 @@ def capture_shards(
 def capture_own(state: dict[str, Any], strategy: Strategy, keep: Keep = as_it_is) -> Writer:
     """Return a function that writes this process's own state, its random numbers included."""
     own = map_tensors(keep(state), torch.Tensor.cpu)
-    return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
+    name = rng_name(rank=strategy.rank, world_size=strategy.world_size)
+    return lambda folder: save_containers(own, folder / name)
 
 
 def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.state_files import Writer
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.storage.space import free_bytes, readable_bytes
@@ -70,6 +71,28 @@ class CheckpointWriter:
         """Return a nested structure, copied to host memory if it is written later."""
         return tree
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raise if no checkpoint of this size fits. Collective.
+
+        A resumed run that already has a checkpoint may continue, unless its policy is to stop when the disk is full.
+
+        Raises:
+            ConfigError: There is not enough space.
+        """
+        manager, is_enough, free = self.manager, True, 0
+        if manager.is_committer:
+            free = free_bytes(manager.output_dir)
+            logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(num_bytes), readable_bytes(free))
+            may_wait = self._policy.on_full_disk != "stop"
+            is_enough = free >= num_bytes or (may_wait and bool(manager.own_checkpoints()))
+        if not manager.group.all_true(is_enough):
+            found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
+            raise ConfigError(
+                f"Cannot save checkpoints to {manager.output_dir}.",
+                f"One takes about {readable_bytes(num_bytes)}, and {found}.",
+                "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
+            )
+
     def make_room(self, num_bytes: int, *, step: int) -> bool:
         """Return whether a checkpoint fits on disk. Collective. Frees space first if the policy allows it.
 
@@ -94,9 +117,6 @@ class CheckpointWriter:
         self._skip(step, error)
         return False
 
-    def begin(self) -> None:
-        """Prepare to copy the state for `write`."""
-
     def write(
         self,
         captured: Captured,
@@ -114,12 +134,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: It could not be written.
         """
+        path, error = None, None
         try:
             path = self.commit(captured, self.manager.group)
-        except NoSpaceError as error:
-            self.conclude(captured, then, None, error)
-        else:
-            self.conclude(captured, then, path, None)
+        except NoSpaceError as caught:
+            error = caught
+        self.conclude(captured, then, path, error)
 
     def conclude(
         self, captured: Captured, then: Callable[[Path | None], None], path: Path | None, error: BaseException | None
@@ -135,7 +155,7 @@ class CheckpointWriter:
         """Wait for a background write, and raise its error. All processes must call it at the same step.
 
         Args:
-            for_next: Whether the next save waits; a long wait is logged once.
+            for_next: Whether the next save waits, which then captures its state; a long wait is logged once.
             name: What `Consensus.due` returned, if only the write that has asked for it is to be finished.
         """
 

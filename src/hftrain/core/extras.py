@@ -10,7 +10,7 @@ from hftrain.core.errors import MissingDependencyError
 
 # Deleting an extra's folder and its line here leaves the rest as it is.
 EXTRAS = {
-    "background": "hftrain.extras.background.writer",
+    "background": "hftrain.extras.background",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
     "flight_log": "hftrain.extras.flight.ledger",
     "fsdp": "hftrain.extras.engine_settings.fsdp",

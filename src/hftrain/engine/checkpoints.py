@@ -101,12 +101,24 @@ class EngineCheckpoints:
         """Return what a checkpoint holds besides the weights, to be saved, or to be loaded from a folder."""
         path = folder / rng_name(rank=self._strategy.rank, world_size=self._strategy.world_size)
 
+        in_training = self._strategy, model, optimizer, self._precision
+
+        def position() -> dict[str, Any]:
+            geometry = {**self._kind(optimizer), **self._shape()}
+            return {"geometry": geometry, "batches": [each.facts() for each in self.batches]}
+
+        def read_precision(folder: Path) -> str:
+            return str(read_manifest(folder).facts["geometry"]["precision"])
+
         def load_objects(states: dict[str, Any]) -> None:
             for name, each in self.objects.items():
                 if isinstance(each, LRScheduler):
                     restore_schedule(path, each, states[name])
                 else:
                     each.load_state_dict(states[name])
+
+        def objects() -> dict[str, Any]:
+            return {name: each.state_dict() for name, each in self.objects.items()}
 
         def load_batches(states: list[dict[str, Any]]) -> None:
             manifest = read_manifest(folder)
@@ -115,18 +127,9 @@ class EngineCheckpoints:
 
         return Registry(
             {
-                "geometry": Entry(Scope.MANIFEST, lambda: {"geometry": {**self._kind(optimizer), **self._shape()}}),
-                "position": Entry(Scope.MANIFEST, lambda: {"batches": [each.facts() for each in self.batches]}),
-                **training_entries(
-                    self._strategy,
-                    model,
-                    optimizer,
-                    self._precision,
-                    read_precision=lambda folder: read_manifest(folder).facts["geometry"]["precision"],
-                ),
-                "objects": Entry(
-                    Scope.RANK, lambda: {name: each.state_dict() for name, each in self.objects.items()}, load_objects
-                ),
+                "position": Entry(Scope.MANIFEST, position),
+                **training_entries(*in_training, read_precision=read_precision),
+                "objects": Entry(Scope.RANK, objects, load_objects),
                 "batches": Entry(Scope.RANK, lambda: [each.own_state() for each in self.batches], load_batches),
             }
         )

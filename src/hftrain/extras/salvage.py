@@ -30,17 +30,10 @@ class Salvage:
 
     def __init__(self, parts: RunParts, counts: RunCounts, saver: Saver) -> None:
         self._parts, self._counts, self._saver = parts, counts, saver
-        num_processes = parts.strategy.world_size
-        self.is_on = num_processes == 1
         # The step that was complete at the last boundary, and what restores the state there until the update.
         self._step = 0
         self._go_back: Callable[[], None] | None = None
         self._is_updating = False
-        if not self.is_on:
-            warn_once(
-                f"SavePolicy(on_exception=True) saves nothing here: an error ends one of {num_processes} processes, "
-                "and a checkpoint takes them all. Use every_s, or save more often."
-            )
 
     def __enter__(self) -> Salvage:
         return self
@@ -48,7 +41,7 @@ class Salvage:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_saving = (self._parts.phase or "").startswith("save")
         is_early = isinstance(error, TrainingStopped) and error.is_early and not is_saving
-        if self.is_on and error is not None and (is_early or isinstance(error, Exception)):
+        if error is not None and (is_early or isinstance(error, Exception)):
             try:
                 self._save_after(error)
             except Exception as another:
@@ -56,7 +49,11 @@ class Salvage:
 
     def watch(self, parts: FitParts) -> FitParts:
         """Return a loop's parts that store the state before a step takes its batches, and note the start of updates."""
-        if not self.is_on:
+        if (num_processes := self._parts.strategy.world_size) > 1:
+            warn_once(
+                f"SavePolicy(on_exception=True) saves nothing here: an error ends one of {num_processes} processes, "
+                "and a checkpoint takes them all. Use every_s, or save more often."
+            )
             return parts
 
         def take(*args: Any) -> tuple[list[Any], Any]:

@@ -71,7 +71,8 @@ class Contents:
 
         def position() -> dict[str, Any]:
             name, num_batches = type(parts.optimizer).__name__, parts.loop.num_batches
-            return self._plan.facts(parts.progress, num_batches=num_batches, optimizer=name)
+            limits = {"limits": parts.trainer.limits.facts} if parts.trainer.limits.facts else {}
+            return {**self._plan.facts(parts.progress, num_batches=num_batches, optimizer=name), **limits}
 
         def load_metric(facts: Mapping[str, Any]) -> None:
             metric.load_state_dict(facts)
@@ -92,6 +93,7 @@ class Contents:
     def _files(self) -> dict[str, Entry]:
         """Return the entries with a separate file."""
         parts, trainer, trained = self._parts, self._parts.trainer, self._parts.trained
+        in_training = parts.strategy, parts.wrapped, parts.optimizer, parts.precision
 
         def check(folder: Path, state: dict[str, Any]) -> None:
             if is_foreign(folder):
@@ -109,14 +111,7 @@ class Contents:
             return None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict()
 
         return {
-            **training_entries(
-                parts.strategy,
-                parts.wrapped,
-                parts.optimizer,
-                parts.precision,
-                read_precision=read_precision,
-                check=check,
-            ),
+            **training_entries(*in_training, read_precision=read_precision, check=check),
             SCHEDULER: Entry(Scope.WHOLE, schedule, load_schedule),
             OUTSIDE_WEIGHTS: Entry(Scope.WHOLE, trained.state_dict, trained.load, write=save_tensors),
             OWN_OPTIMIZERS: Entry(Scope.WHOLE, self.objects.state_dict, self.objects.load),
@@ -151,9 +146,7 @@ class Contents:
             if parts.progress.micro_steps_in_epoch and not plan.is_reshaped and parts.args.past_index >= 0:
                 computing.past = parts.strategy.to_device(past)
 
-        def own(state_dict: Any, load: Any, default: Any = None) -> Entry:
-            return Entry(Scope.RANK, state_dict, load, default)
-
+        own = partial(Entry, Scope.RANK)
         return {
             "epoch_rng": own(lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
             "data": own(feed.state_dict, load_data),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
@@ -26,18 +27,21 @@ from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
 from hftrain.core.state import HistoryText, TrainerState
+from hftrain.core.tree import map_tensors
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.disk_space import check_room, checkpoint_bytes
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.storage.tensors import save_containers
+from hftrain.storage.tensors import save_containers, tensor_identity
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
+
+# For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
+_ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
 class Saver:
@@ -82,11 +86,11 @@ class Saver:
             if manager.url is None:  # a mirror need not be shared
                 check_shared_folder(manager.output_dir, parts.strategy, on_each_node=manager.on_each_node)
             manager.claim()  # deletes leftovers of killed saves, which take space
-            check_room(parts)
-            parts.pending.append(self._check_room_again)
+            self._check_room()
+            parts.pending.append(self._check_room)
             states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
             own = self.contents.registry.own_state
-            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._parts.hooks.is_overridden)
+            watch_states(*states, own=own, pending=parts.pending, is_overridden=parts.hooks.is_overridden)
         self.writer.start(consensus=consensus, silence=silence)
 
     def save(self, *, is_planned: bool = True) -> None:
@@ -151,6 +155,8 @@ class Saver:
         captured = self._capture(num_bytes)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         fires = not parts.events.answers
+        # In the main thread, after the commit.
+        rotates_later = not writer.is_async or parts.hooks.is_overridden("_rotate_checkpoints")
 
         def then(path: Path | None) -> None:
             if path is None:  # it did not fit on disk after all
@@ -161,18 +167,31 @@ class Saver:
             parts.journal.save(path, step=captured.step, num_bytes=captured.num_bytes)
             # Callbacks find the checkpoint's folder by its step.
             with temporarily(state, global_step=captured.step, epoch=captured.epoch):
-                self._after(path, fires=fires)
+                if parts.args.push_to_hub:
+                    # Before rotation, which may delete it.
+                    parts.hooks.push_from_checkpoint(str(path))
+                if rotates_later:
+                    parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
+                self.saved_step = captured.step
+                if fires:
+                    parts.events.fire("on_save")
+            if not writer.is_async:
+                parts.output.publish_quietly()
 
-        writer.write(captured, then, in_thread=self._after_in_thread)
+        def after_in_thread() -> None:
+            if not rotates_later:
+                self.manager.rotate(best=parts.best_checkpoint())
+            parts.output.publish_quietly()
+
+        writer.write(captured, then, in_thread=after_in_thread)
 
     def _capture(self, num_bytes: int) -> Captured:
         """Capture this step's state, copied to host memory if it is written later. Collective."""
         parts, contents, writer, trainer = self._parts, self.contents, self.writer, self._parts.trainer
         state, keep, only_model = parts.state, writer.keep, self.manager.only_model
-        writer.begin()
         # Those that are collective come first.
         writers: list[Writer] = [
-            capture_model(parts, keep)
+            capture_training_model(parts, keep)
             if writer.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
@@ -192,33 +211,11 @@ class Saver:
         facts, step = contents.registry.facts(), state.global_step
         return Captured(step=step, epoch=state.epoch, num_bytes=num_bytes, writers=writers, facts=facts)
 
-    def _after(self, path: Path, *, fires: bool) -> None:
-        """Do what follows a commit, in the main thread."""
-        parts = self._parts
-        if parts.args.push_to_hub:
-            # Before rotation, which may delete it.
-            parts.hooks.push_from_checkpoint(str(path))
-        if self._rotates_later:
-            parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
-        self.saved_step = parts.state.global_step
-        if fires:
-            parts.events.fire("on_save")
-        if not self.writer.is_async:
-            parts.output.publish_quietly()
-
-    def _after_in_thread(self) -> None:
-        if not self._rotates_later:
-            self.manager.rotate(best=self._parts.best_checkpoint())
-        self._parts.output.publish_quietly()
-
-    @property
-    def _rotates_later(self) -> bool:
-        """Whether older checkpoints are deleted in the main thread, after the commit."""
-        return not self.writer.is_async or self._parts.hooks.is_overridden("_rotate_checkpoints")
-
-    def _check_room_again(self) -> None:
-        self._parts.pending.remove(self._check_room_again)
-        check_room(self._parts)
+    def _check_room(self) -> None:
+        """Check before the first step, and after it with the optimizer's state."""
+        if self._check_room in self._parts.pending:
+            self._parts.pending.remove(self._check_room)
+        self.writer.check_room(checkpoint_bytes(self._parts))
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -292,46 +289,82 @@ def _frozen(state: TrainerState) -> TrainerState:
     return frozen
 
 
-def capture_model(parts: RunParts, keep: Keep) -> Writer:
-    """Return a function that writes the current model and its other files. Collective.
+def checkpoint_bytes(parts: RunParts) -> int:
+    """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
+    args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
+    own = 0
+    shards = strategy.model_shards(model)
+    if shards is not None:
+        own += tree_bytes(shards)
+    elif args.should_save:
+        own += _whole_bytes(strategy, model)
+    if args.should_save:
+        named = (*parts.task.named_parameters(), *parts.task.named_buffers())
+        own += tree_bytes([each for name, each in named if not name.startswith("model.")])
+    if not args.save_only_model:
+        split = strategy.optimizer_shards(model, optimizer)
+        if split is not None:
+            own += tree_bytes(split[1])
+        elif args.should_save:
+            own += tree_bytes(optimizer.state_dict())
+    total = own
+    if not args.save_on_each_node:
+        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
+    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a nested structure, each counted once; split tensors count in full."""
+    sizes: dict[Any, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
+    del kept
+    return sum(sizes.values())
+
+
+def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
+    """Return the bytes of a model that is saved whole, without its state dict, which may be collective."""
+    model = strategy.unwrap(wrapped)
+    parameters = list(model.parameters())
+    if saves_adapters(model):
+        return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
+    # With torch's older FSDP wrapper, each process has a shard of about the same size; newer ones know the full size.
+    is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
+    return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)
+
+
+def capture_training_model(parts: RunParts, keep: Keep) -> Writer:
+    """Return a function that writes the current model and its other files. Collective."""
+    strategy, model = parts.strategy, parts.wrapped
+    weights = {} if strategy.model_shards(model) is not None else dict(strategy.model_state(model))
+    if not parts.args.should_save:
+        return lambda folder: None
+    return capture_model(parts.trainer, with_own_configs(strategy.unwrap(model)), weights, keep)
+
+
+def capture_model(trainer: TrainerHooks, model: nn.Module, weights: Any, keep: Keep = as_it_is) -> Writer:
+    """Return a function that writes a model, the task's other state, the processing class and the arguments.
 
     Args:
-        keep: Copies tensors to host memory.
+        model: Not wrapped.
+        weights: What is written of it by name; None for its own, an empty one for its configuration only.
     """
-    args, strategy, model, tool = parts.args, parts.strategy, parts.wrapped, saved_tool(parts.trainer)
-    weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
-    if not args.should_save:
-        return lambda folder: None
-    weights, own = keep(dict(weights)), keep(task_state(parts.task))
-    face, arguments = with_own_configs(strategy.unwrap(model)), args.to_dict()
+    weights, own, arguments = keep(weights), keep(task_state(trainer.task)), trainer.args.to_dict()
+    tool: Any = trainer.processing_class
+    tool = getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
     def write(folder: Path) -> None:
-        write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
+        save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
+        save_task_state(own, folder)
+        if hasattr(tool, "save_pretrained"):
+            tool.save_pretrained(str(folder))
+        save_containers(arguments, folder / ARGUMENTS)
 
     return write
-
-
-def write_model(
-    folder: Path,
-    *,
-    model: nn.Module,
-    weights: Mapping[str, torch.Tensor] | None,
-    own: Mapping[str, torch.Tensor],
-    tool: Any,
-    arguments: dict[str, Any],
-) -> None:
-    """Write a model, the state of its task outside the model, the processing class and the arguments."""
-    save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
-    save_task_state(own, folder)
-    if hasattr(tool, "save_pretrained"):
-        tool.save_pretrained(str(folder))
-    save_containers(arguments, folder / ARGUMENTS)
-
-
-def saved_tool(trainer: TrainerHooks) -> Any:
-    """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
-    tool = trainer.processing_class
-    return getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
 
 def load_task(

@@ -6,13 +6,14 @@ import errno
 import shutil
 from pathlib import Path
 
+from hftrain.storage.files import existing_part
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(folder: Path) -> int:
     """Return the free space for a folder, which need not exist yet; a user's quota may allow less."""
-    folder = folder.absolute()
-    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+    return shutil.disk_usage(existing_part(folder.absolute())).free
 
 
 def is_disk_full(error: BaseException | None) -> bool:

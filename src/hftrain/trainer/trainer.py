@@ -47,7 +47,7 @@ from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.run import Run
-from hftrain.run.saving import load_task, saved_tool, write_model
+from hftrain.run.saving import capture_model, load_task
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import CompileConfig, Compiler
@@ -55,7 +55,7 @@ from hftrain.task.introspect import tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import is_on
-from hftrain.task.module import TaskModule, as_step_output, task_state
+from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
 from hftrain.trainer.checks import check_before_training, check_settings, check_with_model
 from hftrain.trainer.choices import (
@@ -898,14 +898,7 @@ class Trainer:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        write_model(
-            Path(output_dir),
-            model=self.model,
-            weights=state_dict,
-            own=task_state(self.task),
-            tool=saved_tool(self),
-            arguments=self.args.to_dict(),
-        )
+        capture_model(self, self.model, state_dict)(Path(output_dir))
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""

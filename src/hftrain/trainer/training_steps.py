@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.registry import Entry, Scope
+from hftrain.checkpoint.registry import Entry
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.extras import extra
 from hftrain.core.hooks import Hooks
@@ -56,10 +56,9 @@ class TrainingSteps(TrainerPart):
 
     def begin(self) -> dict[str, Entry]:
         """Begin the steps of a run; return what the manifest records of them."""
-        trainer, limits = self._trainer, self._trainer.limits.facts
+        trainer = self._trainer
         self.shares, self.mode = self._make_shares(), TrainingMode(trainer.task, trainer.optimizer)
-        own = {"limits": Entry(Scope.MANIFEST, lambda: {"limits": limits})} if limits else {}
-        return {"loss rule": self.shares.rule.entry, **own}
+        return {"loss rule": self.shares.rule.entry}
 
     def functions(
         self, resume: Path | None, logs: LogWindow

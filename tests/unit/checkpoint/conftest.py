@@ -59,7 +59,7 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
             lambda folder: save_containers({"scale": 2.0}, folder / "scaler.pt"),
             lambda folder: state_files.save_trainer_state(TrainerState(global_step=step), folder),
             lambda folder: save_containers({"learning_rate": 0.1}, folder / "training_args.bin"),
-            lambda folder: state_files.save_rng(capture_rng(), folder, rank=0, world_size=1),
+            lambda folder: save_containers(capture_rng(), folder / "rng_state.pth"),
         ]
         facts = {"progress": {"step": step}, "geometry": {"world_size": 1, "batch_size": 8}}
         return manager.save(step, writers, facts=facts)

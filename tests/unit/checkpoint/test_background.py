@@ -10,7 +10,7 @@ import pytest
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
-from hftrain.extras.background.background import BackgroundWrite
+from hftrain.extras.background import BackgroundWrite
 from hftrain.preemption.board import Board
 from hftrain.preemption.consensus import Consensus
 from hftrain.strategies.single import SingleDeviceStrategy

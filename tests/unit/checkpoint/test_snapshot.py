@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftrain.core.types import Shard
-from hftrain.extras.background.snapshot import HostCopies
+from hftrain.extras.background import HostCopies
 
 
 def pointers(tree: dict[str, torch.Tensor]) -> set[int]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hftrain.checkpoint import state_files
+from hftrain.checkpoint.layout import rng_name
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.state import TrainerState
@@ -70,7 +71,7 @@ def test_rng_continues_every_generator(tmp_path, rank, world_size, name):
         return random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(()).item()
 
     draw()
-    state_files.save_rng(capture_rng(), tmp_path, rank=rank, world_size=world_size)
+    save_containers(capture_rng(), tmp_path / rng_name(rank=rank, world_size=world_size))
     expected = draw()
     restore_rng(state_files.load_rng(tmp_path, rank=rank, world_size=world_size))
     assert draw() == expected
@@ -78,7 +79,7 @@ def test_rng_continues_every_generator(tmp_path, rank, world_size, name):
 
 
 def test_rng_of_another_number_of_ranks_is_missed(tmp_path):
-    state_files.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
+    save_containers(capture_rng(), tmp_path / "rng_state.pth")
     with pytest.raises(CheckpointError, match=r"rng_state_0\.pth.*does not exist"):
         state_files.load_rng(tmp_path, rank=0, world_size=2)
 

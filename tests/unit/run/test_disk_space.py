@@ -25,8 +25,8 @@ from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint import manager, writer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.run import disk_space as room
-from hftrain.run.disk_space import tree_bytes
+from hftrain.run import saving as room
+from hftrain.run.saving import tree_bytes
 from hftrain.storage import files, space
 
 MODES = pytest.mark.parametrize("save_async", [False, True], ids=["now", "later"])
@@ -74,8 +74,7 @@ def test_size_is_known_after_the_first_step(
         return found[-1]
 
     checkpoint_bytes = room.checkpoint_bytes
-    for user in ("saving", "disk_space"):
-        monkeypatch.setattr(f"hftrain.run.{user}.checkpoint_bytes", note)
+    monkeypatch.setattr(room, "checkpoint_bytes", note)
     trainer = make_trainer(tmp_path, model=wide_net(), max_steps=2, **options)
     trainer.train()
     before_training, predicted, before_saving = found
@@ -112,7 +111,7 @@ def say_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def free(folder: Path) -> int:
             return answer(len(list_checkpoints(folder))) if callable(answer) else answer
 
-        for module in (space, room, manager, writer):
+        for module in (space, manager, writer):
             monkeypatch.setattr(module, "free_bytes", free)
 
     return set_answer

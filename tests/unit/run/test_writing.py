@@ -20,8 +20,8 @@ from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.weights import read_weights
 from hftrain.core.hooks import Hooks
-from hftrain.extras.background import writer
-from hftrain.extras.background.snapshot import HostCopies
+from hftrain.extras import background
+from hftrain.extras.background import HostCopies
 
 ASYNC = SavePolicy(save_async=True)
 
@@ -137,7 +137,7 @@ def test_async_save_waits_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(writer, "_SHORT_WAIT_S", 0.0)
+    monkeypatch.setattr(background, "_SHORT_WAIT_S", 0.0)
     steps = At(2, 4, 6, do={4: lambda: threading.Timer(0.2, gate.opened.set).start()})
     make_trainer(tmp_path, steps, policy=ASYNC).train()
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (2, 4, 6, 12)]

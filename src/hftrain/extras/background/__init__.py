@@ -1,1 +1,0 @@
-"""`SavePolicy(save_async=True)`: write checkpoints while training continues."""
