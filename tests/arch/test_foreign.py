@@ -51,7 +51,7 @@ FOREIGN = {
     "optim/greedy.py": {"_reset"},
     "optim/groups.py": {"_parameters"},
     "precision/autocast.py": {"_growth_tracker"},
-    "extras/mistakes/in_data.py": {"_utils"},
+    "extras/mistakes.py": {"_utils"},
     "strategies/checks.py": {"_is_fsdp_managed_module"},
     "strategies/deepspeed/states.py": {
         *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
@@ -389,7 +389,7 @@ TRICKS = {
     "_getframe(1).f_code": "core/lazy.py",  # `from package import name` alone may raise ImportError
     "gc.disable": "core/lazy.py",  # a pass over torch's objects takes as long as our imports
     "frame, level = sys._getframe": "core/log.py",  # Python before 3.12 has no skip_file_prefixes
-    "f_locals": "extras/mistakes/in_data.py",  # an error in a dataset or a collator does not name the samples
+    "f_locals": "extras/mistakes.py",  # an error in a dataset or a collator does not name the samples
     "_compiled_call_impl": "task/model_call.py",  # a compiled model has no other place for its call
     "pthread_kill": "preemption/signals.py",  # a blocking call of the main thread goes on otherwise
     "os._exit": "preemption/exits.py",  # a collective whose partner is gone never ends

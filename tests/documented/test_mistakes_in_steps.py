@@ -17,7 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from hftrain import StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
-from hftrain.extras.mistakes.hints import hint_for
+from hftrain.extras.mistakes import hint_for
 from hftrain.strategies.single import SingleDeviceStrategy
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hftrain import ConfigError, Trainer, set_seed
-from hftrain.extras.recompute.recompute import recompute_activations
+from hftrain.extras.recompute import recompute_activations
 
 
 class Block(nn.Module):

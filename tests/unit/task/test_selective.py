@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from hftrain import ConfigError, Trainer, set_seed
-from hftrain.extras.recompute.recompute import recompute_activations
-from hftrain.extras.recompute.selective import _keep
+from hftrain.extras.recompute import _keep, recompute_activations
 
 
 class Block(nn.Module):

@@ -1,0 +1,309 @@
+"""Explain errors of a step, a dataset or a collator: notes with what is known of them and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from traceback import format_tb, walk_tb
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.elsewhere import names_elsewhere
+from hftrain.core.errors import HFTrainError, TaskError, listed
+from hftrain.core.frames import raising_line
+from hftrain.core.notes import add_note, describe, facts_of
+from hftrain.core.signatures import plain_signature
+from hftrain.core.tree import is_samples
+from hftrain.data.datasets import has_length
+from hftrain.strategies.checks import explain_unused
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+
+
+def explain_mistake(
+    error: Exception, task: TaskModule, model: nn.Module, *, trainer: type, loss_maker: str | None
+) -> None:
+    """Add notes to an error: what to do, the place and the batch. Raise a `TaskError` for a loss that cannot be used.
+
+    What is known of a step (its batch, its loss) was kept with the error where it passed, see `keep_facts`, so
+    successful steps cost nothing, and errors of callbacks, metrics and schedules get no batch.
+
+    Args:
+        error: The error of a step, a collator, a dataset or a callback; notes are added to it.
+        trainer: The class whose methods may be the user's.
+        loss_maker: The name of the function that returned the loss, if it was neither the task nor the model.
+
+    Raises:
+        TaskError: A step uses a loss, a column or an attribute that it does not have; the error is its cause.
+        StrategyError: A parameter got no gradient in DDP.
+    """
+    if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
+        return
+    where = locate_in_data(error)
+    if where is not None:
+        add_note(error, where)
+    if getattr(error, "__notes__", None):
+        # Already explained, or not raised in a step.
+        return
+    facts = facts_of(error)
+    if not isinstance(error, HFTrainError):
+        cause: HFTrainError | None = None
+        if "batch" in facts:
+            cause = explain_unused(error, model) or _missing(task, error, facts["batch"])
+        if "loss" in facts:
+            is_plain = isinstance(task, ModelTask)
+            own = f"{type(model).__name__}.forward" if is_plain else f"{type(task).__name__}.training_step"
+            cause = cause or _unusable_loss(facts["loss"], loss_maker or own)
+        if cause is not None:
+            if place := raising_line(error):
+                add_note(cause, f"At {place}")
+            raise cause from error
+        hint = _refused_call(error, trainer) or hint_for(error, model, facts.get("batch"))
+        if hint is not None:
+            add_note(error, hint)
+    owner = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(owner, nn.Module):
+        parts = ", ".join(name for name, _ in owner.named_children())
+        add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
+    if "batch" in facts:
+        add_note(error, _of_batch(task, model, error, facts["batch"]))
+    if not isinstance(error, HFTrainError) and (place := raising_line(error, only_above=True)):
+        add_note(error, f"At {place}")
+
+
+def _refused_call(error: Exception, trainer: type) -> str | None:
+    """Return how a method of the user's Trainer is called, if the error is that it cannot be called so."""
+    told = re.match(r"(\S+)\(\) (?:missing|takes|got) ", str(error)) if isinstance(error, TypeError) else None
+    name = "" if told is None else told[1].rpartition(".")[2]
+    base = next(each for each in trainer.__mro__ if each.__module__.startswith("hftrain."))
+    if told is None or not hasattr(base, name) or getattr(getattr(trainer, name), "__qualname__", "") != told[1]:
+        return None
+    return f"The Trainer calls it as {name}{plain_signature(getattr(base, name))}. Give it these parameters."
+
+
+def _missing(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
+    """Return an error if a step looked up a column that its batch does not have, or an attribute of Lightning's."""
+    kind, name = type(task).__name__, getattr(error, "name", None)
+    if getattr(error, "obj", None) is task and (answer := names_elsewhere("module_attributes").get(str(name))):
+        return TaskError(f"Cannot use {kind}.{name}:", "a TaskModule does not have it.", answer)
+    column = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(column, str) or not isinstance(batch, Mapping) or column in batch:
+        return None
+    return TaskError(
+        f"Cannot give {kind} the column {column!r}:",
+        f"the batch does not contain it. It contains: {describe(batch)}.",
+        "Rename the dataset's column, or add it. If the dataset has it, the collator left it out, as the default one "
+        "does with text and None: tokenize texts before training (dataset.map), number labels, or pass a "
+        "data_collator that does.",
+    )
+
+
+def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
+    """Return an error if the loss of a step is none that can be differentiated."""
+    asked = f"Cannot train with the loss that {maker} returned:"
+    if not isinstance(loss, torch.Tensor):
+        pair = " It must return (loss, outputs) only if return_outputs=True." if isinstance(loss, tuple) else ""
+        return TaskError(asked, f"it is not a tensor ({describe(loss)}).", f"Return a tensor of one number.{pair}")
+    if loss.numel() != 1:
+        return TaskError(
+            asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
+        )
+    if loss.is_complex():
+        return TaskError(asked, "it is complex, but a loss must be real.", "Return its abs() or its real part.")
+    if loss.requires_grad:
+        return None
+    if not torch.is_grad_enabled():  # here too, outside of the step
+        return TaskError(asked, "no gradients are computed.", "Call train() outside of torch.no_grad().")
+    return TaskError(
+        asked,
+        "it does not depend on any trainable parameter.",
+        "Compute it from the model's outputs without detach(), item(), argmax() or torch.no_grad(), and leave some of "
+        "the parameters that it depends on with requires_grad=True.",
+    )
+
+
+def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any) -> str:
+    """Describe the batch of a step, and what to do if it is none or its columns cannot be taken."""
+    if batch is None:
+        return "The data_collator returned None as a batch. Let it return the batch."
+    if is_samples(batch):
+        join = "{'x': torch.stack([sample['x'] for sample in samples]), ...}"
+        return f"The data_collator returned a list of samples ({describe(batch)}). Let it join them: {join}."
+    remedy = ""
+    if isinstance(batch, (list, tuple)) and isinstance(error, TypeError):
+        names = "Its samples have no names: let the dataset return dicts, such as {'x': ..., 'labels': ...}, or"
+        remedy = f" {names} {'write a TaskModule' if isinstance(task, ModelTask) else 'unpack it: x, y = batch'}."
+    # The call itself must have failed, not code inside forward.
+    elif isinstance(error, TypeError) and str(error).startswith(f"{getattr(model.forward, '__qualname__', '')}() "):
+        remedy = (
+            f" {type(model).__name__}.forward takes {', '.join(inspect.signature(model.forward).parameters)}. Rename "
+            "or leave out the other columns. Let forward take the labels and return the loss first, pass "
+            "compute_loss_func, override compute_loss or write a TaskModule."
+        )
+    return f"The batch: {describe(batch)}.{remedy}"
+
+
+# -- in a dataset or a collator -------------------------------------------------------------------------------------
+
+# The lines in a traceback with which torch calls a dataset or a collator.
+_CALLS = re.compile(r'_utils.fetch\.py", line \d+, in \S+\n\s+(.*)')
+_IN_A_WORKER = re.compile(r"in DataLoader worker process (\d+)")
+_FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
+_MAX_SAMPLES = 8
+
+
+def locate_in_data(error: BaseException) -> str | None:
+    """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
+    if worker := _IN_A_WORKER.search(str(error)):
+        calls = _CALLS.findall(str(error))
+        part = "the data_collator" if calls and "collate_fn(" in calls[-1] else "the dataset"
+        more = "Set dataloader_num_workers=0 to debug it in this process, where the sample is named."
+        return f"Raised in loader worker {worker[1]} in {part}. {more}"
+    calls = _CALLS.findall("".join(format_tb(error.__traceback__)))
+    if not calls:
+        return None
+    known = _names_of_the_fetch(error.__traceback__)
+    indices, reader = known.get("possibly_batched_index"), known.get("self")
+    dataset: Any = getattr(reader, "dataset", None)
+    is_listed = isinstance(indices, (list, tuple)) and any(index is not None for index in indices)
+    which = f"samples {listed(indices, most=_MAX_SAMPLES)}" if is_listed else ""  # type: ignore[arg-type]
+    end = ""
+    if "collate_fn(" in calls[-1]:
+        samples, odd = known.get("data"), facts_of(error).get("place")
+        if odd is not None and which and samples:
+            which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
+        elif isinstance(samples, (list, tuple)) and samples:
+            end = f" The first: {describe(samples[0])}."
+        return (
+            f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
+        )
+    which = f"sample {known['idx']} of " if "idx" in known else f"one of {which} of " if which else ""
+    if isinstance(error, IndexError) and has_length(dataset):
+        end = f" Its __len__ is {len(dataset)}."
+    return f"Raised while reading {which}{type(dataset).__name__}.{end}"
+
+
+def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:
+    """Return what torch's fetcher held when reading or collating failed: its own frames, none of the user's."""
+    # The outermost ones, which belong to the loader's dataset, come last.
+    frames = [frame for frame, _ in walk_tb(trace) if frame.f_globals.get("__name__") in _FETCHERS]
+    return {name: value for frame in reversed(frames) for name, value in frame.f_locals.items()}
+
+
+def _name(collator: Any) -> str:
+    # Skip our wrapper, which removes columns before it calls the user's collator.
+    while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "data_collator"):
+        collator = collator.data_collator
+    return getattr(collator, "__name__", type(collator).__name__)
+
+
+# -- errors of torch ------------------------------------------------------------------------------------------------
+
+# Patterns of messages, and what these do not say; {got} is a group of the pattern, {ranges} and so on are of `_Facts`.
+_HINTS = {
+    r"index out of range in self|must match the": "{positions}",
+    r"index out of range in self": (
+        "An id is not in its table. In the batch, {ranges}. {tables}Resize the model's embeddings to the tokenizer "
+        "(model.resize_token_embeddings(len(tokenizer))), or check which ids the collator pads with."
+    ),
+    r"Target (?:-?\d+) is out of bounds": (
+        "In the batch, {ranges}. {outputs}Give the model as many outputs as there are classes, or number the classes "
+        "from 0; -100 marks positions without a label."
+    ),
+    r"device-side assert": (
+        "Most likely a label or an id is out of range. Train with use_cpu=True to see which; number classes from 0, "
+        "and resize the embeddings to the tokenizer."
+    ),
+    r"not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|on the same device|on the expected device": (
+        "The Trainer places the model and the batch: remove .cuda() and .to('cuda'), create other tensors on the "
+        "device of the batch, or register them as buffers of the model."
+    ),
+    r"backward through the graph a second time": (
+        "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step to "
+        "the next, such as a hidden state."
+    ),
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(?P<got>\d+) and (?P<wanted>\d+)x(?P<out>\d+)\)": (
+        "{linear}The input has {got} features in its last dimension, which must be {wanted}. Give nn.Linear "
+        "in_features={got}, or change the shape of what it gets."
+    ),
+    r"same dtype, but got|Input type \(|expected scalar type \w+ but|RNN input dtype|mixed dtype \(C": (
+        "The model's weights are {weights}, and a column of the batch is not. Convert it in the dataset or the "
+        "collator: x.to(torch.{weights}), or x.float() / 255 for images. NumPy arrays are float64 by default."
+    ),
+    r"must be Tensor, not \S*(?:tuple|dict|Output|Encoding)|'(?:tuple|list)' object has no attribute "
+    r"'(?:size|shape|dtype|dim|view|mean)'": (
+        "Take the tensor out of it: outputs[0], or outputs['logits']; of a batch, batch['x'] or model(**batch)."
+    ),
+    r"DataLoader worker .* (?:is killed|exited)": (
+        "If the kernel killed it, memory is the likely cause: use fewer workers (dataloader_num_workers), a smaller "
+        "dataloader_prefetch_factor, or smaller samples. dataloader_num_workers=0 shows an error where it happens."
+    ),
+    r"DataLoader timed out": "Look at what loading a batch waits for, or raise dataloader_timeout.",
+}
+
+
+def hint_for(error: Exception, model: nn.Module, batch: Any) -> str | None:
+    """Return what to do about an error; None if its message is not one of the known ones.
+
+    Args:
+        error: The error of a step.
+        model: The network.
+        batch: The batch of the step; None if there was none.
+    """
+    for pattern, hint in _HINTS.items():
+        told = re.search(pattern, str(error))
+        if told is not None and (text := hint.format_map(_Facts(told, model, batch))):
+            return text
+    return None
+
+
+class _Facts(dict[str, str]):
+    """What hints mention of the message, the model and the batch; looked up only if they do."""
+
+    def __init__(self, told: re.Match[str], model: nn.Module, batch: Any) -> None:
+        super().__init__(told.groupdict())
+        self._model, self._batch, self._config = model, batch, getattr(model, "config", None)
+
+    def __missing__(self, name: str) -> str:
+        return str(getattr(self, f"_{name}")())
+
+    def _ranges(self) -> str:
+        columns = dict(self._batch) if isinstance(self._batch, Mapping) else dict(enumerate(self._batch or ()))
+        tensors = {name: each for name, each in columns.items() if isinstance(each, torch.Tensor) and each.numel()}
+        found = [(name, each) for name, each in tensors.items() if not each.is_floating_point()]
+        return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
+
+    def _outputs(self) -> str:
+        number = getattr(self._config, "num_labels", None)
+        return f"The model has {number} outputs. " if isinstance(number, int) else ""
+
+    def _modules(self, kind: type) -> dict[str, Any]:
+        return {name: each for name, each in self._model.named_modules() if isinstance(each, kind)}
+
+    def _tables(self) -> str:
+        sizes = {name: each.num_embeddings for name, each in self._modules(nn.Embedding).items()}
+        return "".join(f"{name} has {size} rows (ids 0 to {size - 1}). " for name, size in sizes.items())
+
+    def _positions(self) -> str:
+        size = getattr(self._config, "max_position_embeddings", None)
+        ids = self._batch.get("input_ids") if isinstance(self._batch, Mapping) else None
+        if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
+            return ""
+        remedy = f"Truncate the texts: tokenizer(..., truncation=True, max_length={size})."
+        return (
+            f"The batch has {ids.shape[1]} positions, and the model {size} (config.max_position_embeddings). {remedy}"
+        )
+
+    def _linear(self) -> str:
+        sizes = int(self["wanted"]), int(self["out"])
+        layers = self._modules(nn.Linear).items()
+        fitting = [name for name, each in layers if (each.in_features, each.out_features) == sizes]
+        return f"In {' or '.join(fitting)} = Linear{sizes}: " if fitting else ""
+
+    def _weights(self) -> str:
+        kinds = (each.dtype for each in self._model.parameters() if each.is_floating_point())
+        return str(next(kinds, torch.float32)).removeprefix("torch.")
