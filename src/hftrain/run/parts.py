@@ -17,8 +17,8 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.participants import InManifest
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits

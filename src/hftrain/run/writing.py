@@ -24,8 +24,8 @@ from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.state_files import Keep, shard_writers
 from hftrain.checkpoint.weights import save_task_state, save_weights, with_own_configs
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
+from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
 from hftrain.preemption.consensus import Consensus, Group
 from hftrain.rules.saving import watch_states

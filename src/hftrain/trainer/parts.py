@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import Hooks
 from hftrain.data.eval_sets import EvalSet
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.run.journal import Journal
@@ -16,8 +16,7 @@ from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.memory import MemoryTracker
-from hftrain.trainer.model import TrainerModel
-from hftrain.trainer.optimizers import TrainerOptimizers
+from hftrain.trainer.model import TrainerModel, TrainerOptimizers
 from hftrain.trainer.training_steps import TrainingSteps
 
 

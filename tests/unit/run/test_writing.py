@@ -20,7 +20,7 @@ from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.weights import read_weights
-from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import Hooks
 from hftrain.run import writing
 
 ASYNC = SavePolicy(save_async=True)
