@@ -56,7 +56,7 @@ class TrainerParts:
         self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
         services = TrainerServices(
             make_model=self.model.rebuild,
-            outermost=lambda: self.model.outermost,
+            outermost=self.model.to_wrap,
             open_data=self.data.training_share,
             forget_schedule=self.optimizers.forget,
             cast_model=steps.cast_model,
