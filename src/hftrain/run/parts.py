@@ -18,8 +18,8 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.registry import Entry
 from hftrain.checkpoint.remote import NodeUploads
-from hftrain.core.hooks import Hooks
 from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits

@@ -19,9 +19,9 @@ from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length

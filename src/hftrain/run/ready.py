@@ -167,12 +167,9 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         made[:] = [optimizer]
         return wrapped
 
-    # The user's own wrapper, if it still holds the model.
-    outermost = parts.services.outermost()
-    outermost = outermost if strategy.unwrap(outermost) is trainer.model else trainer.model
     parts.wrap = wrap
     try:
-        wrapped = parts.hooks.wrap_model(outermost)
+        wrapped = parts.hooks.wrap_model(parts.services.outermost())
     finally:
         parts.wrap = None
     if not made:

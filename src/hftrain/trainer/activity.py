@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
+from hftrain.core.signatures import Hooks
 from hftrain.evaluation.casting import cast_weights, full_eval_dtype
 from hftrain.evaluation.configured import keeps_cache, switch_cache_off
 from hftrain.optim.weight_modes import evaluation_weights

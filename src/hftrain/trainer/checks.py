@@ -18,9 +18,9 @@ from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
+from hftrain.core.signatures import Hooks
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader

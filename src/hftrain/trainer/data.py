@@ -15,10 +15,9 @@ from hftrain.adapter.plan import TrainPlan, train_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
-from hftrain.core.signatures import call_with
+from hftrain.core.signatures import Hooks, call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length

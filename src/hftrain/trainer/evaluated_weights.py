@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hftrain.callbacks.base import at_point
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
-from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import Hooks
 from hftrain.core.types import Owns
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.output import Output

@@ -13,10 +13,10 @@ from torch import nn
 
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
+from hftrain.core.signatures import Hooks
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length

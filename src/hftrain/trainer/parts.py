@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import Hooks
 from hftrain.data.eval_sets import EvalSet
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.run.journal import Journal
@@ -16,8 +16,7 @@ from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 from hftrain.trainer.memory import MemoryTracker
-from hftrain.trainer.model import TrainerModel
-from hftrain.trainer.optimizers import TrainerOptimizers
+from hftrain.trainer.model import TrainerModel, TrainerOptimizers
 from hftrain.trainer.training_steps import TrainingSteps
 
 
@@ -57,7 +56,7 @@ class TrainerParts:
         self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
         services = TrainerServices(
             make_model=self.model.rebuild,
-            outermost=lambda: self.model.outermost,
+            outermost=self.model.to_wrap,
             open_data=self.data.training_share,
             forget_schedule=self.optimizers.forget,
             cast_model=steps.cast_model,

@@ -22,10 +22,10 @@ from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
+from hftrain.core.signatures import Hooks
 from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors

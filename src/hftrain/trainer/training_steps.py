@@ -12,8 +12,7 @@ from torch import nn
 from hftrain.checkpoint.registry import Entry
 from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.extras import extra
-from hftrain.core.hooks import Hooks
-from hftrain.core.signatures import accepts
+from hftrain.core.signatures import Hooks, accepts
 from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow
 from hftrain.run.parts import Take, TrainerHooks, TrainerPart

@@ -19,7 +19,7 @@ from hftrain import CheckpointError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.weights import read_weights
-from hftrain.core.hooks import Hooks
+from hftrain.core.signatures import Hooks
 from hftrain.extras import background
 from hftrain.extras.background import HostCopies
 

@@ -24,7 +24,7 @@ from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
-    from hftrain.core.hooks import Hooks
+    from hftrain.core.signatures import Hooks
     from hftrain.loops.window import LogWindow
     from hftrain.run.parts import TrainerHooks
     from hftrain.trainer.loss_normalization import LossShares
