@@ -27,14 +27,13 @@ from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
 from hftrain.core.state import HistoryText, TrainerState
-from hftrain.core.tree import map_tensors
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.storage.tensors import save_containers, tensor_identity
+from hftrain.storage.tensors import save_containers, tree_bytes
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state, without_model
 
@@ -311,19 +310,6 @@ def checkpoint_bytes(parts: RunParts) -> int:
     if not args.save_on_each_node:
         total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
     return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
-
-
-def tree_bytes(tree: Any) -> int:
-    """Return the bytes of all tensors in a nested structure, each counted once; split tensors count in full."""
-    sizes: dict[Any, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
-    del kept
-    return sum(sizes.values())
 
 
 def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:

@@ -158,6 +158,19 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a nested structure, each counted once; split tensors count in full."""
+    sizes: dict[Any, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
+    del kept
+    return sum(sizes.values())
+
+
 def memory_of(tree: Any) -> set[Any]:
     """Return what identifies the memory of the tensors in a nested structure; a view has that of its base."""
     found: set[Any] = set()

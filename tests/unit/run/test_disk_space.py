@@ -26,8 +26,8 @@ from hftrain.checkpoint import manager, writer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.run import saving as room
-from hftrain.run.saving import tree_bytes
 from hftrain.storage import files, space
+from hftrain.storage.tensors import tree_bytes
 
 MODES = pytest.mark.parametrize("save_async", [False, True], ids=["now", "later"])
 
@@ -132,7 +132,7 @@ def test_folder_without_room_for_the_optimizer_is_refused_after_the_first_step(
     tmp_path: Path, say_free: Callable[[Any], None]
 ) -> None:
     model, steps = wide_net(), At()
-    say_free(2 * room.tree_bytes(model.state_dict()))
+    say_free(2 * tree_bytes(model.state_dict()))
     with pytest.raises(ConfigError, match=r"One takes about 9\.\d+ MB, and 5\.\d+ MB are free there"):
         make_trainer(tmp_path, steps, model=model).train()
     assert steps.step == 1
