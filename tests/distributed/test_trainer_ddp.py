@@ -16,7 +16,7 @@ from support.resuming import StopAt
 from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
-from hftrain.strategies.trainable_parameters import Agreement
+from hftrain.strategies.watch import Agreement
 
 pytestmark = pytest.mark.distributed
 

@@ -201,17 +201,17 @@ def flag_check(parts: RunParts) -> Callable[[str], None]:
     It raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A
     rank on which a callback has set or cleared others waits for the notes of the other ranks.
     """
-    control = parts.control
+    control, watch = parts.control, parts.strategy.watch
+    if watch is None:
+        return pass_flags
     # The flags that this rank knows all ranks to have.
     expected, num_checks = TrainerControl(), [0]
-    agreement = parts.strategy.agreement(
+    agreement = watch.agreement(
         num_checks,
         problem="Cannot continue with control flags that only some ranks set.",
         remedy="Set the same flags on every rank: decide by what all ranks know, such as the step or the metrics that "
         "on_evaluate is given.",
     )
-    if agreement is None:
-        return pass_flags
     # It answers the same when it is asked a second time, which a subclass may not.
     flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
 

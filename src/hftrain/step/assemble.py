@@ -48,8 +48,7 @@ def assemble_stepper(
     Args:
         strategy: Launched and set up.
         precision: Opened on the strategy's device.
-        optimizer: As `Strategy.setup` returned it; its parameters are clipped. If it has `assemble`, that makes the
-            stepper; `measure` is called before gradients are clipped.
+        optimizer: As `Strategy.setup` returned it. Its own `assemble` is used; `measure` is called before clipping.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         args: An object whose `max_grad_norm` replaces that argument; read at each step, as a callback may change it.
         unclipped: Parameters of the optimizer to exclude from clipping and from the norm; read at each step.
@@ -63,10 +62,9 @@ def assemble_stepper(
     """
     owns = strategy.owns
     engine: Any = strategy
-    own: Any = optimizer
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
-    if hasattr(own, "assemble"):
-        stepper: Stepper = own.assemble(
+    if hasattr(optimizer, "assemble"):
+        stepper: Stepper = optimizer.assemble(
             strategy, precision, args, computing or Computing(precision.backward, precision.autocast)
         )
         return stepper
@@ -89,8 +87,8 @@ def assemble_stepper(
         if Owns.CLIP not in owns
         else lambda: norm
     )
-    if hasattr(own, "measure"):
-        clip = _measured(clip, precision, own)
+    if hasattr(optimizer, "measure"):
+        clip = _measured(clip, precision, optimizer)
     stepper = Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,

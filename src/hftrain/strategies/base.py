@@ -242,16 +242,6 @@ class Strategy(Ranks, Shown):
         model = self.place(model)
         return model, make_optimizer(self.unwrap(model)) if make_optimizer else None
 
-    def agreement(self, position: list[int], *, problem: str, remedy: str) -> Any:
-        """Return a check that all processes make the same change; None where there is nothing to compare. Collective.
-
-        Args:
-            position: A list of one number, which grows in the same way in every process.
-            problem: What is wrong if the changes differ.
-            remedy: What to do then.
-        """
-        return None
-
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, unless `place_model` is False. Mutates the model.
 

@@ -34,7 +34,6 @@ from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.ranks import GroupRanks
 from hftrain.strategies.rendezvous import fresh_place
-from hftrain.strategies.trainable_parameters import Agreement
 from hftrain.strategies.watch import RankWatch
 
 # A backend thread may still hold tensors of the last collective and needs the interpreter to release them. If the
@@ -114,14 +113,11 @@ class DistributedStrategy(GroupRanks, Strategy):
         if self._owns_group and self._has_store():
             # Processes on one machine do not need the network.
             timeout_s = 0.0 if read_launch().local_world_size == self.world_size else self._link_timeout_s
-            board = self.make_board()
-            self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
+            self.watch = RankWatch(
+                self.make_board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s
+            )
             self.watch.timeout_s = self.timeout.total_seconds()
         self._take(device)
-
-    def agreement(self, position: list[int], *, problem: str, remedy: str) -> Agreement | None:
-        """Return a check that all processes make the same change; see `Strategy.agreement`. Collective."""
-        return None if self.watch is None else Agreement(self, position, problem=problem, remedy=remedy)
 
     def close(self) -> None:
         """Leave the process group if `launch` created it; safe to call twice. Collective, except after an error."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 import weakref
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +14,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hftrain.core.errors import StrategyError, listed
+from hftrain.core.errors import StrategyError
 from hftrain.core.tree import tensors_of
-
-if TYPE_CHECKING:
-    from hftrain.strategies.distributed import DistributedStrategy
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.watch import Agreement
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _FOLLOWER = "_hftrain_follower"
-_POLL_S = 0.02
 _WITHIN_UPDATE = (1 << 20) - 1
 
 
@@ -126,64 +121,6 @@ class FixedParameters(Trained):
         )
 
 
-class Agreement:
-    """Check that all ranks make the same change at the same position, such as a forward pass.
-
-    A position without a change has no overhead. A rank with a change posts a note and waits for the others' notes; on a
-    rank that has continued without a change, the watch's thread answers.
-
-    Args:
-        strategy: A launched strategy with a watch.
-        position: A one-element list with this rank's position, which increases in the same way on every rank.
-        problem: What is wrong if the changes differ.
-        remedy: What to do then.
-    """
-
-    def __init__(self, strategy: DistributedStrategy, position: list[int], *, problem: str, remedy: str) -> None:
-        assert strategy.watch is not None
-        self._problem, self._remedy = problem, remedy
-        self.watch, self._board, self._position = strategy.watch, strategy.make_board(), position
-        self._rank, self._ranks = strategy.rank, range(strategy.world_size)
-        self._timeout_s = strategy.timeout.total_seconds()
-        self._notes: list[tuple[int, list[str]]] = []
-        self._lock = threading.Lock()
-        self.watch.chores[problem] = self._answer
-
-    def check(self, change: list[str]) -> None:
-        """Wait for the other ranks' changes. Collective among the ranks that make one.
-
-        Raises:
-            StrategyError: Another rank makes another change, or none.
-        """
-        at = self._position[0]
-        with self._lock:
-            # Before the note: a rank that has read all notes of a position must not be asked for it again.
-            self._board.post("change", str(at))
-            self._post(at, change)
-        deadline = time.monotonic() + self._timeout_s
-        while others := {rank: names for rank in self._ranks if (names := self._told(rank, at)) != change}:
-            if any(names is not None for names in others.values()) or time.monotonic() > deadline:
-                told = "; ".join(f"rank {rank}: {_told(names)}" for rank, names in others.items())
-                raise StrategyError(self._problem, f"Rank {self._rank}: {_told(change)}; {told}.", self._remedy)
-            time.sleep(_POLL_S)
-
-    def _told(self, rank: int, at: int) -> list[str] | None:
-        notes: dict[int, list[str]] = dict(json.loads(self._board.read(f"rank {rank}") or "[]"))
-        return notes.get(at)
-
-    def _post(self, at: int, change: list[str]) -> None:
-        # With the note before, which a slower rank may still have to read; all have read the earlier ones.
-        self._notes = [*self._notes[-1:], (at, change)]
-        self._board.post(f"rank {self._rank}", json.dumps(self._notes))
-
-    def _answer(self) -> None:
-        """Post that this rank has continued without a change; called by the watch's thread."""
-        with self._lock:
-            at = int(self._board.read("change") or -1)
-            if 0 <= at < self._position[0] and at not in dict(self._notes):
-                self._post(at, [])
-
-
 class Follower(Trained):
     """Let an engine train what requires a gradient, looked at before each forward pass that records gradients.
 
@@ -208,7 +145,7 @@ class Follower(Trained):
         self._agreement: Agreement | None = None
 
     @classmethod
-    def attach(cls, outermost: Any, strategy: DistributedStrategy) -> Follower:
+    def attach(cls, outermost: Any, strategy: Strategy) -> Follower:
         """Follow the parameters of a wrapped model, for the next run of `strategy`. Collective."""
         follower: Follower | None = vars(outermost).get(_FOLLOWER)
         if follower is None:
@@ -218,8 +155,7 @@ class Follower(Trained):
             (outermost.module if cls.wraps else outermost).register_forward_hook(follower.watch)
         agreement = follower._agreement
         if strategy.watch is not None and (agreement is None or agreement.watch is not strategy.watch):
-            follower._agreement = Agreement(
-                strategy,
+            follower._agreement = strategy.watch.agreement(
                 follower._passes,
                 problem="Cannot change which parameters are trained on some ranks only.",
                 remedy="Freeze, unfreeze or add the same parameters on every rank, in the same step.",
@@ -291,7 +227,3 @@ class AveragedParameters(Follower):
         model.__setstate__(model.__getstate__())
         for hook, state in model._comm_hooks:
             torch.distributed._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
-
-
-def _told(change: list[str] | None) -> str:
-    return "no answer" if change is None else listed(change) or "no change"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hftrain.core.errors import StrategyError
+from hftrain.core.errors import StrategyError, listed
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.preserve import temporarily
 from hftrain.preemption.board import Board
@@ -23,6 +23,7 @@ from hftrain.preemption.exits import end_process
 from hftrain.strategies.links import Links
 
 _POLL_S = 1.0
+_LOOK_S = 0.02
 _NOTICE_S = 1.5 * _POLL_S
 # Other ranks poll late on a busy machine; ranks that are gone never do.
 _HEARD_S = 6 * _POLL_S
@@ -43,7 +44,7 @@ class RankWatch:
     have no overhead: the thread polls once a second.
 
     Args:
-        board: The board that only this group's watches use.
+        make_board: Returns a board that only this group's watches use; then one for each `Agreement`.
         rank: This process's rank.
         world_size: The number of processes.
         link_timeout_s: How long another machine may be silent before this process is ended; 0 disables it. See `Links`.
@@ -55,7 +56,9 @@ class RankWatch:
         before_end: Called before this process is ended because another one failed; must not block. None for nothing.
     """
 
-    def __init__(self, board: Board, *, rank: int, world_size: int, link_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self, make_board: Callable[[], Board], *, rank: int, world_size: int, link_timeout_s: float = 0.0
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
@@ -63,7 +66,7 @@ class RankWatch:
         self.chores: dict[str, Callable[[], None]] = {}
         self.before_end: Callable[[], None] | None = None
         self.has_failed = False
-        self._board = board
+        self.make_board, self._board = make_board, make_board()
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
         self._answered: str | None = None
@@ -75,7 +78,9 @@ class RankWatch:
         sys.excepthook = self._hooks[1]
         self._thread = threading.Thread(target=self._listen, name="hftrain-watch", daemon=True)
         self._thread.start()
-        self._links = Links(board, rank=rank, timeout_s=link_timeout_s, on_lost=self._lose) if link_timeout_s else None
+        self._links = (
+            Links(self._board, rank=rank, timeout_s=link_timeout_s, on_lost=self._lose) if link_timeout_s else None
+        )
 
     def stop(self) -> None:
         """Stop the thread and restore `sys.excepthook`; safe to call twice."""
@@ -136,6 +141,10 @@ class RankWatch:
             if not late:
                 return
             time.sleep(_MEET_S)
+
+    def agreement(self, position: list[int], *, problem: str, remedy: str) -> Agreement:
+        """Return a check that all ranks make the same change; see `Agreement`. Collective."""
+        return Agreement(self, self.make_board(), position, problem=problem, remedy=remedy)
 
     def missing(self) -> tuple[str, str]:
         """Return which ranks are missing where this one waits, and where each rank is, as text; takes seconds."""
@@ -269,6 +278,63 @@ class RankWatch:
         self._is_over.set()
 
 
+class Agreement:
+    """Check that all ranks make the same change at the same position, such as a forward pass.
+
+    A position without a change has no overhead. A rank with a change posts a note and waits for the others' notes; on a
+    rank that has continued without a change, the watch's thread answers.
+
+    Args:
+        watch: That of the ranks.
+        board: One that only this agreement uses, on all ranks.
+        position: A one-element list with this rank's position, which increases in the same way on every rank.
+        problem: What is wrong if the changes differ.
+        remedy: What to do then.
+    """
+
+    def __init__(self, watch: RankWatch, board: Board, position: list[int], *, problem: str, remedy: str) -> None:
+        self._problem, self._remedy = problem, remedy
+        self.watch, self._board, self._position = watch, board, position
+        self._rank, self._ranks, self._timeout_s = watch.rank, range(watch.world_size), watch.timeout_s
+        self._notes: list[tuple[int, list[str]]] = []
+        self._lock = threading.Lock()
+        self.watch.chores[problem] = self._answer
+
+    def check(self, change: list[str]) -> None:
+        """Wait for the other ranks' changes. Collective among the ranks that make one.
+
+        Raises:
+            StrategyError: Another rank makes another change, or none.
+        """
+        at = self._position[0]
+        with self._lock:
+            # Before the note: a rank that has read all notes of a position must not be asked for it again.
+            self._board.post("change", str(at))
+            self._post(at, change)
+        deadline = time.monotonic() + self._timeout_s
+        while others := {rank: names for rank in self._ranks if (names := self._told(rank, at)) != change}:
+            if any(names is not None for names in others.values()) or time.monotonic() > deadline:
+                told = "; ".join(f"rank {rank}: {_change(names)}" for rank, names in others.items())
+                raise StrategyError(self._problem, f"Rank {self._rank}: {_change(change)}; {told}.", self._remedy)
+            time.sleep(_LOOK_S)
+
+    def _told(self, rank: int, at: int) -> list[str] | None:
+        notes: dict[int, list[str]] = dict(json.loads(self._board.read(f"rank {rank}") or "[]"))
+        return notes.get(at)
+
+    def _post(self, at: int, change: list[str]) -> None:
+        # With the note before, which a slower rank may still have to read; all have read the earlier ones.
+        self._notes = [*self._notes[-1:], (at, change)]
+        self._board.post(f"rank {self._rank}", json.dumps(self._notes))
+
+    def _answer(self) -> None:
+        """Post that this rank has continued without a change; called by the watch's thread."""
+        with self._lock:
+            at = int(self._board.read("change") or -1)
+            if 0 <= at < self._position[0] and at not in dict(self._notes):
+                self._post(at, [])
+
+
 def is_broken_exchange(error: BaseException) -> bool:
     """Return whether an error only reports that communication with other ranks failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
@@ -287,3 +353,7 @@ def _told(answer: Any) -> str:
     if answer is None:
         return "does not answer"
     return f"waits in {answer[2]!r}" if answer[1] else f"is in {answer[2]!r}, at {answer[3]}"
+
+
+def _change(change: list[str] | None) -> str:
+    return "no answer" if change is None else listed(change) or "no change"

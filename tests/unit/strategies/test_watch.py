@@ -21,8 +21,8 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatch, RankWa
     """Two ranks' watches in one process, which share a board; torch's hook prints nothing here."""
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"Traceback of {error}", file=sys.stderr))
     board = Board()
-    first = RankWatch(board, rank=0, world_size=2)
-    second = RankWatch(board, rank=1, world_size=2)
+    first = RankWatch(lambda: board, rank=0, world_size=2)
+    second = RankWatch(lambda: board, rank=1, world_size=2)
     yield first, second
     second.stop()
     first.stop()
@@ -156,7 +156,7 @@ def test_store_that_is_gone_ends_the_watch() -> None:
             raise RuntimeError("Broken pipe")
 
     hook = sys.excepthook
-    alone = RankWatch(Gone(), rank=0, world_size=2)
+    alone = RankWatch(Gone, rank=0, world_size=2)
     assert alone.failure_elsewhere() is None
     alone.stop()
     alone.stop()
