@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 def read(text: str) -> dict[str, str]:
     """Return a summary's rows by their label, the title as "title"."""
     title, *lines = text.splitlines()
-    return {"title": title, **{line[2:19].strip(): line[19:].strip() for line in lines}}
+    return {"title": title, **dict(re.split("  +", line.strip(), maxsplit=1) for line in lines)}
 
 
 def summarize(trainer: Trainer, **options: Any) -> tuple[Any, dict[str, str]]:
@@ -58,30 +58,12 @@ def make_trainer(folder: Path, **options: Any) -> Trainer:
 def test_summary_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_train_epochs=3)
     output, rows = summarize(trainer)
-    history, state = trainer.state.log_history, trainer.state
-    evaluation = [entry for entry in history if "eval_share" in entry][-1]
-    last_loss = [entry["loss"] for entry in history if "loss" in entry][-1]
+    state = trainer.state
     assert re.fullmatch(r"Trained 15 steps in [\d.]+ m?s", rows["title"])
     assert float(rows["speed"].split()[0]) == pytest.approx(output.metrics["train_samples_per_second"], rel=1e-3)
-    assert rows["training loss"] == f"last {last_loss:#.4g}  mean {output.training_loss:#.4g}"
-    shown = f"eval_loss {evaluation['eval_loss']:#.4g}  eval_share {evaluation['eval_share']:.4f}"
-    assert rows["last evaluation"] == f"step 15  {shown}"
     assert rows["best evaluation"] == f"step {state.best_global_step}  eval_share {state.best_metric:.4f}"
     assert rows["best checkpoint"] == f"{tmp_path}/checkpoint-{state.best_global_step} (loaded)"
-    assert (
-        rows.keys()
-        & {
-            "weight decay",
-            "no weight decay",
-            "resumed",
-            "stopped",
-            "NaN or infinite",
-            "skipped updates",
-            "not finite",
-            "not saved",
-        }
-        == set()
-    )
+    assert rows.keys() <= {"title", "speed", "best evaluation", "best checkpoint", "last checkpoint"}
 
 
 def test_summary_lists_which_parameters_decay(tmp_path: Path) -> None:
@@ -128,7 +110,7 @@ def test_summary_says_why_early_stopping_ended_the_run(tmp_path: Path) -> None:
 def test_summary_without_evaluations_names_the_last_checkpoint(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=4)
     _, rows = summarize(Trainer(Task(), arguments, train_dataset=make_rows()))
-    assert rows.keys() == {"title", "speed", "training loss", "last checkpoint"}
+    assert rows.keys() == {"title", "speed", "last checkpoint"}
     assert rows["last checkpoint"] == f"{tmp_path}/checkpoint-12"
 
 
