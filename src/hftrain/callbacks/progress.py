@@ -218,8 +218,8 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             epoch = [f"epoch {logs['epoch']:.2f}"] if "epoch" in logs else []
             texts = [f"step {state.global_step}/{state.max_steps}", *epoch, *texts]
-            if "loss" in logs:
-                self.training_bar.set_postfix_str(f"loss {number_text(logs['loss'])}", refresh=False)
+            for loss in (text for text in texts if text.startswith("loss ")):
+                self.training_bar.set_postfix_str(loss, refresh=False)
         tqdm.write("  ".join(texts), file=file)
         file.flush()
         for bar in (self.training_bar, self.prediction_bar):
