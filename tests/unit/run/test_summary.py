@@ -140,17 +140,3 @@ def test_summary_comes_once_on_a_terminal_or_where_asked(tmp_path: Path, is_term
     Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows(), callbacks=callbacks).train()
     assert ("Trained 12 steps" in file.getvalue()) is (is_terminal and not is_asked)
     assert asked.getvalue().startswith("Trained 12 steps") is is_asked
-
-
-def test_summary_is_that_of_process_zero(tmp_path: Path) -> None:
-    asked = io.StringIO()
-    trainer = Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows())
-    trainer.add_callback(SummaryCallback(file=asked))
-
-    class AnotherProcess(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            state.is_world_process_zero = False
-
-    trainer.add_callback(AnotherProcess)
-    trainer.train()
-    assert asked.getvalue() == ""
