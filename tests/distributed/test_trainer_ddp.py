@@ -387,7 +387,7 @@ def test_only_rank_0_prints(tmp_path: Path, run_distributed: Any) -> None:
     ]
     assert lines[3].startswith("step 3/3  epoch 1.00  eval_loss ")
     assert any(line.startswith("Trained 3 steps in ") for line in lines)
-    assert lines[-1].startswith("predict 100%  1/1  ")
+    assert lines[-1].startswith("predict: 100% 1/1 ")
 
 
 class PartlyUsed(Net):

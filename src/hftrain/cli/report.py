@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hftrain.callbacks.lines import seconds_text
+from hftrain.callbacks.progress import seconds_text
 from hftrain.cli.answer import Answer
 from hftrain.cli.columns import is_number
 from hftrain.cli.flight_tables import tables_of

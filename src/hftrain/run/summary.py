@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.lines import LogLines, Rows, number_text, seconds_text
-from hftrain.callbacks.progress import ProgressCallback, SummaryCallback
+from hftrain.callbacks.progress import ProgressCallback, Rows, SummaryCallback, log_texts, number_text, seconds_text
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
 from hftrain.core.log import get_logger
@@ -45,40 +44,17 @@ def show_summary(
         return
     num_steps = parts.progress.step - first.step
     title = f"Trained {num_steps} steps in {seconds_text(metrics['train_runtime'])}"
-    rates = LogLines().split({name: value for name, value in metrics.items() if name.endswith("_per_second")})[1]
-    rows: Rows = {"speed": rates}
+    rows: Rows = {"speed": log_texts({name: metrics[name] for name in metrics if name.endswith("_per_second")})}
     if limits := parts.trainer.limits.facts:
         rows["limited"] = [f"{name}={value}" for name, value in limits.items()]
     if resume is not None:
         rows["resumed"] = [f"from {_shown(resume)}"]
     if state.global_step < state.max_steps:
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
-    rows.update(_results(parts, metrics))
     rows.update(_decays(parts))
-    rows.update(_files(parts, saver))
+    rows.update(_best_and_last(parts, saver))
     rows.update(_oddities(parts, saver))
-    for each in shown_by[:1]:
-        each.show_summary(title, rows)
-
-
-def _results(parts: RunParts, metrics: Mapping[str, Any]) -> Rows:
-    state, wanted = parts.state, parts.args.metric_for_best_model
-    rows: Rows = {}
-    last = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
-    losses = [f"last {number_text(last)}"] if last is not None else []
-    rows["training loss"] = [*losses, f"mean {number_text(metrics['train_loss'])}"]
-    evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
-    if evaluations:
-        step = evaluations[-1]["step"]
-        merged = {name: value for entry in evaluations if entry["step"] == step for name, value in entry.items()}
-        values = LogLines().split(merged)[0]
-        rows["last evaluation"] = [f"step {step}", *(f"{name} {text}" for name, text in values.items())]
-    if state.best_metric is not None and state.best_global_step is not None and wanted:
-        rows["best evaluation"] = [
-            f"step {state.best_global_step}",
-            f"{best_metric_key(wanted)} {number_text(state.best_metric)}",
-        ]
-    return rows
+    shown_by[0].show_summary(title, rows)
 
 
 def _decays(parts: RunParts) -> Rows:
@@ -99,8 +75,13 @@ def _decays(parts: RunParts) -> Rows:
     return {label: cells for label, cells in rows.items() if cells} if rows["weight decay"] else {}
 
 
-def _files(parts: RunParts, saver: Saver) -> Rows:
+def _best_and_last(parts: RunParts, saver: Saver) -> Rows:
+    """Return the best evaluation, and the best and the last checkpoint; these only where they are still there."""
     rows: Rows = {}
+    state, wanted = parts.state, parts.args.metric_for_best_model
+    if state.best_metric is not None and state.best_global_step is not None and wanted:
+        metric = f"{best_metric_key(wanted)} {number_text(state.best_metric)}"
+        rows["best evaluation"] = [f"step {state.best_global_step}", metric]
     best, step = parts.best_checkpoint(), saver.saved_step
     if best is not None and best.is_dir():
         rows["best checkpoint"] = [f"{_shown(best)}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]

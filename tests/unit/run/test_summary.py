@@ -12,15 +12,7 @@ import pytest
 import torch
 from support.tiny import Net, Task, make_arguments, make_rows, share
 
-from hftrain import (
-    EarlyStoppingCallback,
-    PrinterCallback,
-    ProgressCallback,
-    SavePolicy,
-    SummaryCallback,
-    Trainer,
-    TrainerCallback,
-)
+from hftrain import EarlyStoppingCallback, ProgressCallback, SavePolicy, SummaryCallback, Trainer, TrainerCallback
 
 
 class Terminal(io.StringIO):
@@ -31,7 +23,7 @@ class Terminal(io.StringIO):
 def read(text: str) -> dict[str, str]:
     """Return a summary's rows by their label, the title as "title"."""
     title, *lines = text.splitlines()
-    return {"title": title, **{line[2:19].strip(): line[19:].strip() for line in lines}}
+    return {"title": title, **dict(re.split("  +", line.strip(), maxsplit=1) for line in lines)}
 
 
 def summarize(trainer: Trainer, **options: Any) -> tuple[Any, dict[str, str]]:
@@ -58,38 +50,12 @@ def make_trainer(folder: Path, **options: Any) -> Trainer:
 def test_summary_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, num_train_epochs=3)
     output, rows = summarize(trainer)
-    history, state = trainer.state.log_history, trainer.state
-    evaluation = [entry for entry in history if "eval_share" in entry][-1]
-    last_loss = [entry["loss"] for entry in history if "loss" in entry][-1]
+    state = trainer.state
     assert re.fullmatch(r"Trained 15 steps in [\d.]+ m?s", rows["title"])
     assert float(rows["speed"].split()[0]) == pytest.approx(output.metrics["train_samples_per_second"], rel=1e-3)
-    assert rows["training loss"] == f"last {last_loss:#.4g}  mean {output.training_loss:#.4g}"
-    shown = f"eval_loss {evaluation['eval_loss']:#.4g}  eval_share {evaluation['eval_share']:.4f}"
-    assert rows["last evaluation"] == f"step 15  {shown}"
     assert rows["best evaluation"] == f"step {state.best_global_step}  eval_share {state.best_metric:.4f}"
     assert rows["best checkpoint"] == f"{tmp_path}/checkpoint-{state.best_global_step} (loaded)"
-    assert (
-        rows.keys()
-        & {
-            "weight decay",
-            "no weight decay",
-            "resumed",
-            "stopped",
-            "NaN or infinite",
-            "skipped updates",
-            "not finite",
-            "not saved",
-        }
-        == set()
-    )
-
-
-def test_summary_lists_which_parameters_decay(tmp_path: Path) -> None:
-    model = Net()
-    model.layers[1] = torch.nn.BatchNorm1d(8)
-    _, rows = summarize(make_trainer(tmp_path, model=model, weight_decay=0.1, max_steps=1))
-    assert rows["weight decay"] == "0.1000  2 Linear.weight  1 BatchNorm1d.weight"
-    assert rows["no weight decay"] == "2 Linear.bias  1 BatchNorm1d.bias"
+    assert rows.keys() <= {"title", "speed", "best evaluation", "best checkpoint", "last checkpoint"}
 
 
 def test_summary_lists_the_decays_of_a_given_optimizer(tmp_path: Path) -> None:
@@ -128,7 +94,7 @@ def test_summary_says_why_early_stopping_ended_the_run(tmp_path: Path) -> None:
 def test_summary_without_evaluations_names_the_last_checkpoint(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=4)
     _, rows = summarize(Trainer(Task(), arguments, train_dataset=make_rows()))
-    assert rows.keys() == {"title", "speed", "training loss", "last checkpoint"}
+    assert rows.keys() == {"title", "speed", "last checkpoint"}
     assert rows["last checkpoint"] == f"{tmp_path}/checkpoint-12"
 
 
@@ -155,52 +121,22 @@ def test_summary_counts_losses_and_updates_that_were_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
-def test_summary_tells_of_saves_that_were_not_finite(tmp_path: Path) -> None:
-    policy = SavePolicy(on_nonfinite="warn")
-    _, rows = summarize(make_trainer(tmp_path, model=Overflowing(), save_policy=policy))
-    assert rows["not finite"] == "weights or losses at steps 5, 10: saved all the same"
-
-
-def test_summary_tells_of_saves_for_which_there_was_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(tmp_path, save_policy=SavePolicy(on_full_disk="warn"))
-
+def test_summary_tells_of_saves_that_were_not_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class FillDisk(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 6:
                 monkeypatch.setattr("hftrain.checkpoint.writer.free_bytes", lambda *args: 0)
 
-    trainer.add_callback(FillDisk)
-    _, rows = summarize(trainer)
+    policy = SavePolicy(on_nonfinite="warn", on_full_disk="warn")
+    _, rows = summarize(make_trainer(tmp_path, model=Overflowing(), save_policy=policy, callbacks=[FillDisk]))
+    assert rows["not finite"] == "weights or losses at steps 5, 10: saved all the same"
     assert rows["not saved"] == "step 10: the disk was full"
 
 
-def test_summary_comes_on_a_terminal_and_nowhere_else_unless_asked(tmp_path: Path) -> None:
-    for number, (file, is_there) in enumerate(((Terminal(), True), (io.StringIO(), False))):
-        trainer = Trainer(Task(), make_arguments(tmp_path / str(number)), train_dataset=make_rows())
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(ProgressCallback(file=file))
-        trainer.train()
-        assert ("Trained 12 steps" in file.getvalue()) is is_there
-        assert "12/12" in file.getvalue()
-
-
-def test_summary_is_printed_once(tmp_path: Path) -> None:
-    file, asked = Terminal(), io.StringIO()
-    callbacks = [ProgressCallback(file=file), SummaryCallback(file=asked)]
+@pytest.mark.parametrize(("is_terminal", "is_asked"), [(True, False), (False, False), (True, True)])
+def test_summary_comes_once_on_a_terminal_or_where_asked(tmp_path: Path, is_terminal: bool, is_asked: bool) -> None:
+    file, asked = Terminal() if is_terminal else io.StringIO(), io.StringIO()
+    callbacks = [ProgressCallback(file=file), *([SummaryCallback(file=asked)] if is_asked else [])]
     Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows(), callbacks=callbacks).train()
-    assert "Trained" not in file.getvalue()
-    assert asked.getvalue().startswith("Trained 12 steps")
-
-
-def test_summary_is_that_of_process_zero(tmp_path: Path) -> None:
-    asked = io.StringIO()
-    trainer = Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows())
-    trainer.add_callback(SummaryCallback(file=asked))
-
-    class AnotherProcess(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            state.is_world_process_zero = False
-
-    trainer.add_callback(AnotherProcess)
-    trainer.train()
-    assert asked.getvalue() == ""
+    assert ("Trained 12 steps" in file.getvalue()) is (is_terminal and not is_asked)
+    assert asked.getvalue().startswith("Trained 12 steps") is is_asked
