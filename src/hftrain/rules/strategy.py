@@ -169,21 +169,3 @@ def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any
             "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
             "Drop it, or use strategy='ddp'.",
         )
-
-
-class EngineFlag:
-    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
-
-    def __get__(self, trainer: Any, kind: type) -> Any:
-        return self if trainer is None else has_engine(trainer.strategy, self._engine)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if bool(value) != has_engine(trainer.strategy, self._engine):
-            raise ConfigError(
-                f"Cannot set is_{self._engine}_enabled to {value}:",
-                f"strategy={trainer.strategy.name!r} decides it.",
-                "Pass another strategy= to the Trainer.",
-            )

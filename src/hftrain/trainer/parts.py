@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from hftrain.core.extras import extra
@@ -43,7 +45,8 @@ class TrainerParts:
             memory, kind = extra("memory"), strategy.device_type
             self.memory = memory.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=kind)
         self.computing = Computing(precision.backward, precision.autocast)
-        self.output, self.journal = Output(lambda: trainer.args.output_dir, strategy), Journal()
+        self.output = Output(partial(attrgetter("args.output_dir"), trainer), strategy)
+        self.journal = Journal()
         self.losses: LossWindow | None = None
         self.steps = TrainingSteps(trainer, hooks, self.computing)
         self.model = TrainerModel(trainer, hooks, self.steps, on_adopted=on_adopted)

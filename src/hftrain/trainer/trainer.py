@@ -43,7 +43,6 @@ from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
 from hftrain.rules.hooks import check_hooks, missing_attribute
-from hftrain.rules.strategy import EngineFlag
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
@@ -69,7 +68,7 @@ from hftrain.trainer.choices import (
     resolved_arguments,
 )
 from hftrain.trainer.evaluated_weights import other_weights
-from hftrain.trainer.model import build_model
+from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 
