@@ -68,7 +68,7 @@ FOREIGN = {
     "task/metric_state.py": {"_computed", "_forward_cache"},
     "task/model_call.py": {"_call_impl", "_compiled_call_impl"},
     "task/quantized.py": {"_hf_peft_config_loaded"},
-    "trainer/acceleration.py": {"_mixed_precision"},
+    "extras/acceleration.py": {"_mixed_precision"},
     "extras/hub/trainer_hub.py": {"_name_or_path"},
 }
 NAMES = set().union(*FOREIGN.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -145,8 +145,3 @@ class Guest(Protocol):
 
     def close_run(self) -> None:
         """Release what must not outlive a run; called when it is over, also after an error."""
-
-
-def at_point(callbacks: Iterable[Any], name: str) -> list[Callable[..., Any]]:
-    """Return the methods at a point of `Guest`, of the callbacks that define it."""
-    return [method for each in callbacks if callable(method := getattr(each, name, None))]

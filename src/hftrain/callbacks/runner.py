@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from hftrain.callbacks.base import TrainerCallback, at_point
+from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
@@ -125,6 +125,10 @@ class CallbackHandler:
 
     add_callback, pop_callback, remove_callback = add, pop, remove
 
+    def at_point(self, name: str) -> list[Callable[..., Any]]:
+        """Return the methods at a point of `Guest`, of the callbacks that define it."""
+        return [method for each in self.callbacks if callable(method := getattr(each, name, None))]
+
     @contextmanager
     def evaluation_weights(self, *, live: bool = False) -> Iterator[None]:
         """Enter the `evaluation_weights()` of every callback that defines it; contexts within do nothing more.
@@ -133,7 +137,7 @@ class CallbackHandler:
             live: Evaluate the weights that train instead.
         """
         with ExitStack() as stack:
-            for swap in () if self._shows or live else at_point(self.callbacks, "evaluation_weights"):
+            for swap in () if self._shows or live else self.at_point("evaluation_weights"):
                 stack.enter_context(swap())
             before, self._shows = self._shows, True
             try:
@@ -206,7 +210,7 @@ class CallbackHandler:
 
     def close_run(self) -> None:
         """Call `close_run` of the callbacks that define it, and drop the loaders; also after an error."""
-        for close in at_point(self.callbacks, "close_run"):
+        for close in self.at_point("close_run"):
             close()
         self.refresh(train_dataloader=None, eval_dataloader=None)
 
@@ -275,9 +279,8 @@ class CallbackHandler:
     def _append(self, callback: Any) -> None:
         check_callback(callback)
         callback = made_callback(callback)
-        name = type(callback).__name__
         if any(type(present) is type(callback) for present in self.callbacks):
-            warn_once(f"There are two callbacks of the type {name}; both will be called.")
+            warn_once(f"There are two callbacks of the type {type(callback).__name__}; both will be called.")
         for event in EVENTS:
             check_signature(callback, event, _overridden(callback, event), DOCUMENTED)
         self.callbacks.append(callback)

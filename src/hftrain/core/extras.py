@@ -10,6 +10,7 @@ from hftrain.core.errors import MissingDependencyError
 
 # Deleting an extra's folder and its line here leaves the rest as it is.
 EXTRAS = {
+    "acceleration": "hftrain.extras.acceleration",
     "background": "hftrain.extras.background",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
     "flight_log": "hftrain.extras.flight.ledger",
@@ -18,6 +19,7 @@ EXTRAS = {
     "intervals": "hftrain.extras.intervals",
     "jit_mode_eval": "hftrain.extras.tracing",
     "liger": "hftrain.extras.liger",
+    "memory": "hftrain.extras.memory",
     "memory_estimate": "hftrain.extras.rehearsal.estimating",
     "mistakes": "hftrain.extras.mistakes",
     "neftune": "hftrain.extras.neftune",

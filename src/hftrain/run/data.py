@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hftrain.callbacks.base import at_point
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import LimitedFeed, Limits
@@ -62,7 +61,7 @@ class RunData:
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed
         loader = self._open_loader(*dataset)
-        for wrap in at_point(self._events.callbacks, "wrap_loader"):
+        for wrap in self._events.at_point("wrap_loader"):
             loader = wrap(loader)
         loader = drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
         loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.errors import ConfigError
@@ -78,7 +77,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         computing=parts.computing,
     )
     stepper = parts.trained.averaging(stepper)
-    for wrap in at_point(parts.events.callbacks, "wrap_stepper"):
+    for wrap in parts.events.at_point("wrap_stepper"):
         stepper = wrap(stepper, args=args, model=model, optimizer=optimizer, strategy=strategy, precision=precision)
     parts.stepper = stepper
     parts.computing.use(stepper, optimizer)

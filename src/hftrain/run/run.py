@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
-from hftrain.callbacks.base import at_point
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.extras import extra
@@ -138,7 +137,7 @@ class Run:
         fit = self._fit_parts()
         if self._salvage is not None:
             fit = self._salvage.watch(fit)
-        for wrap in at_point(self._parts.events.callbacks, "wrap_parts"):
+        for wrap in self._parts.events.at_point("wrap_parts"):
             fit = wrap(fit)
         return fit
 

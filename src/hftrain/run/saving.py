@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,9 @@ class Saver:
             if captured.facts.get("is_planned", True):
                 contents.metric.note_saved(captured.step, parts.output.text_of(path))
             parts.journal.save(path, step=captured.step, num_bytes=captured.num_bytes)
-            # Callbacks find the checkpoint's folder by its step.
-            with temporarily(state, global_step=captured.step, epoch=captured.epoch):
+            # Callbacks find the checkpoint's folder by its step, which has passed if it was written in the background.
+            was_then = {"global_step": captured.step, "epoch": captured.epoch}
+            with temporarily(state, **was_then) if writer.is_async else nullcontext():
                 if parts.args.push_to_hub:
                     # Before rotation, which may delete it.
                     parts.hooks.push_from_checkpoint(str(path))

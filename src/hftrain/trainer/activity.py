@@ -21,7 +21,6 @@ from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import kept_modes
 from hftrain.task.module import without_model
-from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.training_steps import TrainingSteps
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
@@ -38,7 +37,7 @@ class Activity:
 
     run_parts: RunParts | None
 
-    def __init__(self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, memory: MemoryTracker) -> None:
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, steps: TrainingSteps, memory: Any) -> None:
         self._trainer, self._hooks, self.steps, self._memory = trainer, hooks, steps, memory
         self.run_parts = None
         self.depth, self.name = 0, "train"
@@ -72,12 +71,26 @@ class Activity:
                 self.steps.stop_observing()
                 trainer.compiler.close()
                 trainer.precision.close()
-                self._memory.stop()
+                if self._memory is not None:
+                    self._memory.stop()
+
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """Measure the memory of the Trainer's constructor, as of a stage."""
+        if self._memory is None:
+            yield
+            return
+        self._memory.start("init")
+        try:
+            yield
+        finally:
+            self._memory.stop()
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
         self.steps.resolve()  # again, because scripts may assign hooks to the instance
-        self._memory.start("test" if self.name == "predict" else self.name)
+        if self._memory is not None:
+            self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()
         trainer.precision.open(strategy.device, strategy.scaler_factory)
         if isinstance(task, ModelTask):
@@ -156,7 +169,7 @@ class Activity:
 
     def report_memory(self, metrics: dict[str, Any]) -> None:
         """Add the memory report of the current method, unless another one called it."""
-        if self.depth == 1:
+        if self._memory is not None and self.depth == 1:
             metrics.update(self._memory.stop())
 
     def whereabouts(self) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hftrain.callbacks.base import at_point
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
 from hftrain.core.signatures import Hooks
 from hftrain.core.types import Owns
@@ -29,7 +28,7 @@ def other_weights(
         ConfigError: An engine holds the weights, a callback evaluates averages, or has left them in the model.
     """
     events, is_engine = trainer.callback_handler, Owns.STEP in trainer.strategy.owns
-    has_average = weights == "average" and bool(at_point(events.callbacks, "evaluation_weights"))
+    has_average = weights == "average" and bool(events.at_point("evaluation_weights"))
     if weights not in ("average", "live") or has_average or (ckpt is not None and is_engine):
         raise ConfigError(
             f"Cannot use ckpt={ckpt and str(ckpt)!r}, weights={weights!r} with strategy={trainer.strategy.name!r}"

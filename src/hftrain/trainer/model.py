@@ -22,6 +22,7 @@ from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.optimizer import check_optimizer, read_optimizers
 from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.run.parts import TrainerHooks, TrainerPart
+from hftrain.strategies.base import has_engine
 from hftrain.task.introspect import base_model, is_on_several_devices
 from hftrain.task.items import counts_shifted_labels, loss_shifts_labels
 from hftrain.task.model_task import ModelTask
@@ -212,3 +213,21 @@ def build_model(model_init: Callable[..., Any] | None, trial: Any, *, seed: int)
     if model is None:
         raise ConfigError("Cannot use what model_init returned:", "it is None.", "End it with return model.")
     return model
+
+
+class EngineFlag:
+    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        return self if trainer is None else has_engine(trainer.strategy, self._engine)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if bool(value) != has_engine(trainer.strategy, self._engine):
+            raise ConfigError(
+                f"Cannot set is_{self._engine}_enabled to {value}:",
+                f"strategy={trainer.strategy.name!r} decides it.",
+                "Pass another strategy= to the Trainer.",
+            )

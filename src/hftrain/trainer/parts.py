@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
+from hftrain.core.extras import extra
 from hftrain.core.signatures import Hooks
 from hftrain.data.eval_sets import EvalSet
 from hftrain.loops.window import LogWindow, LossWindow
@@ -15,7 +18,6 @@ from hftrain.step.stepper import Computing
 from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
-from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.model import TrainerModel, TrainerOptimizers
 from hftrain.trainer.training_steps import TrainingSteps
 
@@ -28,6 +30,7 @@ class TrainerParts:
         on_adopted: Called when the Trainer has another model.
 
     Attributes:
+        memory: Measures the memory of each stage; None if the arguments do not ask for it.
         journal: That of the current or the last run.
         losses: The logging window of that run; scripts read the logged values after it.
     """
@@ -37,11 +40,13 @@ class TrainerParts:
     ) -> None:
         self._trainer, self.hooks = trainer, hooks
         args, strategy, precision = trainer.args, trainer.strategy, trainer.precision
-        is_on, kind = not args.skip_memory_metrics, strategy.device_type
-        self.memory = MemoryTracker(is_on=is_on, is_main=strategy.is_main, device_type=kind)
-        self.memory.start("init")
+        self.memory: Any = None
+        if not args.skip_memory_metrics:
+            memory, kind = extra("memory"), strategy.device_type
+            self.memory = memory.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=kind)
         self.computing = Computing(precision.backward, precision.autocast)
-        self.output, self.journal = Output(lambda: trainer.args.output_dir, strategy), Journal()
+        self.output = Output(partial(attrgetter("args.output_dir"), trainer), strategy)
+        self.journal = Journal()
         self.losses: LossWindow | None = None
         self.steps = TrainingSteps(trainer, hooks, self.computing)
         self.model = TrainerModel(trainer, hooks, self.steps, on_adopted=on_adopted)

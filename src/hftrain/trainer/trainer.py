@@ -56,7 +56,6 @@ from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import is_on
 from hftrain.task.module import TaskModule, as_step_output
-from hftrain.trainer.acceleration import EngineFlag, adopt_accelerator, make_accelerator
 from hftrain.trainer.checks import check_before_training, check_settings, check_with_model
 from hftrain.trainer.choices import (
     all_callbacks,
@@ -69,8 +68,7 @@ from hftrain.trainer.choices import (
     resolved_arguments,
 )
 from hftrain.trainer.evaluated_weights import other_weights
-from hftrain.trainer.memory import MemoryTracker, measuring_init
-from hftrain.trainer.model import build_model
+from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 
@@ -164,7 +162,6 @@ class Trainer:
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
     _original_evaluation_loop = _original_maybe_log_save_evaluate = ""
 
-    @measuring_init
     @refusing_unknown
     def __init__(
         self,
@@ -223,32 +220,33 @@ class Trainer:
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._trainer_parts = TrainerParts(self, self._trainer_hooks, eval_sets=eval_sets, on_adopted=self._on_adopted)
-        self._start_idle()
-        callbacks = given_callbacks(
-            self.args,
-            (callbacks, callback),
-            profiler=profiler,
-            flight_log=flight_log,
-            exclude_samples=exclude_samples,
-            loggers=loggers,
-            is_rehearsal=bool(self.fast_dev_run),
-        )
-        self.save_policy, self.worker_seeds = save_policy or SavePolicy(), worker_seeds
-        settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
-        check_settings(*settings)
-        self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        begin_process(self.args)
-        self._trainer_parts.model.adopt(self.call_model_init() if model is None else model)
-        self.data_collator = data_collator or default_collator(self.processing_class)
-        check_with_model(*settings)
-        self._trainer_parts.steps.resolve()
-        check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
-        self._make_own_accelerator()
-        self._make_callbacks(callbacks, max_time)
+        with self._trainer_parts.activity.constructing():
+            self._start_idle()
+            callbacks = given_callbacks(
+                self.args,
+                (callbacks, callback),
+                profiler=profiler,
+                flight_log=flight_log,
+                exclude_samples=exclude_samples,
+                loggers=loggers,
+                is_rehearsal=bool(self.fast_dev_run),
+            )
+            self.save_policy, self.worker_seeds = save_policy or SavePolicy(), worker_seeds
+            settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
+            check_settings(*settings)
+            self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
+            self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+            self.optimizer, self.lr_scheduler = optimizers
+            self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+            self.processing_class = one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
+            begin_process(self.args)
+            self._trainer_parts.model.adopt(self.call_model_init() if model is None else model)
+            self.data_collator = data_collator or default_collator(self.processing_class)
+            check_with_model(*settings)
+            self._trainer_parts.steps.resolve()
+            check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
+            self._make_own_accelerator()
+            self._make_callbacks(callbacks, max_time)
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -1339,12 +1337,14 @@ class Trainer:
         # Before super().__init__() of a subclass there is no strategy to agree with; a new one is created afterwards.
         if "_trainer_parts" in vars(self):
             parts = self.args, self.strategy, self.precision, self._trainer_parts.computing
-            self._trainer_parts.computing.accelerator = None if value is None else adopt_accelerator(value, *parts)
+            self._trainer_parts.computing.accelerator = (
+                None if value is None else extra("acceleration").adopt_accelerator(value, *parts)
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create `accelerator` again; launches the strategy. Collective."""
         parts = self.args, self.strategy, self.precision, self._trainer_parts.computing
-        self._trainer_parts.computing.accelerator = make_accelerator(*parts)
+        self._trainer_parts.computing.accelerator = extra("acceleration").make_accelerator(*parts)
 
     def _make_own_accelerator(self) -> None:
         """Call an override that makes the accelerator: it may set what its class uses elsewhere."""
@@ -1584,9 +1584,11 @@ class Trainer:
     sharded_ddp = fsdp = scaler = _past = None
 
     @property
-    def _memory_tracker(self) -> MemoryTracker:
+    def _memory_tracker(self) -> Any:
         """Adds the memory report; evaluate() and predict() do it themselves."""
-        return self._trainer_parts.memory
+        return self._trainer_parts.memory or extra("memory").MemoryTracker(
+            is_on=False, is_main=False, device_type=self.strategy.device_type
+        )
 
     @property
     def neftune_hook_handle(self) -> Any:

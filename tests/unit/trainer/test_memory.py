@@ -16,8 +16,8 @@ from support import tiny
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import MissingDependencyError, TaskError, Trainer
-from hftrain.trainer import memory
-from hftrain.trainer.memory import MemoryMeter, MemoryTracker
+from hftrain.extras import memory
+from hftrain.extras.memory import MemoryMeter, MemoryTracker
 
 
 def keys(*stages: str, segments: tuple[str, ...] = ("cpu",)) -> set[str]:

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.preserve import temporarily
 from hftrain.precision.base import Precision
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.space import readable_bytes
-from hftrain.trainer.memory import device_meter
 
 # The first step allocates the optimizer state and the second rebuilds DDP's buckets; the third is like all others.
 _NUM_STEPS = 3
@@ -56,7 +56,7 @@ class MemoryEstimate:
 def estimate_memory(trainer: TrainerHooks, train: Callable[[Any], object]) -> MemoryEstimate:
     """Rehearse a training and return the peak memory of a step; collective."""
     strategy, precision, kind = trainer.strategy, trainer.precision, trainer.strategy.device_type
-    if strategy.name.startswith("deepspeed") or (kind != "cpu" and device_meter(kind) is None):
+    if strategy.name.startswith("deepspeed") or (kind != "cpu" and extra("memory").device_meter(kind) is None):
         raise ConfigError(
             f"Cannot estimate the memory with strategy={strategy.name!r} on {kind!r}.",
             "torch does not report its peak memory.",
@@ -149,8 +149,7 @@ def _meter(device_type: str) -> Iterator[int]:
         events = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
         yield max(accumulate((num_bytes for _, num_bytes in events), initial=0))
     else:
-        meter = device_meter(device_type)
-        assert meter is not None
+        meter = extra("memory").device_meter(device_type)
         meter.start()
         yield 0
         yield sum(meter.deltas().values())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
 from hftrain.core.optional import require
 
 _LOOKS_EVERY_S = 0.005
-
-Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class MemoryMeter:
@@ -113,21 +110,6 @@ class MemoryTracker:
         while not stop.wait(_LOOKS_EVERY_S):
             for meter in meters:
                 meter.look()
-
-
-def measuring_init(init: Init) -> Init:
-    """Make a constructor end its memory stage when it returns or raises."""
-
-    @functools.wraps(init)
-    def measured(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            parts = vars(self).get("_trainer_parts")
-            if parts is not None:
-                parts.memory.stop()
-
-    return cast(Init, measured)
 
 
 def _meters(device_type: str) -> dict[str, MemoryMeter]:

@@ -207,21 +207,3 @@ def _settings(args: Any, policy: Any, *, device_type: str) -> tuple[str, dict[st
     # As documented, the order depends on the seed; accelerate's own default draws it from the global generator.
     loading = {"use_seedable_sampler": True, **{k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}}
     return mixed, {**loading, "data_seed": args.data_seed}
-
-
-class EngineFlag:
-    """Whether the Trainer's strategy uses an engine; code copied from transformers assigns the same value."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
-
-    def __get__(self, trainer: Any, kind: type) -> Any:
-        return self if trainer is None else has_engine(trainer.strategy, self._engine)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if bool(value) != has_engine(trainer.strategy, self._engine):
-            raise ConfigError(
-                f"Cannot set is_{self._engine}_enabled to {value}:",
-                f"strategy={trainer.strategy.name!r} decides it.",
-                "Pass another strategy= to the Trainer.",
-            )
