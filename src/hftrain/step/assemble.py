@@ -64,10 +64,9 @@ def assemble_stepper(
     engine: Any = strategy
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
     if hasattr(optimizer, "assemble"):
-        stepper: Stepper = optimizer.assemble(
-            strategy, precision, args, computing or Computing(precision.backward, precision.autocast)
-        )
-        return stepper
+        computing = computing or Computing(precision.backward, precision.autocast)
+        own: Stepper = optimizer.assemble(strategy, precision, args, computing)
+        return own
     max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
