@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hftrain.core.elsewhere import lightning_base, names_elsewhere
+from hftrain.core.elsewhere import lightning_base, names_elsewhere, warn_of_uncalled
 from hftrain.core.errors import HFTrainError, TaskError, a_kind, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.notes import add_note
-from hftrain.core.uncalled import warn_of_uncalled
 
 
 def as_list(callbacks: Any) -> list[Any]:

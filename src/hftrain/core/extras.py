@@ -13,6 +13,7 @@ EXTRAS = {
     "acceleration": "hftrain.extras.acceleration",
     "background": "hftrain.extras.background",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
+    "evaluated_weights": "hftrain.extras.evaluated_weights",
     "flight_log": "hftrain.extras.flight.ledger",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
     "hub": "hftrain.extras.hub.trainer_hub",
@@ -29,6 +30,7 @@ EXTRAS = {
     "profiler": "hftrain.extras.profiling.profiling",
     "recompute": "hftrain.extras.recompute",
     "rehearsal": "hftrain.extras.rehearsal.rehearsal",
+    "reports": "hftrain.extras.reports",
     "salvage": "hftrain.extras.salvage",
     "search": "hftrain.extras.search.trials",
     "smaller_batches": "hftrain.extras.batch_size.micro_batches",
@@ -36,7 +38,7 @@ EXTRAS = {
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
     "xla": "hftrain.extras.engine_settings.xla",
-    "xla_metrics": "hftrain.extras.xla_metrics",
+    "xla_metrics": "hftrain.extras.engine_settings.xla",
 }
 
 

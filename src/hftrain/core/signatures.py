@@ -201,6 +201,7 @@ class Hooks:
     created_lr_scheduler = Hook("_created_lr_scheduler")
     # Checkpoints.
     get_output_dir = Hook("_get_output_dir")
+    save = Hook("_save")
     save_checkpoint = Hook("_save_checkpoint")
     save_optimizer_and_scheduler = Hook("_save_optimizer_and_scheduler")
     push_from_checkpoint = Hook("_push_from_checkpoint")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.core.elsewhere import names_elsewhere
+from hftrain.core.elsewhere import is_meant, names_elsewhere, warn_of_uncalled, word_uncalled
 from hftrain.core.errors import ConfigError
-from hftrain.core.uncalled import is_meant, warn_of_uncalled, word_uncalled
 
 # Methods that a subclass may call, but that the Trainer does not call.
 HELPERS = frozenset(

@@ -9,10 +9,9 @@ from torch import nn
 
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.elsewhere import lightning_base, names_elsewhere
+from hftrain.core.elsewhere import lightning_base, names_elsewhere, warn_of_uncalled
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
-from hftrain.core.uncalled import warn_of_uncalled
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import is_on_several_devices
 from hftrain.task.model_task import ModelTask

@@ -7,6 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCHEDULER
 from hftrain.checkpoint.manifest import read_manifest
@@ -21,7 +25,8 @@ from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness, Rewind
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan
-from hftrain.storage.tensors import save_tensors
+from hftrain.storage.tensors import save_tensors, tree_bytes
+from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import metric_states, restore_metric_states
 
 logger = get_logger(__name__)
@@ -30,6 +35,9 @@ logger = get_logger(__name__)
 # requested by a signal does not wait for an evaluation that is due at the same boundary. One of a run's last step comes
 # before the actions at the end of the last epoch, and no further step would trigger them.
 LOG, EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("log", "evaluate", "save", "end_epoch", "end_run")
+
+# For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
+_ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
 class Contents:
@@ -241,3 +249,38 @@ class Contents:
         """Do what the hook does, for `load_numbers`."""
         if self._numbers:
             restore_rng(self._numbers)
+
+
+def checkpoint_bytes(parts: RunParts) -> int:
+    """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
+    args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
+    own = 0
+    shards = strategy.model_shards(model)
+    if shards is not None:
+        own += tree_bytes(shards)
+    elif args.should_save:
+        own += _whole_bytes(strategy, model)
+    if args.should_save:
+        named = (*parts.task.named_parameters(), *parts.task.named_buffers())
+        own += tree_bytes([each for name, each in named if not name.startswith("model.")])
+    if not args.save_only_model:
+        split = strategy.optimizer_shards(model, optimizer)
+        if split is not None:
+            own += tree_bytes(split[1])
+        elif args.should_save:
+            own += tree_bytes(optimizer.state_dict())
+    total = own
+    if not args.save_on_each_node:
+        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
+    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
+
+
+def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
+    """Return the bytes of a model that is saved whole, without its state dict, which may be collective."""
+    model = strategy.unwrap(wrapped)
+    parameters = list(model.parameters())
+    if saves_adapters(model):
+        return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
+    # With torch's older FSDP wrapper, each process has a shard of about the same size; newer ones know the full size.
+    is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
+    return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)

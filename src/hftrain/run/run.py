@@ -18,10 +18,10 @@ from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.metrics import speed_metrics
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
-from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
 from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts

@@ -8,10 +8,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import UNCOMMITTED
@@ -26,21 +24,21 @@ from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.meta import stored_in
 from hftrain.core.preserve import temporarily
+from hftrain.core.signatures import Hooks
 from hftrain.core.state import HistoryText, TrainerState
+from hftrain.core.types import Owns
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
-from hftrain.run.contents import Contents
+from hftrain.run.contents import Contents, checkpoint_bytes
 from hftrain.run.counting import RunCounts
+from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.storage.tensors import save_containers, tree_bytes
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
-
-# For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
-_ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
 class Saver:
@@ -137,8 +135,7 @@ class Saver:
         parts, contents, writer, state = self._parts, self.contents, self.writer, self._parts.state
         writer.finish(for_next=True)
         contents.finiteness.check(is_planned=contents.is_planned)
-        # A callback may have changed them.
-        self.manager.save_total_limit = parts.args.save_total_limit
+        self.manager.save_total_limit = parts.args.save_total_limit  # a callback may have changed them
         self.manager.only_model = bool(parts.args.save_only_model)
         num_bytes = checkpoint_bytes(parts)
         if not writer.make_room(num_bytes, step=state.global_step):
@@ -289,41 +286,6 @@ def _frozen(state: TrainerState) -> TrainerState:
     return frozen
 
 
-def checkpoint_bytes(parts: RunParts) -> int:
-    """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
-    args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
-    own = 0
-    shards = strategy.model_shards(model)
-    if shards is not None:
-        own += tree_bytes(shards)
-    elif args.should_save:
-        own += _whole_bytes(strategy, model)
-    if args.should_save:
-        named = (*parts.task.named_parameters(), *parts.task.named_buffers())
-        own += tree_bytes([each for name, each in named if not name.startswith("model.")])
-    if not args.save_only_model:
-        split = strategy.optimizer_shards(model, optimizer)
-        if split is not None:
-            own += tree_bytes(split[1])
-        elif args.should_save:
-            own += tree_bytes(optimizer.state_dict())
-    total = own
-    if not args.save_on_each_node:
-        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
-    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
-
-
-def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
-    """Return the bytes of a model that is saved whole, without its state dict, which may be collective."""
-    model = strategy.unwrap(wrapped)
-    parameters = list(model.parameters())
-    if saves_adapters(model):
-        return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
-    # With torch's older FSDP wrapper, each process has a shard of about the same size; newer ones know the full size.
-    is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
-    return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)
-
-
 def capture_training_model(parts: RunParts, keep: Keep) -> Writer:
     """Return a function that writes the current model and its other files. Collective."""
     strategy, model = parts.strategy, parts.wrapped
@@ -352,6 +314,38 @@ def capture_model(trainer: TrainerHooks, model: nn.Module, weights: Any, keep: K
         save_containers(arguments, folder / ARGUMENTS)
 
     return write
+
+
+def write_model(
+    trainer: TrainerHooks, hooks: Hooks, output: Output, output_dir: str | None, *, is_internal: bool
+) -> Path | None:
+    """Do what the documented `save_model` does; return the folder of a model that processes have saved together.
+
+    Args:
+        is_internal: Whether it is part of a checkpoint, where each process may write its own part of the model; one
+            saved by the user is always whole.
+    """
+    strategy, folder = trainer.strategy, output.locate(output_dir) if output_dir else output.folder
+    is_sharded = strategy.shards_model or Owns.STEP in strategy.owns
+    is_uploaded = trainer.args.push_to_hub or output.url_of(folder) is not None
+    if not is_internal and (is_sharded or is_uploaded) and strategy.watch is not None:
+        strategy.watch.meet("save_model")
+    is_split = is_internal and strategy.model_shards(trainer.model_wrapped) is not None
+    with evaluation_weights(trainer.optimizer), trainer.callback_handler.evaluation_weights(live=is_internal):
+        weights = {} if is_split else strategy.model_state(trainer.model_wrapped)
+        if trainer.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not is_internal:
+                logger.info("Saving model checkpoint to %s", folder)
+            hooks.save(str(folder), state_dict=weights)
+    if not (is_internal or is_sharded or is_uploaded):
+        return None  # so that the main process may save alone
+    if not (is_internal and output_dir):
+        output.publish_together(output_dir)
+    if is_internal:
+        return None
+    strategy.barrier()
+    return folder
 
 
 def load_task(

@@ -14,10 +14,10 @@ from torch import nn
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.metrics import numbers_of, speed_metrics, to_plain, with_prefix
 from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
-from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
@@ -37,7 +37,6 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation_mean import EvaluationMean
-from hftrain.trainer.reports import numbers_of, to_plain, with_prefix
 
 logger = get_logger(__name__)
 

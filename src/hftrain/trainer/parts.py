@@ -33,6 +33,7 @@ class TrainerParts:
         memory: Measures the memory of each stage; None if the arguments do not ask for it.
         journal: That of the current or the last run.
         losses: The logging window of that run; scripts read the logged values after it.
+        trial_run: The current trial of a search, with its results; None outside of one.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TrainerParts:
         self.output = Output(partial(attrgetter("args.output_dir"), trainer), strategy)
         self.journal = Journal()
         self.losses: LossWindow | None = None
+        self.trial_run: Any = None
         self.steps = TrainingSteps(trainer, hooks, self.computing)
         self.model = TrainerModel(trainer, hooks, self.steps, on_adopted=on_adopted)
         self.optimizers = TrainerOptimizers(trainer, hooks)
@@ -55,7 +57,7 @@ class TrainerParts:
         self.data = TrainerData(trainer, hooks)
         self.evaluation = Evaluation(trainer, hooks, self.activity, self.data, eval_sets)
 
-    def for_run(self, ignore_keys: list[str] | None, trial_run: Any) -> RunParts:
+    def for_run(self, ignore_keys: list[str] | None) -> RunParts:
         """Return the parts that exist before a run is built, which has a new journal and a new logging window."""
         trainer, steps, evaluation, activity = self._trainer, self.steps, self.evaluation, self.activity
         self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
@@ -90,7 +92,7 @@ class TrainerParts:
             events=trainer.callback_handler,
             losses=self.losses,
             logs=LogWindow(gather_object=trainer.strategy.data.gather_object),
-            trial_run=trial_run,
+            trial_run=self.trial_run,
             ignore_keys=ignore_keys,
             journal=self.journal,
             services=services,

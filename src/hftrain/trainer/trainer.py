@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,13 +23,13 @@ from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.metrics import speed_metrics, to_plain
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import Hooks
-from hftrain.core.speed import speed_metrics
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import as_array, map_tensors
-from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Owns, PredictionOutput, TrainOutput
+from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
 from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
@@ -39,7 +39,6 @@ from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
-from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
 from hftrain.rules.hooks import check_hooks, missing_attribute
@@ -47,7 +46,7 @@ from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import count_tokens, token_counter
 from hftrain.run.run import Run
-from hftrain.run.saving import capture_model, load_task
+from hftrain.run.saving import capture_model, load_task, write_model
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import CompileConfig, Compiler
@@ -67,10 +66,8 @@ from hftrain.trainer.choices import (
     one_of,
     resolved_arguments,
 )
-from hftrain.trainer.evaluated_weights import other_weights
 from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
-from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 
 logger = get_logger(__name__)
 
@@ -291,8 +288,6 @@ class Trainer:
         self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
-        # The current trial of a search, with its results.
-        self._trial_run: Any = None
         # The current run, once it is built.
         self._session: Run | None = None
         self._counted: tuple[nn.Module, int] | None = None
@@ -341,8 +336,8 @@ class Trainer:
         if kwargs:
             names = ", ".join(sorted(kwargs))
             raise TypeError(f"train() got unexpected keyword arguments: {names}. Settings go to TrainingArguments.")
-        if trial is not None and self._trial_run is None:
-            with self._trying(trial):
+        if trial is not None and self._trainer_parts.trial_run is None:
+            with extra("search").trying(self, self._trainer_parts, self._follow_arguments, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         found, parts = existing_part(self.output_dir), self._trainer_parts
         resume = check_before_training(
@@ -361,7 +356,7 @@ class Trainer:
         """Build a run, execute it and close it."""
         self.is_in_train = True
         parts = self._trainer_parts
-        run_parts = parts.activity.run_parts = parts.for_run(ignore_keys, self._trial_run)
+        run_parts = parts.activity.run_parts = parts.for_run(ignore_keys)
         self.callback_handler = self.callback_handler  # whose `logger` writes into the new journal
         try:
             with open_run(run_parts, resume) as self._session:
@@ -609,7 +604,9 @@ class Trainer:
         """
         parts, evaluation = self._trainer_parts, self._trainer_parts.evaluation
         if ckpt is not None or weights != "average":
-            chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
+            chosen_weights = extra("evaluated_weights").other_weights(
+                self, parts.hooks, parts.output, ckpt, weights=weights
+            )
             with parts.activity.running("eval"), chosen_weights:
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -658,7 +655,9 @@ class Trainer:
         """
         if ckpt is not None or weights != "average":
             parts = self._trainer_parts
-            chosen_weights = other_weights(self, parts.hooks, parts.output, ckpt, weights=weights)
+            chosen_weights = extra("evaluated_weights").other_weights(
+                self, parts.hooks, parts.output, ckpt, weights=weights
+            )
             with parts.activity.running("predict"), chosen_weights:
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._trainer_parts.activity.evaluating("predict"):
@@ -803,9 +802,10 @@ class Trainer:
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Report the objective of an evaluation during training to the search backend, which may end the trial."""
         # Evaluation sets may have different schedules, but the objective needs all of them.
-        if self._trial_run is not None and self._trainer_parts.evaluation.has_all_sets:
+        trial_run = self._trainer_parts.trial_run
+        if trial_run is not None and self._trainer_parts.evaluation.has_all_sets:
             folder = self._get_output_dir(self._trainer_hooks.trial)
-            self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
+            trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and call the callbacks.
@@ -872,28 +872,10 @@ class Trainer:
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = self._trainer_parts.output.locate(output_dir) if output_dir else self.output_dir
-        is_sharded = self.strategy.shards_model or Owns.STEP in self.strategy.owns
-        is_uploaded = self.args.push_to_hub or self._trainer_parts.output.url_of(folder) is not None
-        if not _internal_call and (is_sharded or is_uploaded) and self.strategy.watch is not None:
-            self.strategy.watch.meet("save_model")
-        # In a checkpoint each process may write its own part; a model saved by the user is always whole.
-        is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
-        with evaluation_weights(self.optimizer), self.callback_handler.evaluation_weights(live=_internal_call):
-            weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
-            if self.args.should_save:
-                folder.mkdir(parents=True, exist_ok=True)
-                if not _internal_call:
-                    logger.info("Saving model checkpoint to %s", folder)
-                self._save(str(folder), state_dict=weights)
-        if not (_internal_call or is_sharded or is_uploaded):
-            return  # so that the main process may save alone
-        if not (_internal_call and output_dir):
-            self._trainer_parts.output.publish_together(output_dir)
-        if not _internal_call:
-            self.strategy.barrier()
-            if self.args.push_to_hub:
-                self._hub.after_save_model(message="Model save", folder=folder)
+        parts = self._trainer_parts
+        folder = write_model(self, parts.hooks, parts.output, output_dir, is_internal=_internal_call)
+        if folder is not None and self.args.push_to_hub:
+            self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         capture_model(self, self.model, state_dict)(Path(output_dir))
@@ -1140,16 +1122,16 @@ class Trainer:
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics as an aligned table; the main process prints."""
         if self.is_world_process_zero():
-            print(metrics_table(split, metrics))
+            print(extra("reports").metrics_table(split, metrics))
 
     def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return a readable copy of metrics."""
-        return metrics_format(metrics)
+        return extra("reports").metrics_format(metrics)  # type: ignore[no-any-return]
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
-            store_metrics(self.output_dir, split, metrics, combined=combined)
+            extra("reports").store_metrics(self.output_dir, split, metrics, combined=combined)
             self._trainer_parts.output.publish()
 
     @property
@@ -1449,54 +1431,18 @@ class Trainer:
 
         Source: the documented `Trainer.hyperparameter_search`.
         """
-        searching = extra("search")
-        has_data = self.eval_dataset is not None or self._trainer_hooks.is_overridden("get_eval_dataloader", "evaluate")
-        searching.check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
-        chosen = self.hp_search_backend = searching.choose_backend(backend)
-        try:
-            config = searching.SearchConfig(
-                space=hp_space or searching.SPACES[chosen],
-                num_trials=n_trials,
-                directions=searching.check_directions(direction, chosen),
-                options=kwargs,
-                scope=self.args.ray_scope or "last",
-            )
-            objective = compute_objective or searching.default_objective(self.task, config)
-            attempt = partial(self._attempt, compute_objective=objective, directions=config.directions, hp_name=hp_name)
-            # Each trial creates its own, and Ray's processes must not receive these.
-            self.accelerator = None
-            evaluates, handler = self.args.eval_strategy != "no", self.callback_handler
-            return searching.search(  # type: ignore[no-any-return]
-                config, chosen, attempt, strategy=self.strategy, handler=handler, evaluates=evaluates
-            )
-        finally:
-            self.hp_search_backend = None
-
-    def _attempt(self, trial: Any, *, directions: Sequence[str], resume: str | None = None, **options: Any) -> Any:
-        """Train and evaluate once, and return the objective or objectives; collective."""
-        with self._trying(trial, **options) as run:
-            self.train(resume_from_checkpoint=resume, trial=trial)
-            if run.step != self.state.global_step or self.args.load_best_model_at_end:
-                # The trial's final model has not been evaluated.
-                run.values = run.compute_objective(dict(self.evaluate()))
-            return run.objectives(len(directions))
-
-    @contextmanager
-    def _trying(self, trial: Any, **options: Any) -> Iterator[Any]:
-        """Train with a trial's values; see `trying`."""
-        noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
-        try:
-            output = self._trainer_parts.output
-            with extra("search").trying(self.args, output, self.model_init, trial, **options) as run:
-                if self.args.neftune_noise_alpha != given:
-                    self.neftune_noise_alpha = self.args.neftune_noise_alpha
-                self._trial_run, self._trainer_hooks.trial, self.hp_name = run, run.trial, options.get("hp_name")
-                self._follow_arguments()
-                yield run
-        finally:
-            self._trial_run = self._trainer_hooks.trial = None
-            self.neftune_noise_alpha = noise
-            self._follow_arguments()
+        return extra("search").search_trials(  # type: ignore[no-any-return]
+            self,
+            self._trainer_parts,
+            self._follow_arguments,
+            space=hp_space,
+            compute_objective=compute_objective,
+            num_trials=n_trials,
+            direction=direction,
+            backend=backend,
+            hp_name=hp_name,
+            options=kwargs,
+        )
 
     def _follow_arguments(self) -> None:
         """Update objects that were made from the arguments, after these have changed."""

@@ -25,6 +25,7 @@ from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint import manager, writer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
+from hftrain.run import contents
 from hftrain.run import saving as room
 from hftrain.storage import files, space
 from hftrain.storage.tensors import tree_bytes
@@ -301,7 +302,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the predictions say that there is room, so that the disk itself is what fails."""
-    monkeypatch.setattr(room, "_ALLOWANCE_BYTES", -(1 << 40))
+    monkeypatch.setattr(contents, "_ALLOWANCE_BYTES", -(1 << 40))
 
 
 @MODES

@@ -11,8 +11,8 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, MissingDependencyError, TaskError, Trainer
 from hftrain.arguments.enums import DebugOption
-from hftrain.extras import xla_metrics
-from hftrain.extras.xla_metrics import XLAMetricsCallback
+from hftrain.extras.engine_settings import xla
+from hftrain.extras.engine_settings.xla import XLAMetricsCallback
 
 FORMS = ["underflow_overflow", ["underflow_overflow"], [DebugOption.UNDERFLOW_OVERFLOW], DebugOption.UNDERFLOW_OVERFLOW]
 
@@ -59,7 +59,7 @@ def pretend_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     package.debug, debug.metrics = debug, metrics  # type: ignore[attr-defined]
     for module in (package, debug, metrics):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(xla_metrics, "require", lambda *args, **kwargs: None)
+    monkeypatch.setattr(xla, "require", lambda *args, **kwargs: None)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.core.speed import speed_metrics
-from hftrain.trainer.reports import (
-    metrics_format,
-    metrics_table,
-    store_metrics,
-    to_plain,
-    with_prefix,
-)
+from hftrain.core.metrics import speed_metrics, to_plain, with_prefix
+from hftrain.extras.reports import metrics_format, metrics_table, store_metrics
 
 
 def test_speed_is_told_in_seconds_and_rates() -> None:

@@ -1,11 +1,15 @@
-"""The documented settings of XLA devices, as options of the strategy."""
+"""The documented settings of XLA devices, as options of the strategy, and XLA's own metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
+from hftrain.core.optional import require
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
 from hftrain.extras.engine_settings.fsdp import read_fsdp_config
 
 logger = get_logger(__name__)
@@ -51,6 +55,25 @@ def xla_options(args: Any) -> dict[str, Any]:
         "min_num_params": int(config.get("min_num_params", 0)),
         "recomputes": bool(config.get("xla_fsdp_grad_ckpt")),
     }
+
+
+class XLAMetricsCallback(TrainerCallback):
+    """Print XLA's own metrics after every epoch and evaluation, on the first process.
+
+    Source: the documented `debug="tpu_metrics_debug"`.
+    """
+
+    def __init__(self) -> None:
+        require("torch_xla", feature="debug='tpu_metrics_debug'", extra="xla")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Print the metrics so far."""
+        import torch_xla.debug.metrics
+
+        if state.is_world_process_zero:
+            print(torch_xla.debug.metrics.metrics_report(), flush=True)
+
+    on_evaluate = on_epoch_end
 
 
 def _check_words(words: list[str]) -> None:

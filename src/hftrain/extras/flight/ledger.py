@@ -16,6 +16,8 @@ The batches of the last steps whose loss or norm stood out are in the folder ``s
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,17 +33,21 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import STARTED_IN
 from hftrain.core.parameters import is_partitioned
+from hftrain.data.datasets import has_length, whole_dataset
 from hftrain.extras.flight.files import Ledger, Steps, quiet
 from hftrain.extras.flight.fingerprint import Fingerprint
 from hftrain.extras.flight.invariants import Invariants
 from hftrain.extras.flight.reading import total_loss
 from hftrain.extras.flight.samples import ExcludeSamples, NotedFeed, noted
 from hftrain.extras.flight.stacks import Phase, StackDumps
-from hftrain.extras.flight.surroundings import data_of, environment_of
 
 _KEPT_SPIKES = 20
 _TRAININGS = count(1)
 _PRINTS = ("weights", "gradients")
+
+# Variables that change numbers or who computes them.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES")
+_PREFIXES = ("TORCH_", "NCCL_", "PYTORCH_", "XLA_")
 
 
 class FlightLog(TrainerCallback):
@@ -203,8 +209,8 @@ class _Recorder:
                 "world_size": self._strategy.world_size,
                 "strategy": self._strategy.name,
                 "precision": self.precision,
-                "data": data_of(parts.dataset),
-                "environment": environment_of(parts.device),
+                "data": _data_of(parts.dataset),
+                "environment": _environment_of(parts.device),
                 "command": sys.orig_argv,
                 "folder": STARTED_IN,
                 "training": next(_TRAININGS),
@@ -352,3 +358,30 @@ def make_flight(flight_log: bool | TrainerCallback, exclude_samples: Any) -> lis
     if isinstance(flight_log, TrainerCallback):
         return [*found, flight_log]
     return [*found, FlightLog()] if flight_log else found
+
+
+def _data_of(dataset: Any) -> dict[str, Any]:
+    """Return what tells a dataset from another: its class, length, and the fingerprint of one of `datasets`."""
+    dataset = whole_dataset(dataset)
+    return {
+        "dataset": type(dataset).__name__,
+        "samples": len(dataset) if has_length(dataset) else None,
+        "fingerprint": getattr(dataset, "_fingerprint", None),
+    }
+
+
+def _environment_of(device: torch.device) -> dict[str, Any]:
+    """Return what numbers may depend on besides versions: the device, the threads, variables of the environment."""
+    is_named = device.type == "cuda"
+    return {
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if is_named else f"{device.type} ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        **{
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(_PREFIXES)
+        },
+    }

@@ -18,9 +18,7 @@ from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
 from hftrain.core.types import BestRun, HPSearchBackend
-from hftrain.extras.search.config import Attempt, Report, SearchConfig
-from hftrain.extras.search.config import check_directions as check_directions
-from hftrain.extras.search.config import choose_backend as choose_backend
+from hftrain.extras.search.config import Attempt, Report, SearchConfig, check_directions, choose_backend
 from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -36,6 +34,7 @@ from hftrain.run.output import Output
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.parts import TrainerParts
 
 logger = get_logger(__name__)
 
@@ -103,8 +102,86 @@ class TrialRun:
         }
 
 
+def search_trials(
+    trainer: Any,
+    parts: TrainerParts,
+    follow: Callable[[], None],
+    *,
+    space: Callable[[Any], Any] | None,
+    compute_objective: Objective | None,
+    num_trials: int,
+    direction: str | list[str],
+    backend: str | HPSearchBackend | None,
+    hp_name: Callable[[Any], str] | None,
+    options: Mapping[str, Any],
+) -> BestRun | list[BestRun]:
+    """Do what the documented `hyperparameter_search` does; collective.
+
+    Args:
+        follow: Updates what a Trainer made from its arguments, after these have changed.
+    """
+    has_data = trainer.eval_dataset is not None or parts.hooks.is_overridden("get_eval_dataloader", "evaluate")
+    check_search(trainer.model_init, fast_dev_run=trainer.fast_dev_run, has_data=has_data)
+    chosen = trainer.hp_search_backend = choose_backend(backend)
+    try:
+        config = SearchConfig(
+            space=space or SPACES[chosen],
+            num_trials=num_trials,
+            directions=check_directions(direction, chosen),
+            options=options,
+            scope=trainer.args.ray_scope or "last",
+        )
+        objective = compute_objective or default_objective(trainer.task, config)
+        attempt = partial(_attempt, trainer, parts, follow, len(config.directions))
+        attempt = partial(attempt, compute_objective=objective, hp_name=hp_name)
+        # Each trial creates its own, and Ray's processes must not receive these.
+        trainer.accelerator = None
+        evaluates, handler = trainer.args.eval_strategy != "no", trainer.callback_handler
+        return search(config, chosen, attempt, strategy=trainer.strategy, handler=handler, evaluates=evaluates)
+    finally:
+        trainer.hp_search_backend = None
+
+
+def _attempt(
+    trainer: Any,
+    parts: TrainerParts,
+    follow: Callable[[], None],
+    num_objectives: int,
+    trial: Any,
+    *,
+    resume: str | None = None,
+    **options: Any,
+) -> Any:
+    """Train and evaluate once, and return the objective or objectives; collective."""
+    with trying(trainer, parts, follow, trial, **options) as run:
+        trainer.train(resume_from_checkpoint=resume, trial=trial)
+        if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
+            # The trial's final model has not been evaluated.
+            run.values = run.compute_objective(dict(trainer.evaluate()))
+        return run.objectives(num_objectives)
+
+
 @contextmanager
 def trying(
+    trainer: Any, parts: TrainerParts, follow: Callable[[], None], trial: Any, **options: Any
+) -> Iterator[TrialRun]:
+    """Let a Trainer train with a trial's values; the options are those of `_with_values`."""
+    noise, given = trainer.neftune_noise_alpha, trainer.args.neftune_noise_alpha
+    try:
+        with _with_values(trainer.args, parts.output, trainer.model_init, trial, **options) as run:
+            if trainer.args.neftune_noise_alpha != given:
+                trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
+            parts.trial_run, parts.hooks.trial, trainer.hp_name = run, run.trial, options.get("hp_name")
+            follow()
+            yield run
+    finally:
+        parts.trial_run = parts.hooks.trial = None
+        trainer.neftune_noise_alpha = noise
+        follow()
+
+
+@contextmanager
+def _with_values(
     args: TrainingArguments,
     output: Output,
     model_init: Callable[..., Any] | None,

@@ -1,4 +1,4 @@
-"""Formatting and storing of a run's metrics."""
+"""The documented `metrics_format`, `log_metrics` and `save_metrics`: how a run's metrics are shown and stored."""
 
 from __future__ import annotations
 
@@ -8,29 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from hftrain.core.errors import TaskError
-
-
-def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with tensors and NumPy values converted to plain numbers and lists, ready for JSON."""
-    return {str(name): _plain(value, str(name)) for name, value in metrics.items()}
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that are single real numbers, as plain ones."""
-    kinds = (int, float, numpy.number, torch.Tensor)
-    scalars = {
-        name: value for name, value in metrics.items() if isinstance(value, kinds) and not getattr(value, "shape", ())
-    }
-    return {name: value for name, value in to_plain(scalars).items() if isinstance(value, (int, float))}
-
-
-def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return metrics whose names all start with ``<prefix>_``."""
-    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+from hftrain.core.metrics import to_plain
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,24 +51,3 @@ def store_metrics(folder: Path, split: str, metrics: Mapping[str, Any], *, combi
         path = folder / "all_results.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         path.write_text(json.dumps({**known, **plain}, indent=4, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any, name: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, numpy.generic):
-        return value.item()
-    if isinstance(value, numpy.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return to_plain(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, name) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TaskError(
-        f"Cannot report {name!r}:",
-        f"it is a {type(value).__name__}, which no log or checkpoint can hold.",
-        "Report numbers, text, or lists and dicts of them.",
-        value=value,
-    )
