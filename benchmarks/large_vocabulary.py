@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import transformers
-from hftrain.task.recompute import recompute_activations
 
 from hftrain import ChunkedCrossEntropy, Trainer, TrainingArguments
+from hftrain.extras.recompute import recompute_activations
 
 
 def make_model(**size: int) -> Any:

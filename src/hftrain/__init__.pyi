@@ -136,6 +136,7 @@ from hftrain.extras.search.defaults import default_compute_objective as default_
 from hftrain.extras.search.defaults import default_hp_space_optuna as default_hp_space_optuna
 from hftrain.extras.search.defaults import default_hp_space_ray as default_hp_space_ray
 from hftrain.extras.search.defaults import default_hp_space_wandb as default_hp_space_wandb
+from hftrain.extras.reports import metrics_format as metrics_format
 from hftrain.extras.seq2seq.trainer import Seq2SeqTrainer as Seq2SeqTrainer
 from hftrain.extras.spikes import SpikeGuard as SpikeGuard
 from hftrain.extras.trackers.callbacks import ClearMLCallback as ClearMLCallback
@@ -167,6 +168,5 @@ from hftrain.task import ModelTask as ModelTask
 from hftrain.task import TaskModule as TaskModule
 from hftrain.task.loss import LabelSmoother as LabelSmoother
 from hftrain.trainer import Trainer as Trainer
-from hftrain.trainer.reports import metrics_format as metrics_format
 
 __version__: str
