@@ -132,11 +132,11 @@ from hftrain.extras.profiling.profiling import SimpleProfiler as SimpleProfiler
 from hftrain.extras.profiling.profiling import TorchProfiler as TorchProfiler
 from hftrain.extras.profiling.throughput import Throughput as Throughput
 from hftrain.extras.profiling.throughput import parameter_table as parameter_table
+from hftrain.extras.reports import metrics_format as metrics_format
 from hftrain.extras.search.defaults import default_compute_objective as default_compute_objective
 from hftrain.extras.search.defaults import default_hp_space_optuna as default_hp_space_optuna
 from hftrain.extras.search.defaults import default_hp_space_ray as default_hp_space_ray
 from hftrain.extras.search.defaults import default_hp_space_wandb as default_hp_space_wandb
-from hftrain.extras.reports import metrics_format as metrics_format
 from hftrain.extras.seq2seq.trainer import Seq2SeqTrainer as Seq2SeqTrainer
 from hftrain.extras.spikes import SpikeGuard as SpikeGuard
 from hftrain.extras.trackers.callbacks import ClearMLCallback as ClearMLCallback
