@@ -46,6 +46,8 @@ _OF_LOADING = {
 class ArgumentSetters(ArgumentFields):
     """The documented `set_*` methods: each mutates the arguments and returns them, so that calls chain.
 
+    A parameter means what the argument does that it sets, which `TrainingArguments` describes.
+
     Values are checked immediately. Combinations of settings are checked when a Trainer is constructed, because a chain
     may pass through invalid combinations.
     """
@@ -62,16 +64,6 @@ class ArgumentSetters(ArgumentFields):
         gradient_checkpointing: bool = False,
     ) -> Self:
         """Set the main training settings; also sets `do_train`.
-
-        Args:
-            learning_rate: Base learning rate.
-            batch_size: Samples per device and micro-step.
-            weight_decay: Weight decay; not applied to `nn.LayerNorm`, and by name to biases and norms.
-            num_epochs: Passes over the data.
-            max_steps: Optimizer updates; wins over `num_epochs` when positive.
-            gradient_accumulation_steps: Micro-steps per optimizer update.
-            seed: Seed of every generator.
-            gradient_checkpointing: Recompute activations in the backward pass.
 
         Raises:
             ConfigError: A value is out of range.
@@ -93,15 +85,6 @@ class ArgumentSetters(ArgumentFields):
     ) -> Self:
         """Set when and how to evaluate; also sets `do_eval` unless `strategy` is "no".
 
-        Args:
-            strategy: "no", "steps" or "epoch".
-            steps: Optimizer updates between two evaluations.
-            batch_size: Samples per device and batch.
-            accumulation_steps: Batches gathered on the device before they move to the CPU.
-            delay: Epochs or steps before the first evaluation; None is 0.
-            loss_only: Keep only the loss.
-            jit_mode: Trace the model before evaluating.
-
         Raises:
             ConfigError: A value is out of range, or 0 steps with strategy "steps".
 
@@ -112,11 +95,6 @@ class ArgumentSetters(ArgumentFields):
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False, jit_mode: bool = False) -> Self:
         """Set how to predict on a test set; also sets `do_predict`.
-
-        Args:
-            batch_size: Samples per device and batch; evaluation shares it.
-            loss_only: Keep only the loss.
-            jit_mode: Trace the model before predicting.
 
         Raises:
             ConfigError: The batch size is below 1.
@@ -134,12 +112,6 @@ class ArgumentSetters(ArgumentFields):
         on_each_node: bool = False,
     ) -> Self:
         """Set when to save and how many checkpoints to keep.
-
-        Args:
-            strategy: "no", "steps", "epoch" or "best".
-            steps: Optimizer updates between two checkpoints.
-            total_limit: Checkpoints to keep; None keeps all.
-            on_each_node: Save on every node.
 
         Raises:
             ConfigError: A value is out of range, or 0 steps with strategy "steps".
@@ -161,16 +133,6 @@ class ArgumentSetters(ArgumentFields):
     ) -> Self:
         """Set what is logged, when and where.
 
-        Args:
-            strategy: "no", "steps" or "epoch".
-            steps: Optimizer updates between two logs.
-            report_to: Experiment trackers, "all" or "none".
-            level: Level on main processes.
-            first_step: Also log after the first optimizer update.
-            nan_inf_filter: Log the window's mean loss in place of NaN and infinity.
-            on_each_node: Treat the first process of every node as main.
-            replica_level: Level on all other processes.
-
         Raises:
             ConfigError: A value is out of range, or 0 steps with strategy "steps".
 
@@ -189,14 +151,6 @@ class ArgumentSetters(ArgumentFields):
     ) -> Self:
         """Set what is pushed to the Hub; also sets `push_to_hub`.
 
-        Args:
-            model_id: The repository, "name" or "owner/name".
-            strategy: "end", "every_save", "checkpoint" or "all_checkpoints".
-            token: Access token; the stored login if None.
-            private_repo: Make a new repository private; None follows the owner's default.
-            always_push: Push even if the previous push has not ended.
-            revision: Branch, tag or commit to push to.
-
         Source: the documented `TrainingArguments.set_push_to_hub`.
         """
         self.push_to_hub = True
@@ -213,15 +167,6 @@ class ArgumentSetters(ArgumentFields):
         args: str | None = None,
     ) -> Self:
         """Set the optimizer.
-
-        Args:
-            name: The optimizer's name.
-            learning_rate: Base learning rate.
-            weight_decay: Weight decay; not applied to `nn.LayerNorm`, and by name to biases and norms.
-            beta1: Adam's first-moment decay.
-            beta2: Adam's second-moment decay.
-            epsilon: Adam's epsilon.
-            args: Extra arguments as "name=value, name=value".
 
         Raises:
             ConfigError: The name is unknown, or a value out of range.
@@ -240,14 +185,6 @@ class ArgumentSetters(ArgumentFields):
         warmup_steps: float = 0,
     ) -> Self:
         """Set the learning-rate schedule and the duration it spans.
-
-        Args:
-            name: The schedule's name.
-            num_epochs: Passes over the data.
-            max_steps: Optimizer updates; wins over `num_epochs` when positive.
-            warmup_ratio: Share of all optimizer updates spent on warmup.
-            warmup_steps: Optimizer updates of warmup, or below 1 their share of all; wins over `warmup_ratio` when
-                positive.
 
         Raises:
             ConfigError: The name is unknown, or a value out of range.
@@ -270,18 +207,6 @@ class ArgumentSetters(ArgumentFields):
         sampler_seed: int | None = None,
     ) -> Self:
         """Set how batches are loaded.
-
-        Args:
-            train_batch_size: Training samples per device and micro-step.
-            eval_batch_size: Evaluation samples per device and batch.
-            drop_last: Drop the last batch when it is not full.
-            num_workers: Loading processes per rank.
-            pin_memory: Load into page-locked memory.
-            persistent_workers: Keep loading processes alive between epochs.
-            prefetch_factor: Batches each loading process prepares ahead.
-            auto_find_batch_size: Split batches when memory runs out; "smaller_batch" starts again with smaller ones.
-            ignore_data_skip: On resume, do not skip the data already seen.
-            sampler_seed: Seed of data samplers; `seed` if None.
 
         Raises:
             ConfigError: A value is out of range.

@@ -400,7 +400,6 @@ class Trainer:
         """Fetch a step's micro-batches and count their items.
 
         Args:
-            epoch_iterator: The epoch's remaining batches.
             num_batches: How many to fetch; fewer may remain.
             device: Where a count over ranks is summed.
 
@@ -425,7 +424,6 @@ class Trainer:
 
         Args:
             model: The wrapped model.
-            inputs: The micro-batch.
             num_items_in_batch: Items of the whole step; None if not needed.
 
         Returns:
@@ -641,11 +639,7 @@ class Trainer:
         """Return predictions in dataset order, with labels and metrics if the data has labels; collective.
 
         Args:
-            test_dataset: The data to predict on; required.
-            ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: Prefix of the metric names.
-            weights: As in `evaluate`.
-            ckpt: As in `evaluate`.
+            test_dataset: The data to predict on; required. The others are those of `evaluate`.
 
         Returns:
             (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 if lengths differ. A
@@ -679,14 +673,10 @@ class Trainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over a loader; shared by `evaluate` and `predict`; collective.
+        """Run the model over a loader of this rank's batches; shared by `evaluate` and `predict`; collective.
 
         Args:
-            dataloader: This rank's batches.
-            description: Text of the progress bar.
             prediction_loss_only: Keep no predictions; None uses the arguments' setting.
-            ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: Prefix of the metric names.
 
         Source: the documented `Trainer.evaluation_loop`.
         """
@@ -986,9 +976,6 @@ class Trainer:
         """Return this rank's batches of a dataset, training batches or evaluation batches.
 
         Args:
-            dataset: The dataset to read.
-            description: Its purpose, for messages.
-            batch_size: Samples per process and batch.
             sampler_fn: Takes the dataset and returns its sampler; None reads it in its own order.
             is_training: Whether all ranks get equally many batches and a stream gets epochs.
             dataloader_key: Name under which to keep the loader if its workers persist.
@@ -1212,15 +1199,10 @@ class Trainer:
         An existing card keeps its tags and manually written text.
 
         Args:
-            language: Language of the model.
             license: License; None takes that of the base model's page on the Hub.
-            tags: Tags to add to the card's.
             model_name: Name of the model; None takes the repository's name.
             finetuned_from: The base model; None takes the name the model was loaded by.
             tasks: The Hub's names of tasks; with a dataset they make the metrics readable for the Hub.
-            dataset_tags: The Hub's names of datasets.
-            dataset: Display names of datasets.
-            dataset_args: The part of each dataset that was used.
 
         Raises:
             MissingDependencyError: huggingface_hub is not installed.

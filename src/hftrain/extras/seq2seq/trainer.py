@@ -96,9 +96,6 @@ class Seq2SeqTrainer(Trainer):
         """Evaluate like `Trainer.evaluate`, generating tokens if `compute_metrics` needs them. Collective.
 
         Args:
-            eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
-            ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: Prefix of the metric names.
             **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
                 `ckpt` of `Trainer.evaluate`.
 
@@ -118,9 +115,6 @@ class Seq2SeqTrainer(Trainer):
         """Predict like `Trainer.predict`; the predictions are generated tokens. Collective.
 
         Args:
-            test_dataset: The data to predict on.
-            ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: Prefix of the metric names.
             **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
                 `ckpt` of `Trainer.evaluate`.
 
