@@ -11,7 +11,7 @@ from support.resuming import StopAt
 from support.tiny import Net, make_resumable, make_rows
 
 from hftrain import TrainerCallback, set_seed
-from hftrain.callbacks import intervals
+from hftrain.extras import intervals
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, make_resumable, make_rows, make_trainer
 
 from hftrain import EvalSet, TrainerCallback, set_seed
-from hftrain.callbacks import intervals
+from hftrain.extras import intervals
 from hftrain.core.errors import ConfigError
 
 
