@@ -11,8 +11,8 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, make_resumable, make_rows, make_trainer
 
 from hftrain import EvalSet, TrainerCallback, set_seed
-from hftrain.extras import intervals
 from hftrain.core.errors import ConfigError
+from hftrain.extras import intervals
 
 
 class Counted(Net):
