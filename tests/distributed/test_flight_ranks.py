@@ -66,7 +66,9 @@ def warnings_of(folder: Path, kind: Any = Trainer, **options: Any) -> list[str]:
 
 def train_warned(folder: str) -> dict[str, list[str]]:
     home = Path(folder)
-    stream = {"rows": Stream(make_rows(30)), "max_steps": 8, "num_train_epochs": 3}
+    rows = Stream(make_rows(30))
+    rows.world_size = 1  # each process yields all samples
+    stream = {"rows": rows, "max_steps": 8, "num_train_epochs": 3}
     return {
         "ddp": warnings_of(home / "ddp", strategy="ddp"),
         "fsdp": warnings_of(home / "fsdp", strategy="fsdp", gradient_accumulation_steps=2),

@@ -65,9 +65,3 @@ def test_evaluation_says_how_much_it_is(tmp_path: Path, caplog: pytest.LogCaptur
         "***** Running Evaluation *****", "Num examples = 7", "Batch size = 3",
         "***** Running Prediction *****", "Num examples = unknown", "Batch size = 3",
     ]  # fmt: skip
-
-
-def test_nothing_is_said_at_the_level_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "hftrain")
-    train(tmp_path, train_dataset=make_rows(22), eval_dataset=make_rows(7))
-    assert lines(caplog) == []
