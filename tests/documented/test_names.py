@@ -254,4 +254,5 @@ def test_name_that_hftrain_does_not_have_is_answered_with_what_to_use(name: str)
 def test_remedies_name_what_is_there() -> None:
     words = " ".join(TRANSFORMERS_NAMES.values())
     named = re.findall(r"\b(?:(?:nested_|get_)\w+|default_hp\w+|\w+Callback|LengthGrouped\w+|GreedyLR)\b", words)
-    assert set(named) - set(dir(hftrain)) == {"get_base_model"}
+    stubs = Path(hftrain.__file__).with_suffix(".pyi").read_text("utf-8")  # has those of transformers, too
+    assert {name for name in named if f" as {name}\n" not in stubs} == {"get_base_model"}

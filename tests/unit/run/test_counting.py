@@ -169,7 +169,7 @@ def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> N
 
     def watching(**options: Any) -> Any:
         trainer = Trainer(Net(), make_arguments(tmp_path, **options))
-        return RunCounts(trainer._trainer_parts.for_run(None, None), trainer.model).watching(take)
+        return RunCounts(trainer._trainer_parts.for_run(None), trainer.model).watching(take)
 
     assert watching() is take
     assert watching(include_tokens_per_second=True) is not take

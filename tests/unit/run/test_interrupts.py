@@ -206,7 +206,7 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
         parts = trainer._trainer_parts
         saver: Any = SimpleNamespace(manager=make_manager(trainer, parts.hooks, parts.output))
-        return Interrupts(parts.for_run(None, None), saver, GracePeriod(None))
+        return Interrupts(parts.for_run(None), saver, GracePeriod(None))
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None
