@@ -30,8 +30,7 @@ _UNITS = {
     "tokens_per_second": "tokens/s",
     "steps_per_second": "steps/s",
 }
-# An evaluation's steps per second are batches, which follow from the samples.
-_LEFT_OUT = ("epoch", "step", "total_flos", "eval_steps_per_second")
+_LEFT_OUT = ("epoch", "step", "total_flos")
 
 
 def number_text(value: float) -> str:
@@ -80,9 +79,12 @@ def log_texts(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
         text = number_text(value) if is_number else str(value)
         if isinstance(value, str) and len(value) > max_str_len:
             text = f"{value[:max_str_len]}... ({len(value)} characters)"
-        if ending is not None and is_number and name not in _LEFT_OUT:
+        # An evaluation's steps per second are batches, which follow from the samples.
+        if name in _LEFT_OUT or (ending == "steps_per_second" and not name.startswith("train_")):
+            continue
+        if ending is not None and is_number:
             measures.append(seconds_text(value) if ending == "runtime" else f"{text} {_UNITS[ending]}")
-        elif name not in _LEFT_OUT:
+        else:
             texts.append(f"{'lr' if name == 'learning_rate' else name} {text}")
     return texts + measures
 

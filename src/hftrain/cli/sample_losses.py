@@ -12,12 +12,12 @@ from torch import nn
 
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
+from hftrain.core.signatures import Hooks, taking
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
 from hftrain.core.types import Owns
 from hftrain.extras.batch_size.micro_batches import split_batch
 from hftrain.extras.flight.observing import Observer, own_part
 from hftrain.run.parts import TrainerHooks
-from hftrain.trainer.parts import parts_of
 
 
 class SampleObserver(Observer):
@@ -33,7 +33,7 @@ class SampleObserver(Observer):
 
     def __init__(self, step: int, folder: Path, trainer: TrainerHooks) -> None:
         super().__init__(step, folder)
-        self._trainer, self._hooks = trainer, parts_of(trainer).hooks
+        self._trainer, self._hooks = trainer, Hooks(trainer, dict)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the step changes."""
@@ -79,7 +79,8 @@ class SampleObserver(Observer):
         with self.parts.no_sync(model):
             inputs = self._hooks.prepare_inputs(map_tensors(batch, torch.Tensor.clone))
             with trainer.compute_loss_context_manager():
-                loss = self._hooks.compute_loss(model, inputs, num_items_in_batch=num_items)
+                compute_loss = taking(trainer.compute_loss, 3, "num_items_in_batch")
+                loss = compute_loss(model, inputs, num_items_in_batch=num_items)
             if trainer.strategy.shards_model or Owns.BACKWARD in trainer.strategy.owns:
                 return float(loss.detach()), None
             scale = 1024.0 if trainer.precision.policy.loss_scaling else 1.0  # small gradients are 0 in fp16

@@ -71,7 +71,7 @@ class EngineCheckpoints:
         weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
         whole = [partial(save_weights, bare, state_dict=weights), *registry.capture(as_it_is)]
         own = [*capture_shards(strategy, model, optimizer), capture_own(registry.own_state(), strategy)]
-        path = manager.save(step, [*own, *(whole if strategy.is_main else ())], facts=registry.facts())
+        path = manager.save(step, [*own, *(whole if manager.is_committer else ())], facts=registry.facts())
         manager.rotate()
         return path
 

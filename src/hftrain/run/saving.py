@@ -76,7 +76,7 @@ class Saver:
             silence: The reason if there is none.
 
         Raises:
-            ConfigError: Another run saves there, there is no space for a checkpoint, or it cannot store a state.
+            ConfigError: Another run saves there, no checkpoint fits, or it cannot store a state.
         """
         parts, trainer, manager = self._parts, self._parts.trainer, self.manager
         if saves_at_all(parts.args, parts.save_policy):

@@ -97,8 +97,3 @@ class TrainerParts:
             journal=self.journal,
             services=services,
         )
-
-
-def parts_of(trainer: TrainerHooks) -> TrainerParts:
-    """Return the parts of a Trainer, for extras that act on them."""
-    return next(each for each in vars(trainer).values() if isinstance(each, TrainerParts))

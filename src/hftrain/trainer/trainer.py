@@ -349,7 +349,7 @@ class Trainer:
         with parts.activity.running("train"):
             if num_batches := self.fast_dev_run:
                 options = {"num_batches": num_batches, "resume": resume, "found": found}
-                return extra("rehearsal").rehearse(self, run, **options)  # type: ignore[no-any-return]
+                return extra("rehearsal").rehearse(self, parts, run, **options)  # type: ignore[no-any-return]
             return run(resume)
 
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
@@ -1450,7 +1450,7 @@ class Trainer:
     @property
     def tune(self) -> Any:
         """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
-        return extra("tuner").Tuner(self, type(self).train)
+        return extra("tuner").Tuner(self, self._trainer_parts, type(self).train)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 

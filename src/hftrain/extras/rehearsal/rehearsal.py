@@ -27,11 +27,12 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 from hftrain.data.datasets import kept_in_place
 from hftrain.run.parts import TrainerHooks, TrainerPart
-from hftrain.trainer.parts import parts_of
+from hftrain.trainer.parts import TrainerParts
 
 
 def rehearse(
     trainer: TrainerHooks,
+    parts: TrainerParts,
     run: Callable[[Path | None], TrainOutput],
     *,
     num_batches: int,
@@ -63,11 +64,11 @@ def rehearse(
         with preserved_rng(), warnings.catch_warnings():
             # A copied optimizer lacks the wrapper around `step` with which torch's schedules detect its calls.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-            with copies(trainer, folder, first):
+            with copies(trainer, parts, folder, first):
                 output = run(resume)
             _free()
             if first.saved_step is not None and not args.save_only_model:
-                with copies(trainer, folder, second):
+                with copies(trainer, parts, folder, second):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
         # The process that wrote the files deletes them.
@@ -82,17 +83,16 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> Iterator[None]:
+def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: TrainerCallback) -> Iterator[None]:
     """Train copies, into another folder and with an extra callback; restore all attributes of a Trainer afterwards."""
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
     evaluated = trainer.eval_dataset
     datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, Mapping) else [evaluated])]
     try:
-        parts = parts_of(trainer)
         stateful = [each for each in vars(parts).values() if isinstance(each, TrainerPart)]
         owned = trainer.args, trainer.state, trainer.control, *callbacks
         with preserved(trainer, parts, *stateful, *owned), kept_in_place(*datasets):
-            _copy_parts(trainer)
+            _copy_parts(trainer, parts)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
             handler.callbacks[:] = [*extra("trackers").without_trackers(callbacks), director]
@@ -103,9 +103,9 @@ def copies(trainer: TrainerHooks, folder: Path, director: TrainerCallback) -> It
         handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
 
 
-def _copy_parts(trainer: TrainerHooks) -> None:
+def _copy_parts(trainer: TrainerHooks, own: TrainerParts) -> None:
     """Copy model, optimizer, schedule and loops together because they refer to each other."""
-    adopted = parts_of(trainer).model
+    adopted = own.model
     try:
         if trainer.model_init is not None:
             trainer.loops = copy.deepcopy(trainer.loops)

@@ -31,7 +31,7 @@ from hftrain.data.datasets import has_length, kept_in_place
 from hftrain.extras.rehearsal.rehearsal import clear, copies
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
-from hftrain.trainer.parts import parts_of
+from hftrain.trainer.parts import TrainerParts
 
 # They show or judge a run, which a trial is not.
 _LEFT_OUT = (EarlyStoppingCallback, PrinterCallback, ProgressCallback, SummaryCallback)
@@ -76,8 +76,8 @@ class Tuner:
         train: Trains a Trainer.
     """
 
-    def __init__(self, trainer: TrainerHooks, train: Callable[[Any], object]) -> None:
-        self._trainer, self._train = trainer, train
+    def __init__(self, trainer: TrainerHooks, parts: TrainerParts, train: Callable[[Any], object]) -> None:
+        self._trainer, self._parts, self._train = trainer, parts, train
 
     def lr(self, *, min_lr: float = 1e-7, max_lr: float = 1.0, num_steps: int = 100) -> RateTrial:
         """Train with a learning rate that rises exponentially, until the loss diverges. Collective.
@@ -158,7 +158,7 @@ class Tuner:
         for number in num_workers:
             data = self._trainer.train_dataset
             with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), kept_in_place(data):
-                batches = iter(parts_of(self._trainer).data.training_share())
+                batches = iter(self._parts.data.training_share())
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()
                 num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)
@@ -177,7 +177,7 @@ class Tuner:
         quiet = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
         quiet |= {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
         try:
-            with preserved_rng(), warnings.catch_warnings(), copies(trainer, folder, director):
+            with preserved_rng(), warnings.catch_warnings(), copies(trainer, self._parts, folder, director):
                 warnings.filterwarnings("ignore", "Seems like `optimizer.step")
                 for setting, value in {**quiet, **settings}.items():
                     setattr(trainer.args, setting, value)
