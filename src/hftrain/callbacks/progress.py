@@ -30,7 +30,6 @@ _UNITS = {
     "tokens_per_second": "tokens/s",
     "steps_per_second": "steps/s",
 }
-_LEFT_OUT = ("epoch", "step", "total_flos")
 
 
 def number_text(value: float) -> str:
@@ -80,7 +79,8 @@ def log_texts(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
         if isinstance(value, str) and len(value) > max_str_len:
             text = f"{value[:max_str_len]}... ({len(value)} characters)"
         # An evaluation's steps per second are batches, which follow from the samples.
-        if name in _LEFT_OUT or (ending == "steps_per_second" and not name.startswith("train_")):
+        is_of_batches = ending == "steps_per_second" and not name.startswith("train_")
+        if is_of_batches or name in ("epoch", "step", "total_flos"):
             continue
         if ending is not None and is_number:
             measures.append(seconds_text(value) if ending == "runtime" else f"{text} {_UNITS[ending]}")

@@ -100,7 +100,6 @@ class EngineCheckpoints:
     def _registry(self, model: nn.Module, optimizer: Optimizer, folder: Path = Path()) -> Registry:
         """Return what a checkpoint holds besides the weights, to be saved, or to be loaded from a folder."""
         path = folder / rng_name(rank=self._strategy.rank, world_size=self._strategy.world_size)
-
         in_training = self._strategy, model, optimizer, self._precision
 
         def position() -> dict[str, Any]:

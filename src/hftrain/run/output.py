@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import check_foreign
 from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
@@ -20,15 +21,21 @@ from hftrain.strategies.base import Strategy
 logger = get_logger(__name__)
 
 
+class HasArguments(Protocol):
+    """What has arguments, which may be replaced."""
+
+    args: TrainingArguments
+
+
 class Output:
     """The output folder of a Trainer, with uploads and downloads if it is remote.
 
     Args:
-        read_dir: Returns the current `output_dir` of the arguments: a folder, or the URL of a remote one.
+        owner: Its `args.output_dir`, a folder or the URL of a remote one, is read at each use.
     """
 
-    def __init__(self, read_dir: Callable[[], Any], strategy: Strategy) -> None:
-        self._read_dir, self._strategy = read_dir, strategy
+    def __init__(self, owner: HasArguments, strategy: Strategy) -> None:
+        self._owner, self._strategy = owner, strategy
         self._start = Path.cwd()
         self._mirrors: dict[str, Mirror] = {}
         # The URLs of checkpoints that were fetched by URL.
@@ -37,12 +44,12 @@ class Output:
     @property
     def folder(self) -> Path:
         """Where its files are written; for a remote folder, the mirror."""
-        return self.locate(str(self._read_dir()))
+        return self.locate(str(self._owner.args.output_dir))
 
     @property
     def url(self) -> str | None:
         """`output_dir` if it is remote."""
-        folder = str(self._read_dir())
+        folder = str(self._owner.args.output_dir)
         return folder if is_url(folder) else None
 
     def locate(self, folder: str) -> Path:
@@ -106,7 +113,7 @@ class Output:
         Args:
             folder: The remote folder; None means `output_dir`. A local folder is ignored.
         """
-        url = folder or str(self._read_dir())
+        url = folder or str(self._owner.args.output_dir)
         mirror = self._mirrors.get(url)
         if mirror is None or not self._strategy.is_main:
             return

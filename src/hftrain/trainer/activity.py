@@ -60,9 +60,8 @@ class Activity:
                 report_late_ranks(trainer.strategy, error)
             maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
-            extra("mistakes").explain_mistake(
-                error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker
-            )
+            explain = extra("mistakes").explain_mistake
+            explain(error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker)
             raise
         finally:
             self.depth -= 1

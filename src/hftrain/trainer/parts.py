@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from hftrain.core.extras import extra
@@ -46,7 +44,7 @@ class TrainerParts:
             memory, kind = extra("memory"), strategy.device_type
             self.memory = memory.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=kind)
         self.computing = Computing(precision.backward, precision.autocast)
-        self.output = Output(partial(attrgetter("args.output_dir"), trainer), strategy)
+        self.output = Output(trainer, strategy)
         self.journal = Journal()
         self.losses: LossWindow | None = None
         self.trial_run: Any = None

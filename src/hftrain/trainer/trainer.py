@@ -1514,9 +1514,8 @@ class Trainer:
     @property
     def _memory_tracker(self) -> Any:
         """Adds the memory report; evaluate() and predict() do it themselves."""
-        return self._trainer_parts.memory or extra("memory").MemoryTracker(
-            is_on=False, is_main=False, device_type=self.strategy.device_type
-        )
+        make = extra("memory").MemoryTracker
+        return self._trainer_parts.memory or make(is_on=False, is_main=False, device_type="cpu")
 
     @property
     def neftune_hook_handle(self) -> Any:
