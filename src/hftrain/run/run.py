@@ -16,6 +16,7 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
+from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.metrics import speed_metrics
@@ -347,11 +348,3 @@ class Run:
         show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)
-
-
-def empty_cache() -> None:
-    """Release the device memory in torch's cache."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()

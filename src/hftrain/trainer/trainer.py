@@ -20,6 +20,7 @@ from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
@@ -550,7 +551,7 @@ class Trainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
         """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
-        model.to(device)
+        move(model, torch.device(device))
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:

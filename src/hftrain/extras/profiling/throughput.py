@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.devices import device_name
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of, tensors_of
 
@@ -96,7 +97,7 @@ class Throughput(TrainerCallback):
         seconds = max(told[4] for told in each)
         names = ("samples_per_second", "tokens_per_second", "flops_per_second")
         found = {name: count / seconds for name, count in zip(names, counts, strict=True) if count}
-        peak = self.peak_flops or known_peak(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        peak = self.peak_flops or known_peak(device_name(device))
         if peak and counts[2]:
             found["mfu"] = counts[2] / seconds / peak / len(each)
             if found["mfu"] > 1:
