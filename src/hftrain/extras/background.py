@@ -91,7 +91,7 @@ class BackgroundWriter(CheckpointWriter):
         def work(group: Group) -> Path:
             try:
                 wait()
-                path = self.commit(captured, group)
+                path = self.write_files(captured, group)
                 in_thread()
                 return path
             finally:
