@@ -167,6 +167,7 @@ class CheckpointObjects:
         self._restore()
 
     def _read(self, folder: Path) -> dict[str, Any]:
+        """Return the saved states; of those that are split, each shard is put back at its path in its state."""
         path = folder / DECLARED_OBJECTS
         states: dict[str, Any] = dict(load_containers(path)) if path.exists() else {}
         for where, tensor in load_shards(folder, stem=OWN_SHARDS).items():
