@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, at, make_rows, make_trainer, share
+from support.tiny import Net, Task, make_rows, share
 from support.two_devices import numbers, run, run_on_both, weights
 from torch import nn
-
-from hftrain import set_seed
 
 pytestmark = pytest.mark.sim
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.tiny import Net, Task, make_rows, make_trainer, share
+from support.tiny import Net, Task, make_rows, make_trainer
 
 from hftrain import TrainerCallback, set_seed
 
