@@ -388,7 +388,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     return;
   }
   enqueue(stream, false, [to, value = Aliases().of(from).clone()] {
-    if (to.storage().use_count() > 1) std::memcpy(to.data_ptr(), value.const_data_ptr(), value.nbytes());
+    std::memcpy(to.data_ptr(), value.const_data_ptr(), value.nbytes());
   });
 }
 
