@@ -13,11 +13,12 @@ class Answer(list[str]):
     Args:
         lines: Without line ends.
         data: What ``--json`` prints instead: plain values.
+        status: The exit status of the command.
     """
 
-    def __init__(self, lines: Iterable[str], data: Any) -> None:
+    def __init__(self, lines: Iterable[str], data: Any, status: int = 0) -> None:
         super().__init__(lines)
-        self.data = data
+        self.data, self.status = data, status
 
     def to_json(self) -> str:
         """Return the data as JSON; NaN and infinite numbers, which JSON does not have, become null."""

@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The interpreter flushes again at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         parser.exit(1)
+    if answer.status:
+        parser.exit(answer.status)
 
 
 def make_parser(*, file: object = None, folder: object = None) -> argparse.ArgumentParser:
@@ -90,6 +92,12 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
         ("precisions", "listing:show_precisions", "list the precisions that can run here, and why others cannot"),
     ):
         add(name, show, summary).add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
+
+    what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
+    part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
+    what = "a folder to prove locks and renames in, such as that of a run; shared, if there are several machines"
+    part.add_argument("--output-dir", metavar="FOLDER", help=what).complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FILE", help="write the answer as JSON, to be attached to a report")
 
     what = "list a run's checkpoints and the one that a resume takes"
     part = add(

@@ -38,4 +38,3 @@ def load() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     module.start()
     return module
-

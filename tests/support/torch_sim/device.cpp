@@ -98,7 +98,7 @@ struct SimAllocator final : c10::DeviceAllocator {
       ++arena.stats.num_ooms;
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "SIM out of memory. Tried to allocate ", num_bytes, " bytes. Device ", int(index),
-          " has a total capacity of ", memory_limit.load(), " bytes, of which ", memory_limit - arena.allocated,
+          " has a total capacity of ", memory_limit.load(), " bytes, of which ", memory_limit - std::min(memory_limit.load(), arena.allocated),
           " bytes are free.");
     }
     auto block = arena.free_blocks.begin();

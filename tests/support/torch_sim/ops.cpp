@@ -388,7 +388,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     return;
   }
   enqueue(stream, false, [to, value = Aliases().of(from).clone()] {
-    if (to.storage().use_count() > 1) std::memcpy(to.data_ptr(), value.const_data_ptr(), value.nbytes());
+    std::memcpy(to.data_ptr(), value.const_data_ptr(), value.nbytes());
   });
 }
 
@@ -425,11 +425,7 @@ bool may_share(const Tensor& self, const Tensor& from) {
   return both_ours || (shares_on_assignment() && is_dense(self) && is_dense(from));
 }
 
-void record_stream(Tensor& self, c10::Stream stream) {
-  allocator();
-  (void)self;
-  (void)stream;
-}
+void record_stream(Tensor&, c10::Stream) {}
 
 }  // namespace
 
@@ -456,6 +452,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("record_stream", &record_stream);
   m.impl("_has_compatible_shallow_copy_type", &may_share);
+}
+
+// Operators for which torch would compose others on a device that it does not know, where a GPU has a kernel.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "_stack", "_stack.out", "any.dims",
+        "any.dims_out", "all.dims", "all.dims_out", "convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

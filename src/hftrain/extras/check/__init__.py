@@ -1,0 +1,1 @@
+"""`hftrain check`: small proofs of what this machine does right, run where it stands."""

@@ -1,0 +1,181 @@
+"""Two processes, each with a device of its own: collectives on the device's memory, and trainings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_rows, make_trainer
+from support.torch_sim import load
+
+from hftrain import set_seed
+
+pytestmark = pytest.mark.sim
+
+BACKENDS = "cpu:gloo,sim:simccl"
+Run = Callable[..., list[Any]]
+
+
+def on_my_device() -> Any:
+    """Give this rank the device, and make its own the current one, as a user's launcher does."""
+    sim = load()
+    sim.set_device(int(os.environ["LOCAL_RANK"]))
+    return sim
+
+
+def collect() -> dict[str, Any]:
+    import torch.distributed as dist
+
+    on_my_device()
+    dist.init_process_group(BACKENDS)
+    rank = dist.get_rank()
+    answers: dict[str, Any] = {"backend": dist.get_default_backend_for_device("sim")}
+
+    def numbers(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device="sim")
+
+    for name, op in (("sum", dist.ReduceOp.SUM), ("mean", dist.ReduceOp.AVG), ("max", dist.ReduceOp.MAX)):
+        tensor = numbers(1 + rank, 3)
+        dist.all_reduce(tensor, op)
+        answers[name] = tensor.tolist()
+    sent = numbers(5 + rank)
+    dist.broadcast(sent, 1)
+    gathered = [numbers(0), numbers(0, 0)]  # of uneven sizes
+    dist.all_gather(gathered, numbers(*[rank] * (1 + rank)))
+    into = torch.empty(4, device="sim")
+    dist.all_gather_into_tensor(into, numbers(rank, rank))
+    part = torch.empty(2, device="sim")
+    dist.reduce_scatter_tensor(part, numbers(1, 2, 3, 4), dist.ReduceOp.AVG)
+    exchanged = torch.empty(2 * (1 + rank), device="sim")
+    dist.all_to_all_single(exchanged, numbers(*[rank] * 3), [1 + rank, 1 + rank], [1, 2])
+    answers |= {
+        "broadcast": sent.tolist(),
+        "gathered": [each.tolist() for each in gathered],
+        "into": into.tolist(),
+        "scattered": part.tolist(),
+        "exchanged": exchanged.tolist(),
+    }
+    if rank:
+        dist.send(numbers(7), 0)
+    else:
+        received = numbers(0)
+        dist.recv(received, 1)
+        answers["received"] = received.tolist()
+    work = dist.all_reduce(tensor := numbers(1), async_op=True)
+    work.wait()
+    answers["async"] = tensor.tolist()
+    dist.barrier()
+    dist.destroy_process_group()
+    return answers
+
+
+def test_collectives_work_on_the_devices_memory(run_distributed: Run) -> None:
+    first, second = run_distributed(collect)
+    assert first["backend"] == "simccl"
+    for answers, rank in ((first, 0), (second, 1)):
+        assert answers["sum"] == [3.0, 6.0]
+        assert answers["mean"] == [1.5, 3.0]
+        assert answers["max"] == [2.0, 3.0]
+        assert answers["broadcast"] == [6.0]
+        assert answers["gathered"] == [[0.0], [1.0, 1.0]]
+        assert answers["into"] == [0.0, 0.0, 1.0, 1.0]
+        assert answers["scattered"] == [[1.0, 2.0], [3.0, 4.0]][rank]
+        assert answers["exchanged"] == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]][rank]
+        assert answers["async"] == [2.0]
+    assert first["received"] == [7.0]
+
+
+def wrapped(kind: str) -> dict[str, Any]:
+    """Train with torch's own wrappers, without this project: the device is what is tested."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    sim = on_my_device()
+    dist.init_process_group(BACKENDS)
+    rank = dist.get_rank()
+    set_seed(0)
+    model: Any = Net().to("sim")
+    if kind == "ddp":
+        model = DistributedDataParallel(model, device_ids=[rank])
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = make_rows(8)
+    losses = []
+    for start in (0, 4):
+        mine = rows[start + rank : start + 4 : 2]
+        loss, _ = model(*(torch.stack([row[name] for row in mine]).to("sim") for name in ("x", "labels")))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    own, other = sim.num_allocations(rank), sim.num_allocations(1 - rank)
+    dist.destroy_process_group()
+    return {"losses": losses, "own": own, "other": other}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torchs_wrappers_train_on_it(run_distributed: Run, kind: str) -> None:
+    set_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = make_rows(8)
+    answers = run_distributed(wrapped, kind=kind)
+    for step, start in enumerate((0, 4)):
+        loss, _ = model(*(torch.stack([row[name] for row in rows[start : start + 4]]) for name in ("x", "labels")))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sum(answer["losses"][step] for answer in answers) / 2 == pytest.approx(loss.item(), abs=1e-6)
+    assert all(answer["own"] > 0 for answer in answers)
+    assert all(answer["other"] == 0 for answer in answers)
+
+
+def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    sim = load()
+    if joins:
+        dist.init_process_group(BACKENDS)
+    set_seed(0)
+    trainer = make_trainer(Path("run"), use_cpu=use_cpu, strategy=strategy, max_steps=4, **options)
+    trainer.train()
+    rank = int(os.environ["RANK"])
+    state = trainer.strategy.model_state(trainer.model)
+    if joins:
+        dist.destroy_process_group()
+    return {
+        "weights": {name: value.tolist() for name, value in state.items()},
+        "device": str(trainer.strategy.device),
+        "own": sim.num_allocations(rank),
+        "other": sim.num_allocations(1 - rank),
+    }
+
+
+MEETING = "strategies/distributed.py meets by accelerate, which does not know the device"
+CURRENT = "strategies/base.py makes the process's device the current one for cuda only"
+
+
+@pytest.mark.parametrize("joins", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=MEETING))])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, joins: bool) -> None:
+    expected = run_distributed(trained, strategy=strategy, use_cpu=True)
+    found = run_distributed(trained, strategy=strategy, use_cpu=False, joins=joins)
+    for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert other["device"] == f"sim:{rank}"
+        assert other["own"] > 0
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(torch.tensor(other["weights"][name]), torch.tensor(value), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.xfail(strict=True, reason=CURRENT))]
+)
+def test_a_process_puts_nothing_on_the_device_of_another(run_distributed: Run, strategy: str) -> None:
+    answers = run_distributed(trained, strategy=strategy, use_cpu=False, joins=True)
+    assert [answer["other"] for answer in answers] == [0, 0]
