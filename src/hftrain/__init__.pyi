@@ -78,11 +78,8 @@ from hftrain.arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArgumen
 from hftrain.arguments import TrainingArguments as TrainingArguments
 from hftrain.callbacks import CallbackHandler as CallbackHandler
 from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
-from hftrain.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
 from hftrain.callbacks import ExportableState as ExportableState
 from hftrain.callbacks import PrinterCallback as PrinterCallback
-from hftrain.callbacks import ProgressCallback as ProgressCallback
-from hftrain.callbacks import SummaryCallback as SummaryCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
 from hftrain.checkpoint.attaching import attach_weights as attach_weights
@@ -121,6 +118,7 @@ from hftrain.extras.batches import BatchCallback as BatchCallback
 from hftrain.extras.chunked_loss import ChunkedCrossEntropy as ChunkedCrossEntropy
 from hftrain.extras.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
 from hftrain.extras.clipping import GradientClipping as GradientClipping
+from hftrain.extras.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
 from hftrain.extras.engine_settings.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from hftrain.extras.flight.ledger import FlightLog as FlightLog
 from hftrain.extras.freezing import Freeze as Freeze
@@ -132,6 +130,8 @@ from hftrain.extras.profiling.profiling import SimpleProfiler as SimpleProfiler
 from hftrain.extras.profiling.profiling import TorchProfiler as TorchProfiler
 from hftrain.extras.profiling.throughput import Throughput as Throughput
 from hftrain.extras.profiling.throughput import parameter_table as parameter_table
+from hftrain.extras.progress.bars import ProgressCallback as ProgressCallback
+from hftrain.extras.progress.bars import SummaryCallback as SummaryCallback
 from hftrain.extras.reports import metrics_format as metrics_format
 from hftrain.extras.search.defaults import default_compute_objective as default_compute_objective
 from hftrain.extras.search.defaults import default_hp_space_optuna as default_hp_space_optuna

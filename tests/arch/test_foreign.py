@@ -46,7 +46,7 @@ FOREIGN = {
     "data/states.py": {"_utils"},
     "extras/flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
     "extras/flight/ledger.py": {"_fingerprint"},
-    "optim/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
+    "extras/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
     "optim/extras/low_rank.py": {"_initialize_projector"},
     "optim/greedy.py": {"_reset"},
     "optim/groups.py": {"_parameters"},

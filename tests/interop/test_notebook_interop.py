@@ -13,8 +13,8 @@ from support.tiny import make_rows, make_trainer
 pytest.importorskip("transformers")
 
 import hftrain
-from hftrain.callbacks import in_notebook, progress_callback
-from hftrain.callbacks.progress import is_notebook_table
+from hftrain.callbacks import progress_callback
+from hftrain.extras.progress.bars import in_notebook, is_notebook_table
 
 pytestmark = pytest.mark.interop
 

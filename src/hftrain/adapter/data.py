@@ -8,8 +8,8 @@ from typing import Any
 
 from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.data.grouping import LengthConfig
 from hftrain.data.sharding import ShardPlan
 
 logger = get_logger(__name__)
@@ -55,7 +55,7 @@ def total_batch_size(args: Any, *, world_size: int) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps * (1 if is_split else world_size))
 
 
-def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -> LengthConfig | None:
+def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -> Any:
     """Return how samples are ordered by length, None if they are not.
 
     Args:
@@ -86,7 +86,7 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
         logger.warning("sortish_sampler leaves evaluations unsorted: eval_do_concat_batches=False keeps their batches.")
         return None
     names = getattr(tool, "model_input_names", None) or ["input_ids"]
-    return LengthConfig(
+    return extra("grouping").LengthConfig(
         input_name=names[0],
         column=args.length_column_name,
         batch_size=batch_size,

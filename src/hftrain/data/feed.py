@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.data.datasets import has_length, has_state, load_state, tell_epoch
+from hftrain.data.datasets import has_length, has_state, load_state, set_dataset_epoch, tell_epoch
 from hftrain.data.positions import begin_at
-from hftrain.data.samplers import Later, give_generator, samplers_of
+from hftrain.data.samplers import Later, give_generator, is_cut, samplers_of
 from hftrain.data.seeding import (
     derive_seed,
     new_generator,
@@ -25,7 +25,6 @@ from hftrain.data.seeding import (
 )
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 from hftrain.data.states import StatefulLoader
-from hftrain.data.streams import is_cut_stream, set_dataset_epoch
 from hftrain.data.worker_numbers import DrawingOn
 from hftrain.data.workers import noticing_copies
 
@@ -190,7 +189,7 @@ class TrainFeed:
             return self._until_read(self._placed(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
-            is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
+            is_shared = isinstance(self.loader, DispatchLoader) or is_cut(self._reader.dataset)
             seed = derive_seed(self._seed, epoch) if is_shared else None
             iterator = with_own_numbers(lambda: iter(loader), seed=seed)
         elif _may_draw_later(self.loader):

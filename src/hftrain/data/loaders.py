@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.data.columns import CollatorWrapper
-from hftrain.data.datasets import has_length, whole_dataset
+from hftrain.data.datasets import epoch_stream, has_length, splits_among_workers, whole_dataset
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler, give_generator, is_rank_aware, samplers_of
 from hftrain.data.seeding import new_generator, start_worker
 from hftrain.data.sharding import DispatchLoader, RankLoader, ShardPlan, on_reader, rebuild_loader
 from hftrain.data.states import with_seeds
-from hftrain.data.streams import EpochStream, epoch_stream, splits_among_workers
 
 Collate = Callable[[list[Any]], Any]
 
@@ -165,7 +165,7 @@ def _with_epochs(loader: Any, plan: ShardPlan) -> Any:
         )
     if not loader.persistent_workers or (plan.is_training and epoch_stream(dataset) is not None):
         return loader
-    stream = EpochStream(dataset, seed=plan.seed, rank=plan.rank)
+    stream = extra("streams").EpochStream(dataset, seed=plan.seed, rank=plan.rank)
     if not plan.is_training:
         # Each pass restarts the random numbers, as in new workers.
         stream.set_epoch(0)

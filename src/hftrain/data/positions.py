@@ -17,11 +17,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
 from hftrain.data.datasets import StreamWrapper, has_length
-from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_rank_aware
+from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_cut, is_rank_aware
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import DispatchLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.states import StatefulLoader
-from hftrain.data.streams import BatchShardStream, EvenedStream
 
 
 class OffsetStream(StreamWrapper):
@@ -78,7 +77,7 @@ def has_own_shares(loader: Any, *, world_size: int) -> bool:
         return False
     part = loader.dataset if isinstance(loader.dataset, IterableDataset) else _batches_of(loader)
     while _is_wrapper(part) or type(part) is BatchSampler:
-        if isinstance(part, BatchShardStream) or is_rank_aware(part):
+        if is_cut(part):
             return False
         part = _inside(part)
     return not isinstance(part, DistributedSampler)
@@ -141,7 +140,7 @@ def _shifted(part: Any, offset: int) -> Any:
 
 def _is_wrapper(part: Any) -> bool:
     """Recognise hftrain's own wrappers of batches or streams, and accelerate's by name, to import nothing."""
-    known = (RankBatches, SeededBatches, Later, EvenedSampler, EvenedStream, BatchShardStream)
+    known = (RankBatches, SeededBatches, Later, EvenedSampler)
     if getattr(part, "passes_batches_on", False):
         return True
     return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")

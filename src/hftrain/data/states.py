@@ -10,13 +10,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.data.columns import CollatorWrapper
-from hftrain.data.datasets import has_state
+from hftrain.data.datasets import epoch_stream, has_state
 from hftrain.data.samplers import Later, own_order, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
-from hftrain.data.streams import EpochStream, epoch_stream
 from hftrain.data.worker_numbers import DrawingOn
 
 
@@ -36,7 +36,7 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
         if not keeps:
             return loader
         if epoch_stream(dataset) is None:
-            dataset = EpochStream(dataset, seed=seed, rank=rank)
+            dataset = extra("streams").EpochStream(dataset, seed=seed, rank=rank)
         kind = StatefulLoader if loader.num_workers else RankLoader
         return rebuild_loader(loader, kind=kind, dataset=dataset)
     loader = _with_own_order(with_seeds(loader, seed=seed, rank=rank))

@@ -7,28 +7,11 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.errors import ConfigError
 from hftrain.core.signatures import Shown
 
 Stage = Literal["fit", "evaluate", "predict"]
 Parts = TypeVar("Parts")
-
-# Features that a loop may not support, and what to do instead.
-FEATURES = {
-    "accelerator": "Do not use trainer.accelerator, or run one process.",
-    "accumulation": "Set gradient_accumulation_steps=1.",
-    "auto_find_batch_size": "Leave auto_find_batch_size out and set per_device_train_batch_size.",
-    "batch_eval_metrics": "Set batch_eval_metrics=False.",
-    "engines": "Use a strategy without an engine of its own, such as 'ddp' or 'fsdp'.",
-    "loss_scaling": "Use precision='bf16' or '32'.",
-    "ranks": "Run one process.",
-    "reshaping": "Resume with the number of processes and the batch sizes of the checkpoint.",
-    "resume": "Start a new run: leave resume_from_checkpoint out.",
-    "saving": "Set save_strategy='no'.",
-    "sharded_models": "Use a strategy that keeps the model whole, such as 'ddp'.",
-    "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
-    "streams": "Pass a dataset that has a length and no override of its data loader.",
-}
 
 
 class Group(Protocol):
@@ -59,8 +42,8 @@ class Loop(Shown, Generic[Parts]):
 
     Attributes:
         stage: ``"fit"``, ``"evaluate"`` or ``"predict"``.
-        unsupported: Feature (a name in `FEATURES`) -> why this loop does not support it. The Trainer raises before the
-            first step of a run that uses one.
+        unsupported: Feature -> why this loop does not support it; `FEATURES` in `hftrain.extras.own_loops` has their
+            names. The Trainer raises before the first step of a run that uses one.
         parts: The parts of the run, set from `attach` to `detach`.
     """
 
@@ -102,21 +85,3 @@ class Loop(Shown, Generic[Parts]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`; a fit loop is already attached."""
-
-
-def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise if a run uses features that its loop does not support.
-
-    Args:
-        loop: Any loop.
-        used: The features in use, each with the setting that selects it.
-
-    Raises:
-        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
-    """
-    for feature, reason in loop.unsupported.items():
-        asked = f"Cannot read {type(loop).__name__}.unsupported:"
-        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
-        if feature in used:
-            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
-            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hftrain.core.errors import CheckpointError, ConfigError, TaskError, a_kind
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.registry import Registry
 from hftrain.core.signatures import check_overrides
-from hftrain.loops.contract import Loop, check_features
+from hftrain.loops.contract import Loop
 from hftrain.loops.evaluate import EvaluateLoop
 from hftrain.loops.fit import FitLoop
 
@@ -46,7 +47,7 @@ def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
                 f"both run the stage {loop.stage!r}.",
                 "Pass one loop per stage.",
             )
-        check_features(loop, {})
+        extra("own_loops").check_features(loop, {})
         found[loop.stage] = loop
     return found
 

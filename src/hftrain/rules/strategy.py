@@ -16,7 +16,7 @@ from hftrain.core.launcher import read_launch
 from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
-from hftrain.storage.remote import check_url, is_url
+from hftrain.storage.files import check_url, is_url
 from hftrain.strategies.base import Strategy, has_engine
 
 # Settings that cast the model for evaluations, or change how these run it.

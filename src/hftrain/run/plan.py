@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -325,3 +327,28 @@ def start_state(parts: RunParts, resume: Path | None, *, num_steps: int, num_epo
         parts.trial_run.describe(state)
     parts.services.check_cadences()
     trainer.current_flos = 0
+
+
+def announce_training(parts: RunParts, plan: RunPlan) -> None:
+    """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
+    limits = ", ".join(f"{name}={value}" for name, value in parts.trainer.limits.facts.items())
+    if limits and parts.strategy.is_main:
+        logger.warning("At most this much of the data is read: %s.", limits)
+    if not logger.isEnabledFor(logging.INFO):
+        # Counting parameters is not free.
+        return
+    args, progress, num_epochs = parts.args, parts.progress, plan.length.num_epochs
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{plan.length.num_examples:,}")
+    logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
+    if plan.length.num_batches is not None:
+        logger.info("  Num update steps per epoch = %s", f"{plan.length.steps_per_epoch:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
+    logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_batch_size:,}")
+    logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)
+    logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
+    logger.info("  Number of trainable parameters = %s", f"{parts.trainer.get_num_trainable_parameters():,}")
+    if progress.step:
+        logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
+        if not args.ignore_data_skip:
+            logger.info("  Passing over the first %d batches of that epoch", progress.micro_steps_in_epoch)

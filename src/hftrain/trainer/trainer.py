@@ -34,7 +34,6 @@ from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
 from hftrain.evaluation.casting import cast_inputs
-from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.optim.groups import decay_parameter_names
@@ -68,6 +67,9 @@ from hftrain.trainer.choices import (
 )
 from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
+
+if TYPE_CHECKING:
+    from hftrain.loggers.base import Logger
 
 logger = get_logger(__name__)
 

@@ -1,15 +1,35 @@
-"""Which features of a run a loop may not support."""
+"""Loops of users: which features of a run they may not support, and whether a run uses one of those."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.types import Owns
+from hftrain.loops.contract import Loop
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
+
+# Features that a loop may not support, and what to do instead.
+FEATURES = {
+    "accelerator": "Do not use trainer.accelerator, or run one process.",
+    "accumulation": "Set gradient_accumulation_steps=1.",
+    "auto_find_batch_size": "Leave auto_find_batch_size out and set per_device_train_batch_size.",
+    "batch_eval_metrics": "Set batch_eval_metrics=False.",
+    "engines": "Use a strategy without an engine of its own, such as 'ddp' or 'fsdp'.",
+    "loss_scaling": "Use precision='bf16' or '32'.",
+    "ranks": "Run one process.",
+    "reshaping": "Resume with the number of processes and the batch sizes of the checkpoint.",
+    "resume": "Start a new run: leave resume_from_checkpoint out.",
+    "saving": "Set save_strategy='no'.",
+    "sharded_models": "Use a strategy that keeps the model whole, such as 'ddp'.",
+    "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
+    "streams": "Pass a dataset that has a length and no override of its data loader.",
+}
 
 
 def used_in_training(
@@ -69,3 +89,21 @@ def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
         "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
         "sharded_models": (strategy.shards_model, named),
     }
+
+
+def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
+    """Raise if a run uses features that its loop does not support.
+
+    Args:
+        loop: Any loop.
+        used: The features in use, each with the setting that selects it.
+
+    Raises:
+        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
+    """
+    for feature, reason in loop.unsupported.items():
+        asked = f"Cannot read {type(loop).__name__}.unsupported:"
+        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
+        if feature in used:
+            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
+            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])
