@@ -26,7 +26,7 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow", "guarantees", "distributed", "slurm", "mpi", "ray", "interop", "cuda", "mps", "xla", "deepspeed",
+    "slow", "guarantees", "distributed", "slurm", "mpi", "ray", "interop", "cuda", "mps", "xla", "sim", "deepspeed",
     "optimizers", "trackers", "remote", "clients", "machines", "browser", "bench",
 )  # fmt: skip
 
@@ -381,6 +381,16 @@ def tests_xla(session: nox.Session) -> None:
     # The other files need not be importable with that older torch, and cost time.
     files = [str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.xla" in path.read_text("utf-8")]
     pytest(session, "xla", *files, *NO_HANG)
+
+
+@nox.session(name="tests-sim")
+def tests_sim(session: nox.Session) -> None:
+    """Run the tests on a simulated accelerator, which is compiled once for each version of torch (two minutes)."""
+    skip_unless_marked(session, "sim", "nothing would run on the simulated accelerator")
+    need_programs(session, "g++ ninja-build", "g++", "ninja")
+    install(session, "test", "transformers", "peft")
+    session.run("python", "-m", "tests.support.torch_sim.build", env={"PYTHONPATH": "tests"})
+    pytest(session, "sim and not slow", "tests/sim", *WORKERS, *NO_HANG)
 
 
 @nox.session(name="tests-deepspeed")

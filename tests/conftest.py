@@ -31,6 +31,7 @@ import torch
 from support.distributed import DistributedRun, launch
 from support.marked import may_hold, named
 from support.police import Snapshot
+from support.torch_sim.build import why_not as why_not_sim
 
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
@@ -53,6 +54,7 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
     "xla": (lambda: is_available("torch_xla"), "torch_xla is not installed"),
+    "sim": (lambda: why_not_sim() is None, f"{why_not_sim()}"),
     "ray": (lambda: is_available("ray"), "ray is not installed"),
     "deepspeed": (lambda: is_available("deepspeed"), "deepspeed is not installed"),
     "remote": (lambda: is_available("s3fs") and is_available("moto"), "s3fs or moto is not installed"),

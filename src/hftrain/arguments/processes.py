@@ -57,12 +57,11 @@ class ArgumentProcesses(ArgumentFields):
         import torch
 
         if not self.use_cpu:
-            for kind, devices in (("cuda", torch.cuda), ("xpu", torch.xpu)):
-                if devices.is_available():
-                    # Modulo, because a launcher may make only one device visible to each process.
-                    return torch.device(kind, self.local_process_index % devices.device_count())
-            if torch.backends.mps.is_available():
-                return torch.device("mps")
+            found = torch.accelerator.current_accelerator(check_available=True)
+            if found is not None:
+                # Modulo, because a launcher may make only one device visible to each process.
+                index = self.local_process_index % torch.accelerator.device_count()
+                return found if found.type == "mps" else torch.device(found.type, index)
         return torch.device("cpu")
 
     @property
@@ -79,7 +78,7 @@ class ArgumentProcesses(ArgumentFields):
         if device.type == "cuda" and read_launch().launcher is None:
             import torch
 
-            return max(torch.cuda.device_count(), 1)
+            return max(torch.accelerator.device_count(), 1)
         return 0 if device.type == "cpu" else 1
 
     @property

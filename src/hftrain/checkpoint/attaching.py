@@ -61,7 +61,7 @@ def attach_weights(model: nn.Module, source: str | Path) -> nn.Module:
             "Use the files of this model. If transformers renames them when it loads: load and save them once with "
             "save_pretrained(folder, save_original_format=False).",
         )
-    _compute(model)
+    _fill_computed_buffers(model)
     names = [f"{prefix}.{leaf}".lstrip(".") for prefix, module in model.named_modules() for leaf in _hollow(module)]
     if left := [name for name in names if name not in state]:
         raise ConfigError(
@@ -79,8 +79,12 @@ def _hollow(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_meta}
 
 
-def _compute(model: nn.Module) -> None:
-    """Give the transformers models in a model what they compute when they are built. Mutates the model."""
+def _fill_computed_buffers(model: nn.Module) -> None:
+    """Fill the buffers that no file holds, because a transformers model computes them when it is built; mutates it.
+
+    They are taken from a twin that is built without weights, in the dtype and on the device where the model would have
+    been built.
+    """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     for part in model.modules():
         if not isinstance(part, kind) or not any(map(_hollow, part.modules())):

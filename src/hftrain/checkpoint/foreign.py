@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from hftrain.checkpoint.geometry import BatchGrid
 from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.shape import Grid
 from hftrain.checkpoint.state_files import load_part, load_rng, load_trainer_state
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
@@ -57,7 +57,7 @@ def num_processes(folder: Path) -> int:
     return ranks
 
 
-def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manifest:
+def read_foreign(folder: Path, current: Mapping[str, Any], grid: BatchGrid) -> Manifest:
     """Return the manifest that a checkpoint of transformers' Trainer would have.
 
     Steps, epochs as a fraction, batch size and length of the run are in its state; its files show the processes.

@@ -17,7 +17,7 @@ TASK_STATE = "task_state.safetensors"
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
-OWN_OPTIMIZERS = "own_optimizers.pt"
+DECLARED_OBJECTS = "own_optimizers.pt"
 OUTSIDE_WEIGHTS = "outside_weights.safetensors"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
@@ -30,7 +30,7 @@ PREFIX_CHECKPOINT_DIR = "checkpoint"
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]*)")
 _WEIGHTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
-_PARTS |= {OPTIMIZER, SCHEDULER, SCALER, OWN_OPTIMIZERS, OUTSIDE_WEIGHTS, TRAINER_STATE, ARGUMENTS}
+_PARTS |= {OPTIMIZER, SCHEDULER, SCALER, DECLARED_OBJECTS, OUTSIDE_WEIGHTS, TRAINER_STATE, ARGUMENTS}
 _SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS}|{OWN_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
 _RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
 

@@ -77,7 +77,7 @@ class CheckpointManager:
         self._resumed_number = 0
         self.remote = None if url is None else extra("remote_checkpoints").RemoteCheckpoints(url, mirror=output_dir)
         self._uploads = uploads
-        self._committed: Path | None = None
+        self._publishted: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
 
     def save(
@@ -112,12 +112,12 @@ class CheckpointManager:
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
-        self._together(target, self._begin, group, is_for_main=self._uploads is None)
+        self._together(target, self._make_staging, group, is_for_main=self._uploads is None)
         self._together(target, lambda path: self._write(path, writers), group)
         if self._uploads is not None:
             self._together(target, lambda path: self._send(path, step), group)
-        self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
-        self._committed = target
+        self._together(target, lambda path: self._publish(path, step, facts), group, is_for_main=True)
+        self._publishted = target
         return target
 
     def follow(self, manifest: Manifest) -> None:
@@ -223,7 +223,7 @@ class CheckpointManager:
         # A run goes back to it, as it would if it had never been interrupted.
         last_planned = last_finite_name({name: each for name, each in known.items() if each.is_planned})
         good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
-        return self._here(best, self._committed) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
+        return self._here(best, self._publishted) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
 
     def _here(self, *paths: Path | None) -> set[str]:
         """Return the names of the paths that are in the output folder."""
@@ -279,7 +279,7 @@ class CheckpointManager:
             if each is not None:  # the remote folder may contain more than the local one
                 each.rotate(self.run_id, 1, kept)
 
-    def _begin(self, target: Path) -> None:
+    def _make_staging(self, target: Path) -> None:
         if self._uploads is not None and self.is_committer:
             self._uploads.clear()
         elif self._uploads is not None and not self._uploads.is_sender:
@@ -298,7 +298,7 @@ class CheckpointManager:
         if self._uploads is not None and self._uploads.is_sender:
             self._uploads.send(files.find_staging(target), step=step)
 
-    def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
+    def _publish(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
         # Rounded: of all digits, the last ones may change without another value, and so without another checksum.
         own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}

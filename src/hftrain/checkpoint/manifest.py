@@ -26,7 +26,8 @@ class Manifest:
 
     Args:
         step: The optimizer updates done.
-        facts: Recorded by the run: ``progress`` (counters), ``geometry`` (see `check_shape`), ``plan``, ``only_model``.
+        facts: Recorded by the run: ``progress`` (counters), ``plan``, ``only_model``, ``geometry`` (see
+            `check_resumable`).
         versions: Versions of the libraries that wrote it.
         files: Size in bytes and SHA-256 of each file, by its path inside the folder.
         format_version: The version of this format.

@@ -136,7 +136,7 @@ class CheckpointWriter:
         """
         path, error = None, None
         try:
-            path = self.commit(captured, self.manager.group)
+            path = self.write_files(captured, self.manager.group)
         except NoSpaceError as caught:
             error = caught
         self.conclude(captured, then, path, error)
@@ -144,7 +144,7 @@ class CheckpointWriter:
     def conclude(
         self, captured: Captured, then: Callable[[Path | None], None], path: Path | None, error: BaseException | None
     ) -> None:
-        """Call `then` with what `commit` returned, or raise its error unless the run continues without a checkpoint."""
+        """Call `then` with the folder, or raise the error of `write_files` unless the run continues without one."""
         if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
             self._skip(captured.step, error)
         elif error is not None:
@@ -159,7 +159,7 @@ class CheckpointWriter:
             name: What `Consensus.due` returned, if only the write that has asked for it is to be finished.
         """
 
-    def commit(self, captured: Captured, group: Group) -> Path:
+    def write_files(self, captured: Captured, group: Group) -> Path:
         """Write and commit a checkpoint, and delete older ones if the disk is full and the policy allows it."""
         while True:
             try:

@@ -138,9 +138,11 @@ def _replay_each(run: str, ledger: Lines, steps: Sequence[int]) -> tuple[Lines, 
     for step in steps:
         with tempfile.TemporaryDirectory() as folder:
             found = read_ranks(do_step_apart(run, step, Path(folder), has_samples=True), "samples")
-            _, _, values = first_parting({step: ledger[step]}, read_ledger(folder))
-        lines += [f"step {step} is not the same when it is replayed: {values}" for _ in range(bool(values))]
-        lines += [f"step {step}: no losses of samples: {each['problem']}" for each in found[:1] if each["problem"]]
+            _, _, difference = first_parting({step: ledger[step]}, read_ledger(folder))
+        if difference:
+            lines.append(f"step {step} is not the same when it is replayed: {difference}")
+        if problem := found[0]["problem"]:
+            lines.append(f"step {step}: no losses of samples: {problem}")
         changed[step] = [_with_losses(line, each["samples"]) for line, each in zip(ledger[step], found, strict=True)]
     return changed, lines
 
@@ -268,6 +270,7 @@ def _look(run: Path, sample: Any, row: Mapping[str, torch.Tensor]) -> str:
 
 
 def _decoded(run: Path, tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Return tokens as text, with any tokenizer that the run has saved: all of them are of one Trainer."""
     tokens = tokens if mask is None else tokens[mask.bool()]
     shown = tokens[:_MOST_TOKENS].tolist()
     folder = next((path.parent for path in sorted(run.glob("**/tokenizer_config.json"))), None)
@@ -275,7 +278,7 @@ def _decoded(run: Path, tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
         from transformers import AutoTokenizer
 
         text = repr(AutoTokenizer.from_pretrained(folder).decode(shown)) if folder else f"tokens {shown}"
-    except Exception:
+    except Exception:  # of any kind, from any tokenizer's code: the numbers are shown instead
         text = f"tokens {shown}"
     return f"{text} ({len(tokens)} tokens)"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.core.accelerate_state import accelerate_state
+from hftrain.core.devices import find_device_type
 from hftrain.core.launcher import announce_launch, read_launch
-from hftrain.strategies.environment import find_device_type
 
 
 def adapted_log(log: Any) -> Any:

@@ -6,11 +6,12 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy
 import torch
+
+from hftrain.core.log import warn_once
 
 # Generators that torch.manual_seed does not set: functions that capture and restore each.
 _added: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
@@ -70,18 +71,17 @@ def rng_now(devices: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return the state of every generator, fast; `plain_rng` makes of it what `restore_rng` takes.
 
     Args:
-        devices: The kinds of accelerator, from `rng_devices`.
+        devices: The accelerator, from `rng_devices`.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=False),
         "cpu": torch.default_generator.get_state(),
     }
-    for name, device in devices:
-        if device.is_initialized():
-            state[name] = _generators(device).get_rng_state_all()
-    if _has_mps():
-        state["mps"] = torch.mps.get_rng_state()
+    for name, module in devices:
+        if not getattr(getattr(torch, name), "is_initialized", _always)():
+            continue  # reading the state would initialize it, which a forked process cannot
+        state[name] = [module.get_rng_state(index) for index in _indices(name)] or module.get_rng_state()
     for name, (capture, _) in _added.items():
         state[name] = int(capture())
     return state
@@ -94,11 +94,6 @@ def plain_rng(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "numpy": (found["bit_generator"], place["key"].tolist(), int(place["pos"]), *gauss)}
 
 
-@cache
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
-
-
 def restore_rng(state: dict[str, Any]) -> None:
     """Restore the state that `capture_rng` returned; the state of absent devices is ignored."""
     _check(state)
@@ -107,12 +102,13 @@ def restore_rng(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["cpu"])
-    for name, device in rng_devices():
-        if name in state:
+    for name, module in rng_devices():
+        if name in state and name == "mps":
+            module.set_rng_state(state[name])
+        elif name in state:
             per_device = state[name] if isinstance(state[name], (list, tuple)) else [state[name]]
-            _generators(device).set_rng_state_all(list(per_device)[: device.device_count()])
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])
+            for index, each in zip(_indices(name), per_device, strict=False):
+                module.set_rng_state(each, index)
     for name, (_, restore) in _added.items():
         if name in state:
             restore(state[name])
@@ -128,14 +124,28 @@ def _check(state: dict[str, Any]) -> None:
 
 
 def rng_devices() -> list[tuple[str, Any]]:
-    """Return name and module of each available kind of accelerator; it has one generator per device."""
-    kinds = [(name, getattr(torch, name, None)) for name in ("cuda", "xpu", "npu", "hpu", "mlu", "musa")]
-    return [(name, device) for name, device in kinds if device is not None and device.is_available()]
+    """Return kind and module of the accelerator, whose devices have a generator each."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return []
+    module: Any = torch.get_device_module(found)
+    with_generators = module if hasattr(module, "get_rng_state") else getattr(module, "random", None)
+    if not hasattr(with_generators, "get_rng_state"):
+        warn_once(
+            f"torch.{found.type} has no get_rng_state(): a resumed run draws other random numbers on the device "
+            "(dropout) than the uninterrupted one would have. Use a version of its package that has the function."
+        )
+        return []
+    return [(found.type, with_generators)]
 
 
-def _generators(device: Any) -> Any:
-    """Return the module with an accelerator's generator functions; for some kinds it is the submodule `random`."""
-    return device if hasattr(device, "get_rng_state_all") else device.random
+def _always() -> bool:
+    return True
+
+
+def _indices(name: str) -> range:
+    """Return the devices of a kind; none for MPS, whose functions take no device."""
+    return range(0 if name == "mps" else torch.accelerator.device_count())
 
 
 def draw_as_a_loader() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hftrain.checkpoint.shape import Grid, check_shape, move
+from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
@@ -126,10 +126,12 @@ class ShardedBatches:
             CheckpointError: The position cannot be mapped to this loader.
         """
         saved, now, progress = facts["shape"], self._shape(), Progress(**facts["progress"])
-        changes = check_shape(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
+        changes = check_resumable(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
         if changes:
             logger.warning("The batch layout has changed (%s); the position in the data is kept.", ", ".join(changes))
-        self._progress = move(progress, *(Grid.of(shape, shape["num_batches"]) for shape in (saved, now)))
+        self._progress = convert_position(
+            progress, *(BatchGrid.of(shape, shape["num_batches"]) for shape in (saved, now))
+        )
         self._epoch_rng = own["epoch_rng"]
         with preserved_rng():  # report invalid states now instead of in the next iteration
             restore_rng(self._epoch_rng or capture_rng())

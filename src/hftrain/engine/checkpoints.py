@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.geometry import check_equal, check_resumable
 from hftrain.checkpoint.layout import rng_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
-from hftrain.checkpoint.shape import check_geometry, check_shape
 from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.state_files import (
     as_it_is,
@@ -87,8 +87,8 @@ class EngineCheckpoints:
             raise CheckpointError(f"Cannot load {folder} into an Engine:", reason, remedy)
         with restoring(folder):
             registry, saved = self._registry(model, optimizer, folder), manifest.facts["geometry"]
-            check_geometry(saved, self._kind(optimizer), step=manifest.step)
-            check_shape(saved, self._shape(), is_within_epoch=False, step=manifest.step)
+            check_equal(saved, self._kind(optimizer), step=manifest.step)
+            check_resumable(saved, self._shape(), is_within_epoch=False, step=manifest.step)
             load_weights(bare, folder, strategy=strategy)
             registry.load(Scope.WHOLE, lambda *_: folder)
             own = load_own(folder, strategy, saved)

@@ -15,6 +15,7 @@ from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.state_files import Keep, capture_shards
 from hftrain.checkpoint.writer import Captured, CheckpointWriter
+from hftrain.core.devices import has_own_queue
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
@@ -90,7 +91,7 @@ class BackgroundWriter(CheckpointWriter):
         def work(group: Group) -> Path:
             try:
                 wait()
-                path = self.commit(captured, group)
+                path = self.write_files(captured, group)
                 in_thread()
                 return path
             finally:
@@ -282,7 +283,7 @@ class HostCopies:
     def copy(self, tree: Any) -> Any:
         """Return a nested structure with its tensors copied; shared tensors stay shared.
 
-        Copies from a CUDA device may not be complete on return, see `fence`.
+        Copies from a device may not be complete on return, see `fence`.
         """
         known: dict[Any, torch.Tensor] = {}
 
@@ -304,8 +305,8 @@ class HostCopies:
         self._free.clear()
         events = []
         for device in self._devices:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
             events.append(event)
 
         def wait() -> None:
@@ -325,7 +326,7 @@ class HostCopies:
                 if self._is_needed.is_set():  # missing memory is allocated by the copy
                     return
                 key = _form(like)
-                with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread starts on the first device
+                with torch.accelerator.device_index(like.device.index):  # a thread starts on the first device
                     room = self._make(like, is_pinned=key[-1])
                 # Touch the pages now, which takes longer than the copy. Not with torch, which would use as many threads
                 # as the training next to it.
@@ -336,20 +337,20 @@ class HostCopies:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _form(tensor)
-        is_cuda = key[-1]
+        is_pinned = key[-1]
         rooms = self._free.get(key)
-        room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_cuda)
+        room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_pinned)
         self._used.append((key, room))
-        if is_cuda:
+        if is_pinned:
             # In stream order: a later update of the tensor waits for the copy, and the host does not.
             self._devices.add(tensor.device)
-        return room.copy_(tensor, non_blocking=is_cuda)
+        return room.copy_(tensor, non_blocking=is_pinned)
 
     def _make(self, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
         num_bytes = like.numel() * like.element_size()
-        is_small = num_bytes < _SMALL_BYTES
-        room = torch.empty_like(like, device="cpu", pin_memory=is_pinned and is_small)
-        if is_pinned and not is_small:
+        registers = is_pinned and num_bytes >= _SMALL_BYTES and like.device.type == "cuda"
+        room = torch.empty_like(like, device="cpu", pin_memory=is_pinned and not registers)
+        if registers:
             # torch allocates pinned memory in powers of two: up to twice the state.
             status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
             if int(status) == 0:
@@ -364,4 +365,4 @@ class HostCopies:
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
     """Return a key that is equal for tensors that can be copied to the same memory."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type == "cuda"
+    return tensor.shape, tensor.stride(), tensor.dtype, has_own_queue(tensor.device.type)

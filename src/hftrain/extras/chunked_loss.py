@@ -96,7 +96,7 @@ class ChunkedCrossEntropy(TrainerCallback):
             reason = "Ranks share its head or its tokens; MeshStrategy(loss_parallel=True) alone saves the logits, too."
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
-        base.loss_function = partial(_loss, loss, head)
+        base.loss_function = partial(_mean_loss, loss, head)
         head.forward = partial(_head, head, self.chunk_size)
         before = model.register_forward_pre_hook(partial(_before, head), with_kwargs=True)
         after = model.register_forward_hook(partial(_after, head))
@@ -140,7 +140,7 @@ def _head(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
     return step["sum"]  # type: ignore[no-any-return]
 
 
-def _loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
+def _mean_loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
     """Return the mean of the losses that the head computed; in place of the model's `loss_function`."""
     step = vars(head).get("step", {})
     if "goals" not in step:

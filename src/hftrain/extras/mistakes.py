@@ -159,6 +159,7 @@ _MAX_SAMPLES = 8
 def locate_in_data(error: BaseException) -> str | None:
     """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
     if worker := _IN_A_WORKER.search(str(error)):
+        # Of a worker's error only the text arrives.
         calls = _CALLS.findall(str(error))
         part = "the data_collator" if calls and "collate_fn(" in calls[-1] else "the dataset"
         more = "Set dataloader_num_workers=0 to debug it in this process, where the sample is named."
@@ -166,25 +167,22 @@ def locate_in_data(error: BaseException) -> str | None:
     calls = _CALLS.findall("".join(format_tb(error.__traceback__)))
     if not calls:
         return None
-    known = _names_of_the_fetch(error.__traceback__)
-    indices, reader = known.get("possibly_batched_index"), known.get("self")
-    dataset: Any = getattr(reader, "dataset", None)
+    # Torch's names for what its fetcher holds: the batch's indices, the sample that is read, the samples that were.
+    held = _names_of_the_fetch(error.__traceback__)
+    indices, reader, samples = held.get("possibly_batched_index"), held.get("self"), held.get("data")
     is_listed = isinstance(indices, (list, tuple)) and any(index is not None for index in indices)
     which = f"samples {listed(indices, most=_MAX_SAMPLES)}" if is_listed else ""  # type: ignore[arg-type]
-    end = ""
-    if "collate_fn(" in calls[-1]:
-        samples, odd = known.get("data"), facts_of(error).get("place")
-        if odd is not None and which and samples:
-            which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
-        elif isinstance(samples, (list, tuple)) and samples:
-            end = f" The first: {describe(samples[0])}."
-        return (
-            f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
-        )
-    which = f"sample {known['idx']} of " if "idx" in known else f"one of {which} of " if which else ""
-    if isinstance(error, IndexError) and has_length(dataset):
-        end = f" Its __len__ is {len(dataset)}."
-    return f"Raised while reading {which}{type(dataset).__name__}.{end}"
+    if "collate_fn(" not in calls[-1]:
+        dataset: Any = getattr(reader, "dataset", None)
+        which = f"sample {held['idx']} of " if "idx" in held else f"one of {which} of " if which else ""
+        end = f" Its __len__ is {len(dataset)}." if isinstance(error, IndexError) and has_length(dataset) else ""
+        return f"Raised while reading {which}{type(dataset).__name__}.{end}"
+    odd, end = facts_of(error).get("place"), ""
+    if odd is not None and which and samples:
+        which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
+    elif isinstance(samples, (list, tuple)) and samples:
+        end = f" The first: {describe(samples[0])}."
+    return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
 
 
 def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:

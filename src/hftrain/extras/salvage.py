@@ -38,8 +38,7 @@ class Salvage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        is_saving = (self._parts.phase or "").startswith("save")
-        is_early = isinstance(error, TrainingStopped) and error.is_early and not is_saving
+        is_early = isinstance(error, TrainingStopped) and error.is_early and not self._parts.is_saving
         if error is not None and (is_early or isinstance(error, Exception)):
             try:
                 self._save_after(error)

@@ -169,7 +169,7 @@ class FitLoop(Loop[FitParts]):
         super().attach(parts)
         self.is_within_epoch = False
         self.num_batches, self._batches_per_epoch = parts.config.num_batches, 1
-        self.end_step = self.act if parts.hooks.act is None else self._act_through_hook
+        self.end_step = self.act if parts.hooks.act is None else self._hand_to_override
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
         """Train until `max_steps` or until a callback stops the run.
@@ -328,7 +328,7 @@ class FitLoop(Loop[FitParts]):
         self.end_step()
         self.parts.hooks.check_flags("")
 
-    def _act_through_hook(self) -> None:
+    def _hand_to_override(self) -> None:
         assert self.parts.hooks.act is not None
         self.parts.hooks.act(self.act, self.parts.losses.grad_norm, self.parts.losses.learning_rate)
 

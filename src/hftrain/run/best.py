@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -14,6 +14,13 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.state import TrainerState
 from hftrain.rules.evaluation import best_metric_key
+
+
+class _Evaluated(NamedTuple):
+    """A step's evaluation."""
+
+    step: int
+    metric: float
 
 
 class BestMetric:
@@ -25,8 +32,8 @@ class BestMetric:
 
     def __init__(self, args: TrainingArguments, state: TrainerState, *, keep_best: int | None) -> None:
         self._args, self._state, self._keep_best = args, state, keep_best
-        # The step of the last evaluation and its metric, and the step of the last checkpoint and its path.
-        self._last: tuple[int, float] | None = None
+        self._last = _Evaluated(0, math.nan)
+        # The step of the last checkpoint, and its path.
         self._saved: tuple[int, str] | None = None
         # The best checkpoints by name: their own manifests may have been written before the evaluation.
         self._kept: dict[str, float] = {}
@@ -37,14 +44,15 @@ class BestMetric:
         if not wanted or not state.global_step or is_left_out(metrics, wanted, has_all_sets=has_all_sets):
             return False
         value, best = read_metric(metrics, wanted), state.best_metric
-        self._last = state.global_step, value
-        # NaN is never better, and everything is better than NaN.
-        is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
-        is_better = is_better and value == value
+        self._last = _Evaluated(state.global_step, value)
+        if best is None or math.isnan(best):
+            is_better = not math.isnan(value)
+        else:  # NaN compares as not better
+            is_better = value > best if args.greater_is_better else value < best
         if is_better:
             state.best_metric, state.best_global_step = value, state.global_step
         self.link()
-        return bool(is_better)
+        return is_better
 
     def note_saved(self, step: int, path: str) -> None:
         """Store that a step has a checkpoint, whether or not its evaluation is done."""
@@ -58,16 +66,16 @@ class BestMetric:
         step, path = self._saved
         if self._state.best_global_step == step:
             self._state.best_model_checkpoint = path
-        if self._last is not None and self._last[0] == step and math.isfinite(self._last[1]):
-            scored = {**self._kept, checkpoint_name(step): self._last[1]}.items()
+        if self._last.step == step and math.isfinite(self._last.metric):
+            scored = {**self._kept, checkpoint_name(step): self._last.metric}.items()
             best_first = sorted(scored, key=itemgetter(1), reverse=bool(self._args.greater_is_better))
             self._kept = dict(best_first[: self._keep_best or 0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric for the manifest of this step's checkpoint (None for NaN, or if it was not evaluated)."""
-        step, value = self._last or (0, math.nan)
-        is_known = step == self._state.global_step and math.isfinite(value)
-        return {"metric": value if is_known else None, "earlier_metrics": self._kept}
+        last = self._last
+        is_known = last.step == self._state.global_step and math.isfinite(last.metric)
+        return {"metric": last.metric if is_known else None, "earlier_metrics": self._kept}
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
         """Restore the metrics of the checkpoints before this one."""

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
-from hftrain.checkpoint.layout import OWN_OPTIMIZERS, OWN_SHARDS
+from hftrain.checkpoint.layout import DECLARED_OBJECTS, OWN_SHARDS
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.state_files import Keep, Writer
 from hftrain.core.errors import ConfigError, StrategyError
@@ -167,7 +167,8 @@ class CheckpointObjects:
         self._restore()
 
     def _read(self, folder: Path) -> dict[str, Any]:
-        path = folder / OWN_OPTIMIZERS
+        """Return the saved states; of those that are split, each shard is put back at its path in its state."""
+        path = folder / DECLARED_OBJECTS
         states: dict[str, Any] = dict(load_containers(path)) if path.exists() else {}
         for where, tensor in load_shards(folder, stem=OWN_SHARDS).items():
             *keys, last = json.loads(where)
@@ -184,14 +185,14 @@ class CheckpointObjects:
 
     def load(self, folder: Path) -> None:
         """Read the states of a checkpoint; they are restored at once if training has begun."""
-        self._path = folder / OWN_OPTIMIZERS
+        self._path = folder / DECLARED_OBJECTS
         self._awaited = self._read(folder)
         if self._has_begun:
             self._restore()
 
     def go_back(self, folder: Path) -> None:
         """Undo the groups that were added to optimizers since a checkpoint of this run, so that its states fit."""
-        path, found = folder / OWN_OPTIMIZERS, self.find()
+        path, found = folder / DECLARED_OBJECTS, self.find()
         for name, state in load_containers(path).items() if path.exists() else ():
             if isinstance(own := found.get(name), Optimizer) and "param_groups" in state:
                 schedules = [each for each in found.values() if getattr(each, "optimizer", None) is own]

@@ -12,10 +12,10 @@ from torch import nn
 
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import MANIFEST, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCHEDULER
+from hftrain.checkpoint.geometry import check_equal
+from hftrain.checkpoint.layout import DECLARED_OBJECTS, MANIFEST, OUTSIDE_WEIGHTS, SCHEDULER
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
-from hftrain.checkpoint.shape import check_geometry
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_own, load_own, load_part, restore_schedule
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
@@ -57,14 +57,14 @@ class Contents:
         self.finiteness = Finiteness(parts, self.rewind)
         # The random numbers from which the order of the epoch was drawn.
         self._epoch_rng: dict[str, Any] = {}
-        # A checkpoint, and its random numbers until they are restored.
-        self._folder, self._numbers = Path(), dict[str, Any]()
-        # What was still due when the checkpoint was saved.
-        self.left: frozenset[str] = frozenset()
+        # A checkpoint, and this process's state in it until its random numbers are restored.
+        self._folder, self._rank_state = Path(), dict[str, Any]()
+        # The actions that were still due when the checkpoint was saved.
+        self.pending: frozenset[str] = frozenset()
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
         self.is_planned = True
-        self.registry = Registry({**self._facts(), **self._files(), **self._own()})
+        self.registry = Registry({**self._manifest_entries(), **self._file_entries(), **self._rank_entries()})
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""
@@ -73,7 +73,7 @@ class Contents:
 
     # -- the entries: a new feature adds one ----------------------------------------------------------------------
 
-    def _facts(self) -> dict[str, Entry]:
+    def _manifest_entries(self) -> dict[str, Entry]:
         """Return the entries in the manifest."""
         parts, metric = self._parts, self.metric
 
@@ -91,14 +91,14 @@ class Contents:
 
         return {
             "position": Entry(Scope.MANIFEST, position),
-            "actions": Entry(Scope.MANIFEST, self._to_do, self._take_left),
+            "actions": Entry(Scope.MANIFEST, self._pending_facts, self._take_pending),
             "trained": Entry(Scope.MANIFEST, parts.trained.changes, parts.trained.repeat),
             "metric": Entry(Scope.MANIFEST, metric.state_dict, load_metric),
             "finiteness": Entry(Scope.MANIFEST, self.finiteness.state_dict, self.finiteness.load_state_dict),
             **parts.facts,
         }
 
-    def _files(self) -> dict[str, Entry]:
+    def _file_entries(self) -> dict[str, Entry]:
         """Return the entries with a separate file."""
         parts, trainer, trained = self._parts, self._parts.trainer, self._parts.trained
         in_training = parts.strategy, parts.wrapped, parts.optimizer, parts.precision
@@ -122,10 +122,10 @@ class Contents:
             **training_entries(*in_training, read_precision=read_precision, check=check),
             SCHEDULER: Entry(Scope.WHOLE, schedule, load_schedule),
             OUTSIDE_WEIGHTS: Entry(Scope.WHOLE, trained.state_dict, trained.load, write=save_tensors),
-            OWN_OPTIMIZERS: Entry(Scope.WHOLE, self.objects.state_dict, self.objects.load),
+            DECLARED_OBJECTS: Entry(Scope.WHOLE, self.objects.state_dict, self.objects.load),
         }
 
-    def _own(self) -> dict[str, Entry]:
+    def _rank_entries(self) -> dict[str, Entry]:
         """Return the entries that differ by process, except random numbers."""
         parts, task, plan, feed = self._parts, self._parts.task, self._plan, self._parts.data.feed
         device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
@@ -133,10 +133,10 @@ class Contents:
         def load_data(state: Any) -> None:
             assert plan.saved is not None
             # If several processes read a stream, the position of each differs from the common one.
-            is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.data.world_size == 1
+            is_shared = {plan.saved.facts["geometry"]["world_size"], parts.strategy.data.world_size} != {1}
             if plan.is_reshaped and isinstance(state, dict):
                 state.pop("ahead", None)
-            feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
+            feed.load_state_dict(None if plan.is_reshaped and feed.is_stream and is_shared else state)
 
         def load_losses(state: Any) -> None:
             losses.load_state_dict(state, device=device)
@@ -166,7 +166,7 @@ class Contents:
             "past": own(lambda: computing.past, load_memory),
         }
 
-    def _to_do(self) -> dict[str, Any]:
+    def _pending_facts(self) -> dict[str, Any]:
         """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
         control, progress = self._parts.control, self._parts.progress
         is_due = {
@@ -179,12 +179,12 @@ class Contents:
         }
         # At the end of an incomplete epoch, a callback has stopped the run or the epoch.
         is_planned = self.is_planned and (self._parts.loop.is_within_epoch or not progress.micro_steps_in_epoch)
-        extra = {} if is_planned else {"is_planned": False}
-        return {"left": [name for name in _KNOWN if is_due[name]], **extra}
+        unplanned = {} if is_planned else {"is_planned": False}
+        return {"left": [name for name in _KNOWN if is_due[name]], **unplanned}
 
-    def _take_left(self, facts: Mapping[str, Any]) -> None:
+    def _take_pending(self, facts: Mapping[str, Any]) -> None:
         left = facts.get("left")
-        self.left = frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
+        self.pending = frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -203,12 +203,18 @@ class Contents:
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def restore(self, folder: Path) -> None:
-        """Load everything but the model; the random numbers are restored when the loop has opened the data."""
+        """Load everything but the model. Collective.
+
+        The order of a resume: the documented state (`start_state`) and the plan, because they size the schedule; the
+        model's weights (`making_ready`), before the strategy wraps or shards it; here the manifest's entries, those
+        with a file, and each process's own; the random numbers last (`begin_epoch`), once the loop has opened the data,
+        which draws some itself. Then `Run._finish_resume` does the actions that were still due.
+        """
         parts, saved = self._parts, self._plan.saved
         assert saved is not None
         self._folder = folder
         if not is_foreign(folder):
-            check_geometry(saved.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=saved.step)
+            check_equal(saved.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=saved.step)
         self.registry.load(Scope.MANIFEST, lambda *_: saved.facts)
         parts.hooks.load_optimizer_and_scheduler(str(folder))
         own = load_own(folder, parts.strategy, saved.facts["geometry"])
@@ -217,10 +223,10 @@ class Contents:
         with preserved_rng():  # check now, rather than in the loop, that they are valid
             for numbers in (self._epoch_rng, own) if self._epoch_rng else (own,):
                 restore_rng(numbers)
-        self._numbers = own
+        self._rank_state = own
         if parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
-            self._numbers, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
+            self._rank_state, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
             parts.data.feed.load_state_dict(None)
 
     def load_training(self, folder: Path) -> None:
@@ -229,26 +235,26 @@ class Contents:
 
     def begin_epoch(self) -> None:
         """Note the random numbers from which an epoch's order may be drawn, or restore the checkpoint's."""
-        if self._numbers and self._parts.progress.is_within_epoch:
+        if self._rank_state and self._parts.progress.is_within_epoch:
             # A checkpoint of another trainer does not contain those from which the epoch's order was drawn.
-            restore_rng(self._epoch_rng or self._numbers)
+            restore_rng(self._epoch_rng or self._rank_state)
         else:
-            self.load_numbers()
+            self.load_rng_through_hook()
             self._epoch_rng = capture_rng()
             self._parts.computing.past = None
         if self._parts.data.feed.draws_a_seed(self._parts.progress.epoch):
             draw_as_a_loader()
 
-    def load_numbers(self) -> None:
+    def load_rng_through_hook(self) -> None:
         """Restore the checkpoint's random numbers through the documented hook, if that has not been done."""
-        if self._numbers:
+        if self._rank_state:
             self._parts.hooks.load_rng_state(str(self._folder))
-            self._numbers = {}
+            self._rank_state = {}
 
-    def restore_numbers(self) -> None:
-        """Do what the hook does, for `load_numbers`."""
-        if self._numbers:
-            restore_rng(self._numbers)
+    def load_rng(self) -> None:
+        """Do what the hook does, for `load_rng_through_hook`."""
+        if self._rank_state:
+            restore_rng(self._rank_state)
 
 
 def checkpoint_bytes(parts: RunParts) -> int:

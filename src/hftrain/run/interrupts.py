@@ -164,7 +164,7 @@ class Interrupts:
 
     def is_saving(self, notes: list[str | None] | None = None) -> bool:
         """Tell whether this process, or one of those with a note, writes a checkpoint."""
-        is_under_way = (self._parts.phase or "").startswith("save") or staged_bytes(self._marker.parent) > 0
+        is_under_way = self._parts.is_saving or staged_bytes(self._marker.parent) > 0
         is_here = is_under_way and self.consensus is not None and not self.consensus.is_waiting
         # A process that had ended before the signal has no note.
         return is_here or any(json.loads(note or "[false]")[-1] for note in notes or ())

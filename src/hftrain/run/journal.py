@@ -30,6 +30,7 @@ import torch
 
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.core.devices import device_name, peak_memory
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
@@ -161,12 +162,11 @@ class Journal:
 def environment(strategy: Strategy) -> dict[str, Any]:
     """Return the versions, device and processes of a run, without names of machines or users."""
     device = strategy.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     per_host = read_launch().local_world_size or 1
     return {
         "versions": {"python": platform.python_version(), **installed_versions(*PACKAGES)},
         "system": platform.platform(),
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({device_name(device)})",
         "processes": strategy.world_size,
         "hosts": max(1, -(-strategy.world_size // per_host)),
         "strategy": strategy.name,
@@ -178,8 +178,8 @@ def _memory(device: torch.device) -> dict[str, int]:
     if sys.platform != "win32":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory["host"] = peak if sys.platform == "darwin" else peak * 1024
-    if device.type == "cuda":
-        memory["device"] = torch.cuda.max_memory_allocated(device)
+    if (peak_bytes := peak_memory(device)) is not None:
+        memory["device"] = peak_bytes
     return memory
 
 

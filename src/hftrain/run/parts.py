@@ -53,6 +53,7 @@ class RunParts:
         progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
+        is_saving: Whether a checkpoint is being saved, or could not be.
         is_evaluating: Whether an evaluation is running, or has failed: the resumed run starts with it.
         wrap: Wraps the model, while the run calls `_wrap_model`.
 
@@ -87,6 +88,7 @@ class RunParts:
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: str | None = None
+    is_saving: bool = False
     is_evaluating: bool = False
     wrap: Callable[[nn.Module], nn.Module] | None = None
     manager: CheckpointManager = field(init=False)

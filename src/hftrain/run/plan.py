@@ -14,11 +14,11 @@ from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
+from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position, steps_left
 from hftrain.checkpoint.layout import ARGUMENTS
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
-from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
@@ -51,7 +51,7 @@ class RunPlan:
     Args:
         length: The length of a whole run in this configuration.
         grid: How passes over the data are cut into batches.
-        geometry: Values that a resume compares; see `check_shape`.
+        geometry: Values that a resume compares; see `check_resumable`.
         total_batch_size: Samples per update, all ranks together.
         max_steps: The updates after which this run ends; differs if a part of it had another configuration.
         stated: The length that the training data stated then (None: it has none).
@@ -60,7 +60,7 @@ class RunPlan:
     """
 
     length: TrainPlan
-    grid: Grid
+    grid: BatchGrid
     geometry: dict[str, Any]
     total_batch_size: int
     max_steps: int
@@ -96,7 +96,7 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     geometry = _find_geometry(parts, loader, total_batch_size=total)
     whole = RunPlan(
         length=length,
-        grid=Grid.of(geometry, length.num_batches),
+        grid=BatchGrid.of(geometry, length.num_batches),
         geometry=geometry,
         total_batch_size=total,
         max_steps=length.max_steps,
@@ -105,7 +105,7 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     if folder is None:
         return whole
     with restoring(folder):
-        return _rest(whole, args, folder, loader, parts.progress)
+        return _plan_rest(whole, args, folder, loader, parts.progress)
 
 
 def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> None:
@@ -136,19 +136,22 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
         )
 
 
-def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
+def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
     """Return the plan for the remaining part of a resumed run."""
     length, grid, geometry = whole.length, whole.grid, whole.geometry
-    manifest = _read(args, folder, geometry, grid)
+    manifest = _read_manifest(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
     progress.load_state_dict(manifest.facts["progress"])
     is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
     if args.ignore_data_skip:
+        # The epoch's data starts again, so that nothing depends on its order.
         free = ("round_size", "world_size", "batch_size", "accumulation", "precision", "weights_dtype")
-        changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
+        changes = check_resumable(
+            saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step
+        )
     else:
-        changes = check_shape(saved, geometry, is_within_epoch=is_within, step=manifest.step)
-    moved = move(progress, Grid.of(saved, plan.get("num_batches")), grid)
+        changes = check_resumable(saved, geometry, is_within_epoch=is_within, step=manifest.step)
+    moved = convert_position(progress, BatchGrid.of(saved, plan.get("num_batches")), grid)
     progress.load_state_dict(moved.state_dict())
     offset = progress.offset_in_epoch
     first = num_batches_from(loader, offset) if offset and not args.ignore_data_skip else length.num_batches
@@ -158,7 +161,7 @@ def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, pr
         left = steps_left(progress, grid, num_batches_first=first, num_steps=asked)
         max_steps = plan["max_steps"] if is_as_planned else progress.step + left
     if changes:
-        _say(progress, changes, grid=grid, num_steps=max_steps, plan=plan)
+        _warn_of_changes(progress, changes, grid=grid, num_steps=max_steps, plan=plan)
     elif progress.step >= max_steps or (length.is_by_epochs and progress.epoch >= length.num_epochs):
         logger.warning(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
@@ -167,7 +170,7 @@ def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, pr
     return replace(whole, max_steps=max_steps, saved=manifest, is_reshaped=is_reshaped)
 
 
-def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:
+def _read_manifest(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: BatchGrid) -> Manifest:
     if not is_foreign(folder):
         return read_manifest(folder)
     manifest = read_foreign(folder, geometry, grid)
@@ -182,7 +185,9 @@ def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], gr
     return manifest
 
 
-def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, plan: Mapping[str, Any]) -> None:
+def _warn_of_changes(
+    progress: Progress, changes: list[str], *, grid: BatchGrid, num_steps: int, plan: Mapping[str, Any]
+) -> None:
     samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round_size or 0)
     logger.warning(
         "The run continues in another configuration (%s). Its position is kept: epoch %d, sample %s of %s%s. "

@@ -12,6 +12,7 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
+from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.evaluation.configured import keeps_cache, switch_cache_off
@@ -47,7 +48,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         with restoring(resume):
             parts.hooks.load_from_checkpoint(str(resume))
     with without_model(task):
-        task.to(strategy.device)  # its metrics and other parts; the strategy places the model
+        move(task, strategy.device)  # its metrics and other parts; the strategy places the model
     parts.hooks.align_special_tokens()
     parts.unchanged = _change_model(parts, model, changes)
     parts.services.forget_schedule()

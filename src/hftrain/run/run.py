@@ -16,6 +16,7 @@ from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
+from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.metrics import speed_metrics
@@ -92,12 +93,12 @@ class Run:
         check_kept(trainer, self._kept)
         self.contents.objects.begin()
         parts.phase = None
-        left = self.contents.left
+        pending = self.contents.pending
         with self._interrupts:
             with training_weights(parts.optimizer), self._salvage or nullcontext():
                 parts.loop.attach(self._wrapped_parts())
                 self.contents.loops.hand_over(parts.loop)
-                parts.loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
+                parts.loop.run(has_left=bool(pending), ends_epoch=END_RUN in pending)
             self.saver.writer.finish()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
@@ -110,14 +111,14 @@ class Run:
         if saves_at_all(parts.args, parts.save_policy):
             logged, resume = parts.state.log_history or [], self._resume
             # The log of another folder's run is not in this journal.
-            is_own = resume is None or resume.resolve().parent == parts.output.folder.resolve()
+            is_same_folder = resume is None or resume.resolve().parent == parts.output.folder.resolve()
             parts.journal.begin(
                 parts.output,
                 parts.strategy,
                 self.progress,
                 resumed_from=None if resume is None else resume.name,
                 num_logged=len(logged),
-                **({} if is_own else {"earlier": logged}),
+                **({} if is_same_folder else {"earlier": logged}),
                 arguments=changed_settings(parts.args.to_dict(), type(parts.args)),
                 plan={
                     "max_steps": plan.max_steps,
@@ -158,7 +159,7 @@ class Run:
                 get_batch_samples=self.counts.watching(take),
                 training_step=training_step,
                 before_epoch=self.contents.begin_epoch,
-                restore_rng=self._restore_rng,
+                restore_rng=self._finish_resume,
                 log=self._log,
                 evaluate=self._evaluate,
                 save=self.saver.save,
@@ -167,7 +168,7 @@ class Run:
                 rewind=self.contents.rewind.between_steps(self.saver.writer.finish),
                 make_feed=parts.data.replace,
                 evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, parts.ignore_keys, prefix),
-                act=self._act_through_hook if parts.hooks.is_overridden("_maybe_log_save_evaluate") else None,
+                act=self._call_override if parts.hooks.is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=parts.services.mark_sync if accumulation > 1 else None,
                 pass_length=lambda: plan.pass_length(parts.data.feed),
                 # An override may join or split batches.
@@ -209,14 +210,14 @@ class Run:
             left = None if num is None else num - self.progress.micro_steps_in_epoch
             check_rounds(parts, left, num_left=plan.max_steps - self.progress.step)
 
-    def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
+    def _call_override(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.
 
         It may call the base method, which does `act`, or log, evaluate and save itself as the documented one does. Its
         `tr_loss` is the open logging window itself, so ``tr_loss -= tr_loss`` starts a new one, and the events that it
         fires reset their flags.
         """
-        parts, self._act = self._parts, act
+        parts, self._act = self._parts, act  # for `act_from_override`
         if parts.control.should_log:
             self.counts.read()
             # The norm of an engine, or a sharded one, is not a plain tensor.
@@ -235,7 +236,7 @@ class Run:
         with temporarily(parts.events, answers=True):
             call_with(parts.hooks.maybe_log_save_evaluate, values)
 
-    def act(self, loss: torch.Tensor | None) -> None:
+    def act_from_override(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
         parts = self._parts
         parts.events.answers = False
@@ -244,21 +245,21 @@ class Run:
         parts.losses.give(None)
         parts.events.answers = True
 
-    def _restore_rng(self) -> bool:
+    def _finish_resume(self) -> bool:
         """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
         self._check_length()
-        self.contents.load_numbers()
-        control, left = self._parts.control, self.contents.left
-        self.contents.left = frozenset()
-        if LOG in left:
+        self.contents.load_rng_through_hook()
+        control, pending = self._parts.control, self.contents.pending
+        self.contents.pending = frozenset()
+        if LOG in pending:
             control.should_log = True
             self._parts.loop.end_step()
-        if EVALUATE in left and self._parts.args.eval_strategy != "no":
+        if EVALUATE in pending and self._parts.args.eval_strategy != "no":
             self._evaluate()
-            if SAVE in left or control.should_save:
+            if SAVE in pending or control.should_save:
                 self.saver.save()
-        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
-        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in pending
+        return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""
@@ -297,7 +298,7 @@ class Run:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
         self._parts.is_evaluating = True
-        yield
+        yield  # no `finally`: after an error the salvage still asks what failed
         self._parts.is_evaluating = False
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -346,11 +347,3 @@ class Run:
             extra("summary").show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)
-
-
-def empty_cache() -> None:
-    """Release the device memory in torch's cache."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()

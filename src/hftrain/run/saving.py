@@ -103,35 +103,36 @@ class Saver:
         with self._saving():
             self._parts.hooks.save_checkpoint(self._parts.wrapped, self._parts.hooks.trial)
         if self.tried_step is None:  # an override saved in its own way, or decided not to
-            self._begin()
+            self._note_save()
             self._uncommitted.note(self._parts.state.global_step)
             self._parts.events.fire("on_save")
 
-    def commit(self) -> None:
+    def save_by_default(self) -> None:
         """Do what the documented hook does: write a checkpoint, now or in the background, then rotate; collective."""
-        self._begin()
+        self._note_save()
         if self._parts.strategy.all_true(not self._parts.args.should_save):
             self._parts.events.fire("on_save")  # a subclass of the arguments turns saving off
             return
         with self._saving():
             self._counts.store()
             with evaluation_weights(self._parts.optimizer), self._parts.unchanged():
-                self._write()
+                self._capture_and_write()
 
-    def _begin(self) -> None:
+    def _note_save(self) -> None:
         self.tried_step = self._parts.state.global_step
         self.on_begin()
-        # If a signal saves before an evaluation, the requested save comes after it.
+        # A requested save is done now; if a signal saves before an evaluation that is due, it comes after that.
         self._parts.control.should_save &= self._parts.control.should_evaluate
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        self._parts.phase = f"save {checkpoint_name(self._parts.state.global_step)}"
+        self._parts.phase, self._parts.is_saving = f"save {checkpoint_name(self._parts.state.global_step)}", True
         with self._parts.journal.paused():
             yield
-        self._parts.phase = None
+        # Not in a `finally`: after an error the salvage still asks what failed.
+        self._parts.phase, self._parts.is_saving = None, False
 
-    def _write(self) -> None:
+    def _capture_and_write(self) -> None:
         parts, contents, writer, state = self._parts, self.contents, self.writer, self._parts.state
         writer.finish(for_next=True)
         contents.finiteness.check(is_planned=contents.is_planned)
@@ -151,8 +152,8 @@ class Saver:
         captured = self._capture(num_bytes)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         fires = not parts.events.answers
-        # In the main thread, after the commit.
-        rotates_later = not writer.is_async or parts.hooks.is_overridden("_rotate_checkpoints")
+        # An override of the hook must not run in the thread that writes.
+        rotates_in_main_thread = not writer.is_async or parts.hooks.is_overridden("_rotate_checkpoints")
 
         def then(path: Path | None) -> None:
             if path is None:  # it did not fit on disk after all
@@ -167,7 +168,7 @@ class Saver:
                 if parts.args.push_to_hub:
                     # Before rotation, which may delete it.
                     parts.hooks.push_from_checkpoint(str(path))
-                if rotates_later:
+                if rotates_in_main_thread:
                     parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
                 self.saved_step = captured.step
                 if fires:
@@ -176,7 +177,7 @@ class Saver:
                 parts.output.publish_quietly()
 
         def after_in_thread() -> None:
-            if not rotates_later:
+            if not rotates_in_main_thread:
                 self.manager.rotate(best=parts.best_checkpoint())
             parts.output.publish_quietly()
 
@@ -186,7 +187,7 @@ class Saver:
         """Capture this step's state, copied to host memory if it is written later. Collective."""
         parts, contents, writer, trainer = self._parts, self.contents, self.writer, self._parts.trainer
         state, keep, only_model = parts.state, writer.keep, self.manager.only_model
-        # Those that are collective come first.
+        # Those that are collective come first. What is saved now goes through save_model, which users override.
         writers: list[Writer] = [
             capture_training_model(parts, keep)
             if writer.is_async
@@ -230,7 +231,7 @@ class Saver:
             self.manager.keep_only(best)
             self._uncommitted.rotate(1, best=best, keeps_newest=False)
 
-    def write_numbers(self, folder: Path) -> None:
+    def write_rank_state(self, folder: Path) -> None:
         """Write this process's state for an override of `_save_checkpoint`, whose folder has no manifest."""
         folder.mkdir(parents=True, exist_ok=True)
         self.contents.capture_own(as_it_is, UNCOMMITTED)(folder)

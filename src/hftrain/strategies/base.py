@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from hftrain.core.devices import has_own_queue, move
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.parameters import load_optimizer_state, whole_shape
@@ -120,7 +121,7 @@ class Strategy(Ranks, Shown):
         rank: The global rank; read from the launcher before `launch`, from the process group afterwards.
         local_rank: The rank on this machine, from the same sources.
         world_size: The number of processes, from the same sources.
-        non_blocking: Whether batches are copied without waiting; None does so for CUDA and XPU. Read by `launch`.
+        non_blocking: Whether batches are copied without waiting; None does so to devices but MPS. Read by `launch`.
 
     Args:
         planned_device: The device that `launch` will use; setting it touches no device.
@@ -255,7 +256,7 @@ class Strategy(Ranks, Shown):
                 "it is on the meta device, without weights.",
                 "Build it outside of torch.device('meta'), or with from_pretrained(); train() reads attached weights.",
             )
-        return model.to(self.device) if self.place_model else model
+        return move(model, self.device) if self.place_model else model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside the wrappers that distribute or compile it."""
@@ -386,12 +387,14 @@ class Strategy(Ranks, Shown):
 
     def _take(self, device: torch.device) -> None:
         """Set `device` as this process's device."""
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            torch.cuda.set_device(device)
+        is_queued = has_own_queue(device.type)
+        if is_queued:
+            index = torch.accelerator.current_device_index() if device.index is None else device.index
+            device = torch.device(device.type, index)
+            torch.accelerator.set_device_index(index)
         self._device = device
-        # Copies to a GPU may overlap with host work; copies to the host must be complete before use.
-        non_blocking = device.type in ("cuda", "xpu") if self.non_blocking is None else self.non_blocking
+        # Copies to a device may overlap with host work; copies to the host must be complete before use.
+        non_blocking = is_queued if self.non_blocking is None else self.non_blocking
         self._move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
-from hftrain.strategies.environment import find_device_type
 
 _COUNT = "num_items_in_batch"
 

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
 from hftrain.core.accelerate_state import accelerate_state
+from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
@@ -30,7 +31,6 @@ from hftrain.core.meta import stored_in
 from hftrain.core.types import PrecisionPolicy
 from hftrain.preemption.board import Board
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.ranks import GroupRanks
 from hftrain.strategies.rendezvous import fresh_place
@@ -41,7 +41,6 @@ from hftrain.strategies.watch import RankWatch
 _DRAIN_S = 0.1
 _meetings = itertools.count()
 _boards = itertools.count()
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
 class DistributedStrategy(GroupRanks, Strategy):
@@ -76,7 +75,7 @@ class DistributedStrategy(GroupRanks, Strategy):
         super().__init__(torch.device(find_device_type(use_cpu=use_cpu)), place_model=place_model)
         launch = read_launch()
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank or 0, launch.world_size
-        self.backend = backend or _BACKENDS.get(self.device_type)
+        self.backend = backend or dist.Backend.default_device_backend_map.get(self.device_type)
         self.timeout = timedelta(seconds=timeout_s)
         self._link_timeout_s = link_timeout_s()
         self._owns_group = False
@@ -208,9 +207,7 @@ class DistributedStrategy(GroupRanks, Strategy):
         # Without a launcher's local rank, assume that all processes are on one machine.
         local_rank = read_launch().local_rank
         self.local_rank = dist.get_rank() if local_rank is None else local_rank
-        if self.device_type == "cpu":
-            return self.planned_device
-        return torch.device(self.device_type, self.local_rank % getattr(torch, self.device_type).device_count())
+        return self._own_device()
 
     def _meet(self) -> torch.device:
         """Form the group that the launcher describes."""
@@ -222,17 +219,24 @@ class DistributedStrategy(GroupRanks, Strategy):
         state = PartialState(
             cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout, **self._meeting_place()
         )
-        if state.num_processes != self.world_size:
-            self.close()
+        num_processes, kind = state.num_processes, str(state.distributed_type)
+        if num_processes != self.world_size:
+            self.close()  # which empties accelerate's state
             raise StrategyError(
                 f"strategy={self.name!r} was started as {self.world_size} processes.",
-                f"accelerate set up {state.num_processes}, so each would train alone.",
+                f"accelerate set up {num_processes}, so each would train alone.",
                 "Start with torchrun or `accelerate launch`, and make no Accelerator or PartialState before.",
-                distributed_type=str(state.distributed_type),
+                distributed_type=kind,
             )
         self.local_rank = state.local_process_index
         device: torch.device = state.device
-        return torch.device("cpu") if device.type == "cpu" else device
+        # accelerate takes the CPU for a kind of device that it does not know.
+        return self._own_device() if device.type == "cpu" else device
+
+    def _own_device(self) -> torch.device:
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.local_rank % torch.accelerator.device_count())
 
     def _meeting_place(self) -> dict[str, Any]:
         """Return the group's own prefix of the launcher's store for exchanging addresses.

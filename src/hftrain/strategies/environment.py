@@ -1,10 +1,8 @@
-"""Read the launcher's environment and the available device types without touching a device."""
+"""Read the environment that `accelerate launch` sets."""
 
 from __future__ import annotations
 
 import os
-
-import torch
 
 from hftrain.core.launcher import read_launch
 
@@ -30,15 +28,3 @@ def lacks_processes() -> bool:
     """
     names = (_MARKS[0], "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names) and read_launch().launcher is None
-
-
-def find_device_type(*, use_cpu: bool = False) -> str:
-    """Return the device type to run on: torch's accelerator if there is one, unless `use_cpu` is set."""
-    if use_cpu:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.backends.mps.is_available():
-        return "mps"
-    other = torch.accelerator.current_accelerator(check_available=True)  # XPU and devices of other packages
-    return "cpu" if other is None else other.type

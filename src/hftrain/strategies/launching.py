@@ -151,7 +151,8 @@ def _check(num_processes: int, *, method: str) -> None:
 
 
 def _has_used_gpu() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and getattr(torch.get_device_module(found), "is_initialized", bool)()
 
 
 @contextmanager

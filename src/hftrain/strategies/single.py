@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.environment import find_device_type
 
 
 class SingleDeviceStrategy(Strategy):
@@ -71,8 +71,7 @@ class MPSStrategy(SingleDeviceStrategy):
 
 def _absence(device: torch.device) -> str | None:
     """Return why torch cannot use a device here; None if it can."""
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"torch sees {torch.cuda.device_count()} CUDA devices."
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        return "torch sees no MPS device."
-    return None
+    num_seen = torch.accelerator.device_count() if device.type == find_device_type() else 0
+    if device.type in ("cpu", "meta", "xla") or (device.index or 0) < num_seen:
+        return None
+    return f"torch sees {num_seen} devices of type {device.type!r}."

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
@@ -196,13 +197,7 @@ class XLAStrategy(Strategy):
         """Move a model to the device and keep the identity of its parameters. Mutates the model."""
         if not self.place_model:
             return model
-        # Otherwise torch creates new parameters, which breaks weight tying and an optimizer's references.
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            model = model.to(self.device)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        model = move(model, self.device)
         self._split(model)
         return model
 

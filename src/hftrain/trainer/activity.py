@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hftrain.core.devices import move
 from hftrain.core.extras import extra
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
@@ -163,7 +164,7 @@ class Activity:
         """Move the task's metrics and other parts to the device, and place the model."""
         task, strategy = self._trainer.task, self._trainer.strategy
         with without_model(task):
-            task.to(strategy.device)
+            move(task, strategy.device)
         task.model = strategy.place(task.model)
 
     def report_memory(self, metrics: dict[str, Any]) -> None:

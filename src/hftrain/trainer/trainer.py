@@ -20,6 +20,7 @@ from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
@@ -552,7 +553,7 @@ class Trainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
         """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
-        model.to(device)
+        move(model, torch.device(device))
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
@@ -749,7 +750,7 @@ class Trainer:
         """
         session = self._running_session("_maybe_log_save_evaluate")
         if self._trainer_hooks.is_overridden("_maybe_log_save_evaluate"):
-            session.act(tr_loss)
+            session.act_from_override(tr_loss)
 
     @property
     def _globalstep_last_logged(self) -> int:
@@ -897,7 +898,7 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks request a save."""
-        self._running_session("_save_checkpoint").saver.commit()
+        self._running_session("_save_checkpoint").saver.save_by_default()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and schedule into a checkpoint; collective."""
@@ -924,7 +925,7 @@ class Trainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
-        self._running_session("_load_rng_state").contents.restore_numbers()
+        self._running_session("_load_rng_state").contents.load_rng()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights; called at the end of a run with `load_best_model_at_end`."""
@@ -1526,7 +1527,7 @@ class Trainer:
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this process's random numbers and its position in the data, for an own `_save_checkpoint`."""
-        self._running_session("_save_rng_state").saver.write_numbers(Path(output_dir))
+        self._running_session("_save_rng_state").saver.write_rank_state(Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: `_save_optimizer_and_scheduler` writes the loss scale."""

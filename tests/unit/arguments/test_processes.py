@@ -90,8 +90,8 @@ def test_device_is_the_cpu_when_asked():
 @pytest.mark.parametrize(("num_gpus", "index"), [(4, 3), (1, 0)])
 def test_device_is_the_only_gpu_that_a_launcher_shows_a_process(monkeypatch, num_gpus, index):
     # A stand-in: the number of GPUs is pretended.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_gpus)
     launch(monkeypatch, rank=3, local_rank=3)
     assert TrainingArguments("out").device == torch.device("cuda", index)
 
@@ -145,8 +145,8 @@ def test_distributed_state_is_accelerates(tmp_path):
 
 
 def test_number_of_devices_that_a_script_sets_wins(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     args = TrainingArguments(str(tmp_path), report_to="none")
     assert args.n_gpu == args._n_gpu == 4
     args._n_gpu = 1

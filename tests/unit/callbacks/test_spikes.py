@@ -26,7 +26,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.checkpoint.layout import OWN_OPTIMIZERS
+from hftrain.checkpoint.layout import DECLARED_OBJECTS
 from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_containers
 from hftrain.strategies import SingleDeviceStrategy
@@ -196,7 +196,7 @@ def test_rewinding_leaves_out_all_samples_since_the_checkpoint(tmp_path: Path) -
 def test_rewinding_takes_averages_back_and_is_told_in_the_journal(tmp_path: Path) -> None:
     average = EMA(decay=0.5)
     make_loud(tmp_path, guard("rewind"), average, at=(9,), max_steps=9, save_steps=6).train()
-    kept, last = (load_containers(tmp_path / f"checkpoint-{step}" / OWN_OPTIMIZERS) for step in (6, 9))
+    kept, last = (load_containers(tmp_path / f"checkpoint-{step}" / DECLARED_OBJECTS) for step in (6, 9))
     (name,) = (name for name in kept if name.endswith("EMA.averages"))
     assert_same(last[name], kept[name])
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -126,52 +127,32 @@ class Accelerators:
     def __init__(self) -> None:
         self.generators = [torch.Generator().manual_seed(index) for index in range(2)]
 
-    def is_available(self) -> bool:
-        return True
+    def get_rng_state(self, index: int) -> torch.Tensor:
+        return self.generators[index].get_state()
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return len(self.generators)
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        self.generators[index].set_state(state)
 
     def draw(self) -> list[list[float]]:
         return [torch.rand(2, generator=generator).tolist() for generator in self.generators]
 
 
-class Below(Accelerators):
-    """The same with its functions in a module below, as some have them."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("get_rng_state_all", "set_rng_state_all"):
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-    @property
-    def random(self) -> Any:
-        outer = self
-
-        class Module:
-            get_rng_state_all = staticmethod(lambda: Accelerators.get_rng_state_all(outer))
-            set_rng_state_all = staticmethod(lambda states: Accelerators.set_rng_state_all(outer, states))
-
-        return Module
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, module: Any, devices: list[Any]) -> None:
+    """Let torch say that its accelerator is of this kind."""
+    monkeypatch.setattr(torch, kind, module, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
 
 
-@pytest.mark.parametrize("kind", [Accelerators, Below])
-@pytest.mark.parametrize("name", ["xpu", "npu", "hpu", "mlu", "musa"])
+@pytest.mark.parametrize("is_below", [False, True])
+@pytest.mark.parametrize("name", ["xpu", "hpu", "privateuseone"])
 def test_state_of_every_device_of_every_accelerator_comes_back(
-    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Accelerators]
+    monkeypatch: pytest.MonkeyPatch, name: str, is_below: bool
 ) -> None:
-    devices = kind()
-    monkeypatch.setattr(torch, name, devices, raising=False)
+    devices = Accelerators()
+    # Some have the functions in a module below.
+    pretend(monkeypatch, name, SimpleNamespace(random=devices) if is_below else devices, devices.generators)
     state = saved_and_loaded(capture_rng())
     expected = devices.draw()
     assert devices.draw() != expected
@@ -181,3 +162,9 @@ def test_state_of_every_device_of_every_accelerator_comes_back(
     del devices.generators[1]
     restore_rng(state)
     assert devices.draw() == expected[:1]
+
+
+def test_accelerator_without_generator_functions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "hpu", SimpleNamespace(), [0])
+    with pytest.warns(UserWarning, match=r"torch\.hpu has no get_rng_state"):
+        assert "hpu" not in capture_rng()

@@ -57,6 +57,7 @@ def in_turn(copies: Any, inputs: Any, kwargs: Any, _: Any) -> list[Any]:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch say that it sees two GPUs, and let them be the CPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(data_parallel, "find_device_type", lambda use_cpu: "cuda")
     monkeypatch.setattr(data_parallel, "Replicas", StandIn)
     monkeypatch.setattr(TORCHS, "scatter_kwargs", chunks)
@@ -147,7 +148,7 @@ def test_several_visible_gpus_are_taken_by_one_process(
     # A model that is spread over the devices already is on one, as far as batches go.
     spread = Net()
     spread.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
-    monkeypatch.setattr(single, "find_device_type", lambda use_cpu: "cpu")
+    monkeypatch.setattr(single, "find_device_type", lambda use_cpu=False: "cpu")
     trainer = Trainer(spread, make_arguments(tmp_path, use_cpu=False))
     assert (trainer.strategy.name, trainer.args.n_gpu, trainer.args.train_batch_size) == ("single", 1, 4)
     # One that only its maker knows is refused when it trains.

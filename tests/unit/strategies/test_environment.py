@@ -5,26 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hftrain.strategies.environment import find_device_type, lacks_processes
+from hftrain.core.devices import find_device_type
+from hftrain.strategies.environment import lacks_processes
 
 
 def test_cpu_is_found_when_asked_for() -> None:
     assert find_device_type(use_cpu=True) == "cpu"
 
 
-# The accelerators' presence is pretended: only the choice between them is under test.
-@pytest.mark.parametrize(("present", "expected"), [({"cuda", "mps"}, "cuda"), ({"mps"}, "mps"), (set(), "cpu")])
-def test_accelerator_is_preferred(monkeypatch: pytest.MonkeyPatch, present: set[str], expected: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in present)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert find_device_type() == expected
-
-
-def test_other_accelerators_are_found_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
-    assert find_device_type() == "xpu"
+# Its presence is pretended.
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", None])
+def test_accelerator_is_found_through_torch(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert find_device_type() == (kind or "cpu")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_launch_within_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_fork_after_a_gpu_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in: there may be no GPU here.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="has used a GPU"):
         launch(max, 1, 2, num_processes=2, start_method="fork")

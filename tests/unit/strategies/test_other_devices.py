@@ -39,8 +39,8 @@ def test_ascend_device_is_found_and_talks_through_hccl_in_bfloat16() -> None:
 def test_amd_gpu_is_a_cuda_device(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))  # gfx942
     strategy = create_strategy("single")
     assert strategy.device_type == "cuda"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError
 from hftrain.precision.registry import precisions
-from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.registry import create_strategy
 from hftrain.strategies.single import MPSStrategy, SingleDeviceStrategy
 
@@ -22,7 +22,7 @@ def test_device_type_is_known_before_launch() -> None:
     ("options", "reason"),
     [
         ({"use_cpu": True, "device": "cuda:0"}, "use_cpu=True forbids it"),
-        ({"device": f"cuda:{torch.cuda.device_count()}"}, f"sees {torch.cuda.device_count()} CUDA devices"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, "devices of type 'cuda'"),
     ],
 )
 def test_device_that_cannot_be_used_is_refused(options: dict[str, object], reason: str) -> None:
@@ -32,7 +32,7 @@ def test_device_that_cannot_be_used_is_refused(options: dict[str, object], reaso
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
 def test_name_of_the_apple_gpu_is_refused_without_one() -> None:
-    with pytest.raises(ConfigError, match="no MPS device"):
+    with pytest.raises(ConfigError, match="0 devices of type 'mps'"):
         MPSStrategy()
     with pytest.raises(ConfigError, match="use_cpu=True forbids it"):
         MPSStrategy(use_cpu=True)
@@ -40,7 +40,8 @@ def test_name_of_the_apple_gpu_is_refused_without_one() -> None:
 
 def test_name_of_the_apple_gpu_takes_it_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # No Apple GPU here: torch is made to say that there is one, and nothing is put on it.
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     strategy = create_strategy("mps")
     assert (strategy.name, strategy.device_type) == ("mps", "mps")
     policy = precisions.create("fp32").policy

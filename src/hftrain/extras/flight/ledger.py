@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.devices import device_name
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import STARTED_IN
 from hftrain.core.parameters import is_partitioned
@@ -372,10 +373,9 @@ def _data_of(dataset: Any) -> dict[str, Any]:
 
 def _environment_of(device: torch.device) -> dict[str, Any]:
     """Return what numbers may depend on besides versions: the device, the threads, variables of the environment."""
-    is_named = device.type == "cuda"
     return {
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if is_named else f"{device.type} ({platform.machine()})",
+        "device": device_name(device) if device.type == "cuda" else f"{device.type} ({device_name(device)})",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),

@@ -162,17 +162,22 @@ def read_stacks(folder: Path, *, since: float = 0.0) -> list[Stack]:
     Of equally frequent places, one that waits in a collective comes first. `since` is a time, in seconds since 1970.
     """
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    phases = read_phases(folder)
     for path in folder.glob("stacks-rank*.txt"):
-        name, data = _FILE.fullmatch(path.name), path.read_bytes()
-        if name and path.stat().st_mtime >= since and (frames := _main_thread(data.decode("utf-8", errors="replace"))):
-            phase, collective = read_phases(folder).get(int(name[1]), ""), None
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                place = json.loads((folder / f"place-rank{name[1]}.json").read_bytes())
-                if place["size"] == len(data):
-                    phase, pending = place["phase"], place["collectives"]
-                    collective = None if pending is None else "".join(pending[:1])
-            found[frames, phase, collective].append(int(name[1]))
-    stacks = [Stack(sorted(ranks), *place) for place, ranks in found.items()]
+        match, dump = _FILE.fullmatch(path.name), path.read_bytes()
+        frames = _main_thread(dump.decode("utf-8", errors="replace"))
+        if match is None or path.stat().st_mtime < since or not frames:
+            continue
+        rank = int(match[1])
+        phase, collective = phases.get(rank, ""), None
+        # The note next to a dump may be of an earlier one, half written or missing: the process may have been killed.
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            note = json.loads((folder / f"place-rank{rank}.json").read_bytes())
+            if note["size"] == len(dump):
+                phase, pending = note["phase"], note["collectives"]
+                collective = None if pending is None else "".join(pending[:1])
+        found[frames, phase, collective].append(rank)
+    stacks = [Stack(sorted(ranks), *at) for at, ranks in found.items()]
     return sorted(stacks, key=lambda each: (-len(each.ranks), not each.collective, each.ranks))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.devices import device_name
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of, tensors_of
 
@@ -88,17 +89,20 @@ class Throughput(TrainerCallback):
     def _speed(self, device: torch.device) -> dict[str, float]:
         """Return the speed of all processes since the last log. Collective."""
         now_s = time.perf_counter()
-        each = self._strategy.gather_object([*self._counts, self._strategy.data.copy, now_s - self._since_s])
+        own = {"counts": self._counts, "is_copy": bool(self._strategy.data.copy), "seconds": now_s - self._since_s}
+        ranks = self._strategy.gather_object(own)
         self._counts, self._since_s = [0, 0, 0], now_s
-        # torch counts what this process does, and a model what its batch needs.
-        counts = [sum(told[index] for told in each if not told[3]) for index in range(3)]
-        counts[2] = counts[2] if callable(self._own_count) else sum(told[2] for told in each)
-        seconds = max(told[4] for told in each)
-        names = ("samples_per_second", "tokens_per_second", "flops_per_second")
-        found = {name: count / seconds for name, count in zip(names, counts, strict=True) if count}
-        peak = self.peak_flops or known_peak(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        if peak and counts[2]:
-            found["mfu"] = counts[2] / seconds / peak / len(each)
+        # Ranks that read the same samples count them once.
+        counted = [rank["counts"] for rank in ranks if not rank["is_copy"]]
+        samples, tokens, flops = (sum(each[index] for each in counted) for index in range(3))
+        if not callable(self._own_count):  # torch counts what each process does, a model what its batch needs
+            flops = sum(rank["counts"][2] for rank in ranks)
+        seconds = max(rank["seconds"] for rank in ranks)
+        counts = {"samples_per_second": samples, "tokens_per_second": tokens, "flops_per_second": flops}
+        found = {name: count / seconds for name, count in counts.items() if count}
+        peak = self.peak_flops or known_peak(device_name(device))
+        if peak and flops:
+            found["mfu"] = flops / seconds / peak / len(ranks)
             if found["mfu"] > 1:
                 warn_once(f"The devices did more than peak_flops={peak:.3g} a second: mfu is left out. Correct it.")
                 del found["mfu"]

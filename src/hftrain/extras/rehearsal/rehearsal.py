@@ -20,6 +20,7 @@ import torch
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.core.devices import empty_cache
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
 from hftrain.core.preserve import preserved
@@ -172,8 +173,7 @@ class _Director(TrainerCallback):
 def _free() -> None:
     """Free the memory of the copies."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache()
 
 
 def clear(folder: Path, output_dir: Path, *, found: Path) -> None:

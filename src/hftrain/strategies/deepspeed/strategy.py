@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from hftrain.core.devices import move
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
@@ -245,7 +246,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         if is_partitioned(model):
             return model
         if self.stage != 3:
-            return model.to(self.device)
+            return move(model, self.device)
         self._release()
         self._engine = self._initialize(model, None, self._for_inference())
         return model

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.shape import Grid, check_geometry, check_shape, move, steps_left
+from hftrain.checkpoint.geometry import BatchGrid, check_equal, check_resumable, convert_position, steps_left
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
 
-def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22) -> Grid:
+def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22) -> BatchGrid:
     num_batches = None if round is None or num_samples is None else -(-num_samples // round)
-    return Grid(round_size=round, accumulation=accumulation, num_batches=num_batches, num_samples=num_samples)
+    return BatchGrid(round_size=round, accumulation=accumulation, num_batches=num_batches, num_samples=num_samples)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22)
         ((1, 0, 0), grid(2), grid(4), (1, 0, 0)),
         # Over: the last round was filled up, or samples were left out.
         ((1, 6, 0), grid(4), grid(3), (1, 8, 0)),
-        ((1, 2, 0), Grid(round_size=8, accumulation=1, num_batches=2, num_samples=22), grid(2), (1, 11, 0)),
+        ((1, 2, 0), BatchGrid(round_size=8, accumulation=1, num_batches=2, num_samples=22), grid(2), (1, 11, 0)),
         ((1, 6, 0), grid(4), grid(4), (1, 6, 0)),
-        ((1, 2, 0), Grid(round_size=11, accumulation=1, num_batches=None, num_samples=22), grid(4), (1, 6, 0)),
+        ((1, 2, 0), BatchGrid(round_size=11, accumulation=1, num_batches=None, num_samples=22), grid(4), (1, 6, 0)),
         # Without a length.
         ((0, 5, 0), grid(2, num_samples=None), grid(4, num_samples=None), (0, 2, 2)),
         ((0, 11, 0), grid(2), grid(4, num_samples=None), (1, 0, 0)),
@@ -38,9 +38,9 @@ def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22)
         ((1, 3, 0), grid(None), grid(4), (1, 3, 0)),
     ],
 )
-def test_a_position_stays_the_same_in_samples(position: Any, old: Grid, new: Grid, expected: Any) -> None:
+def test_a_position_stays_the_same_in_samples(position: Any, old: BatchGrid, new: BatchGrid, expected: Any) -> None:
     epoch, used, offset = position
-    moved = move(Progress(step=9, epoch=epoch, micro_steps_in_epoch=used, offset_in_epoch=offset), old, new)
+    moved = convert_position(Progress(step=9, epoch=epoch, micro_steps_in_epoch=used, offset_in_epoch=offset), old, new)
     assert (moved.epoch, moved.micro_steps_in_epoch, moved.offset_in_epoch) == expected
     assert moved.step == 9
 
@@ -71,7 +71,7 @@ SAVED = {
 
 
 def check(change: dict[str, Any], saved: dict[str, Any] | None = None, *, is_within_epoch: bool = True) -> list[str]:
-    return check_shape({**SAVED, **(saved or {})}, {**SAVED, **change}, is_within_epoch=is_within_epoch, step=3)
+    return check_resumable({**SAVED, **(saved or {})}, {**SAVED, **change}, is_within_epoch=is_within_epoch, step=3)
 
 
 def test_what_may_change_is_named() -> None:
@@ -114,12 +114,12 @@ def test_what_the_order_or_the_state_hangs_on_is_refused(change: dict[str, Any])
 
 
 def test_check_geometry_accepts_the_same_and_names_both_values() -> None:
-    check_geometry(SAVED, {"world_size": 2, "batch_size": 4}, step=3)
+    check_equal(SAVED, {"world_size": 2, "batch_size": 4}, step=3)
     with pytest.raises(CheckpointError, match=r"batch_size=8 \(the checkpoint has 4\), optimizer='SGD' .*has None"):
-        check_geometry(SAVED, {"batch_size": 8, "optimizer": "SGD"}, step=3)
+        check_equal(SAVED, {"batch_size": 8, "optimizer": "SGD"}, step=3)
 
 
 def test_a_value_that_was_not_recorded_is_refused() -> None:
     saved = {name: value for name, value in SAVED.items() if name not in ("precision", "grouping")}
     with pytest.raises(CheckpointError, match=r"precision='fp32' \(the checkpoint has None\)"):
-        check_shape(saved, SAVED, is_within_epoch=True, step=3)
+        check_resumable(saved, SAVED, is_within_epoch=True, step=3)

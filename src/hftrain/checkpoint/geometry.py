@@ -23,7 +23,7 @@ _FREE = ("world_size", "batch_size", "accumulation", "precision")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class BatchGrid:
     """How a pass over the data is cut into batches.
 
     Units:
@@ -38,7 +38,7 @@ class Grid:
     num_samples: int | None
 
     @classmethod
-    def of(cls, geometry: Mapping[str, Any], num_batches: int | None) -> Grid:
+    def of(cls, geometry: Mapping[str, Any], num_batches: int | None) -> BatchGrid:
         """Return the grid of a run, or of an Engine's loader, from the geometry in its checkpoints."""
         return cls(
             round_size=geometry.get("round_size"),
@@ -53,7 +53,7 @@ class Grid:
         return max(1, -(-(self.num_batches or 0) // self.accumulation))
 
 
-def check_geometry(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
+def check_equal(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
     """Raise if a run differs from that of the checkpoint in a value that must not change.
 
     Args:
@@ -77,7 +77,9 @@ def check_geometry(saved: Mapping[str, Any], current: Mapping[str, Any], *, step
         )
 
 
-def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int) -> list[str]:
+def check_resumable(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int
+) -> list[str]:
     """Raise if a run cannot continue where the checkpoint was saved; return what else has changed.
 
     Args:
@@ -104,12 +106,12 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     if is_within_epoch and (not is_countable or saved.get("limits")):
         fixed += ["world_size", "batch_size"]
     assumed: dict[str, Any] = {**{name: current.get(name) for name in _FIXED_WITHIN}, "limits": {}}
-    check_geometry({**assumed, **saved}, {name: current[name] for name in fixed if name in current}, step=step)
+    check_equal({**assumed, **saved}, {name: current[name] for name in fixed if name in current}, step=step)
     changed = [name for name in _FREE if name in current and saved.get(name) != current[name]]
     return [f"{name} {saved.get(name)} -> {current[name]}" for name in changed]
 
 
-def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
+def convert_position(progress: Progress, saved: BatchGrid, current: BatchGrid) -> Progress:
     """Return the same position in another grid; `saved.num_batches` is that of the pass the position is in."""
     used = progress.micro_steps_in_epoch
     size, new_size = saved.round_size, current.round_size
@@ -126,7 +128,7 @@ def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
     return replace(progress, micro_steps_in_epoch=used, offset_in_epoch=offset)
 
 
-def steps_left(progress: Progress, grid: Grid, *, num_batches_first: int, num_steps: int) -> int:
+def steps_left(progress: Progress, grid: BatchGrid, *, num_batches_first: int, num_steps: int) -> int:
     """Return how many updates a run needs from its position in `grid` to its planned end.
 
     Args:

@@ -1,0 +1,68 @@
+"""The accelerator that torch has here, whatever its kind: what torch's module for it can tell and do."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def find_device_type(*, use_cpu: bool = False) -> str:
+    """Return the device type to run on: torch's accelerator if there is one, unless `use_cpu` is set.
+
+    Allocates nothing on it.
+    """
+    found = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def has_own_queue(device_type: str) -> bool:
+    """Return whether copies from and to pinned memory may end after the call that starts them.
+
+    Left out for MPS, whose copies from the host do not wait for each other.
+    """
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device_type != "mps"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a device if torch knows it, otherwise the machine's architecture."""
+    read_name = getattr(_module(device.type), "get_device_name", None)
+    return platform.machine() if read_name is None else str(read_name(device))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that tensors took on a device at once; None if torch does not count them."""
+    read_peak = getattr(_module(device.type), "max_memory_allocated", None)
+    return None if read_peak is None else int(read_peak(device))
+
+
+def empty_cache() -> None:
+    """Release the device memory in torch's cache."""
+    release = getattr(_module(find_device_type()), "empty_cache", None)
+    if release is not None:
+        release()
+
+
+def move(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device in place; the parameters stay the same objects. Mutates the module.
+
+    On some devices torch would replace them by new ones, which unties tied weights, and an optimizer would hold those
+    from before.
+    """
+    probe = nn.LayerNorm(1)
+    weight = probe.weight
+    if probe.to(device).weight is weight:
+        return module.to(device)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def _module(device_type: str) -> Any:
+    return getattr(torch, device_type, None)
