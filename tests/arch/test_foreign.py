@@ -64,10 +64,9 @@ FOREIGN = {
     "strategies/trainable_parameters.py": {"_comm_hooks", "_register_comm_hook"},
     "strategies/xla.py": {"_xla_checkpointed_forward_no_kwargs", "_xla_checkpointed_forward_original"},
     "task/compilation.py": {"_dynamo", "_inductor"},
-    "task/introspect.py": {"_tp_size"},
+    "task/introspect.py": {"_hf_peft_config_loaded", "_tp_size"},
     "task/metric_state.py": {"_computed", "_forward_cache"},
     "task/model_call.py": {"_call_impl", "_compiled_call_impl"},
-    "task/quantized.py": {"_hf_peft_config_loaded"},
     "extras/acceleration.py": {"_mixed_precision"},
     "extras/hub/trainer_hub.py": {"_name_or_path"},
 }

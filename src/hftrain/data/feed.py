@@ -13,7 +13,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.data.datasets import has_length, has_state, load_state, set_dataset_epoch, tell_epoch
-from hftrain.data.positions import begin_at
+from hftrain.data.loaders import noticing_copies
 from hftrain.data.samplers import Later, give_generator, is_cut, samplers_of
 from hftrain.data.seeding import (
     derive_seed,
@@ -24,9 +24,8 @@ from hftrain.data.seeding import (
     with_own_numbers_later,
 )
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
-from hftrain.data.states import StatefulLoader
+from hftrain.data.states import StatefulLoader, begin_at
 from hftrain.data.worker_numbers import DrawingOn
-from hftrain.data.workers import noticing_copies
 
 _logger = get_logger(__name__)
 

@@ -13,9 +13,8 @@ from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import has_own_shares, samples_per_round
 from hftrain.data.sharding import ShardPlan, end_workers
-from hftrain.data.states import resumable_loader
+from hftrain.data.states import has_own_shares, resumable_loader, samples_per_round
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)

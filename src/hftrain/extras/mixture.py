@@ -17,10 +17,10 @@ from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.datasets import has_length, has_state, set_dataset_epoch, whole_dataset
 from hftrain.data.mixing import MixtureSampler, dealt, shares_at, update_of
-from hftrain.data.positions import samples_per_round
 from hftrain.data.samplers import is_cut
 from hftrain.data.seeding import derive_seed
 from hftrain.data.sharding import DispatchLoader
+from hftrain.data.states import samples_per_round
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()

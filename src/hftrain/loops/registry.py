@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hftrain.core.errors import CheckpointError, ConfigError, TaskError, a_kind
+from hftrain.core.errors import ConfigError, TaskError, a_kind
 from hftrain.core.extras import extra
-from hftrain.core.log import get_logger
 from hftrain.core.registry import Registry
 from hftrain.core.signatures import check_overrides
 from hftrain.loops.contract import Loop
 from hftrain.loops.evaluate import EvaluateLoop
 from hftrain.loops.fit import FitLoop
-
-logger = get_logger(__name__)
 
 loops: Registry[Loop[Any]] = Registry("loop", group="hftrain.loops", elsewhere={"train": "fit", "eval": "evaluate"})
 loops.register("fit", "hftrain.loops.fit:FitLoop", summary="epochs of optimizer steps")
@@ -73,48 +70,3 @@ def _create(chosen: Any) -> Loop[Any]:
         )
     check_overrides(type(loop), base)
     return loop
-
-
-class LoopStates:
-    """The states of custom loops, saved by each process.
-
-    A fit loop gets its state when it is attached.
-    """
-
-    def __init__(self, loops: Mapping[str, Loop[Any]]) -> None:
-        self._loops = loops
-        self._waiting: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states by stage, of loops that have one."""
-        ready = {stage: loop for stage, loop in self._loops.items() if stage != "fit" or loop.is_attached}
-        states = {stage: loop.state_dict() for stage, loop in ready.items()}
-        return {stage: state for stage, state in states.items() if state}
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; older checkpoints have none.
-
-        Raises:
-            CheckpointError: The checkpoint has the state of a loop that this run does not have.
-        """
-        for stage, state in states.items():
-            loop = self._loops.get(stage)
-            if loop is None or not loop.keeps_state:
-                if stage == "fit":
-                    raise CheckpointError(
-                        "Cannot go on from this checkpoint:",
-                        "the loop that it was trained with has a state, which this Trainer's loop does not take.",
-                        "Pass the same loop=, or start a new run.",
-                    )
-            elif stage == "fit":
-                self._waiting[stage] = state
-            else:
-                loop.load_state_dict(state)
-        for stage, loop in self._loops.items():
-            if stage not in states and loop.keeps_state:
-                logger.warning("The checkpoint has no state for %s, which starts from scratch.", type(loop).__name__)
-
-    def hand_over(self, loop: Loop[Any]) -> None:
-        """Load the state of a loop that was just attached."""
-        if loop.stage in self._waiting:
-            loop.load_state_dict(self._waiting.pop(loop.stage))

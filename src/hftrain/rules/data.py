@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from hftrain.adapter.plan import require_max_steps
+from hftrain.adapter.data import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.elsewhere import lightning_base
 from hftrain.core.errors import ConfigError, TaskError

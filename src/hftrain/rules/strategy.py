@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrain.adapter.data import read_accelerator_config
-from hftrain.adapter.sharing import refused_key, syncs_each_batch
+from hftrain.adapter.data import read_accelerator_config, refused_key, syncs_each_batch
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError

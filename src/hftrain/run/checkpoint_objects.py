@@ -28,7 +28,7 @@ from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Shard
-from hftrain.loops.registry import LoopStates
+from hftrain.loops.contract import LoopStates
 from hftrain.run.parts import RunParts, checkpoint_object_owners
 from hftrain.step.assemble import note_steps
 from hftrain.storage.shards import load_shards, save_shards

@@ -19,7 +19,7 @@ from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_own, load_own, load_part, restore_schedule
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
-from hftrain.loops.registry import LoopStates
+from hftrain.loops.contract import LoopStates
 from hftrain.run.best import BestMetric
 from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness, Rewind

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.data import data_seed, length_config, read_accelerator_config
-from hftrain.adapter.plan import TrainPlan
+from hftrain.adapter.data import TrainPlan, data_seed, length_config, read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
@@ -28,7 +27,7 @@ from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
+from hftrain.data.states import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks, make_manager
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.adapter.data import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
@@ -26,7 +26,6 @@ from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_number, merge_reports
-from hftrain.optim.weight_modes import training_weights
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -36,6 +35,7 @@ from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
 from hftrain.run.saving import Saver
 from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
+from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
 

@@ -27,7 +27,6 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import HistoryText, TrainerState
 from hftrain.core.types import Owns
-from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents, checkpoint_bytes
@@ -36,6 +35,7 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
+from hftrain.task.modes import evaluation_weights
 from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)

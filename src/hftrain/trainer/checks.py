@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hftrain.adapter.data import loader_options, shard_plan
-from hftrain.adapter.plan import TrainPlan
+from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core import replaced
@@ -22,13 +21,12 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import Hooks
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
-from hftrain.data.loaders import build_loader
+from hftrain.data.loaders import build_loader, check_sendable
 from hftrain.data.worker_numbers import check_worker_seeds
-from hftrain.data.workers import check_sendable
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
-from hftrain.rules.optimizer import check_step
+from hftrain.rules.functions import check_step
 from hftrain.rules.saving import check_fits, check_save_policy, check_saves
 from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
@@ -36,8 +34,8 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
+from hftrain.task.introspect import check_quantized, is_quantized
 from hftrain.task.module import TaskModule
-from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 

@@ -10,8 +10,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
-from hftrain.adapter.plan import TrainPlan, train_plan
+from hftrain.adapter.data import (
+    TrainPlan,
+    length_config,
+    loader_options,
+    read_accelerator_config,
+    shard_plan,
+    train_plan,
+)
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest

@@ -24,7 +24,7 @@ from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.limits import FirstBatches, first_batches
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
-from hftrain.evaluation.configured import generates
+from hftrain.evaluation.preparation import generates
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_cadences, check_evaluating
 from hftrain.run.parts import TrainerHooks

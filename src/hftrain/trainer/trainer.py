@@ -34,7 +34,7 @@ from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, Predict
 from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.limits import Limits
-from hftrain.evaluation.casting import cast_inputs
+from hftrain.evaluation.preparation import cast_inputs
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.optim.groups import decay_parameter_names
@@ -157,6 +157,7 @@ class Trainer:
     hp_search_backend: HPSearchBackend | None
     # The function that names its trials.
     hp_name: Callable[[Any], str] | None = None
+    loss_is_scaled_for_ga: bool | None = None
 
     # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
