@@ -82,7 +82,6 @@ from hftrain.callbacks import ExportableState as ExportableState
 from hftrain.callbacks import PrinterCallback as PrinterCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
-from hftrain.checkpoint.attaching import attach_weights as attach_weights
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
 from hftrain.checkpoint.policy import SavePolicy as SavePolicy
@@ -112,6 +111,7 @@ from hftrain.data.datasets import has_length as has_length
 from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.engine.engine import Engine as Engine
 from hftrain.extras.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+from hftrain.extras.attaching import attach_weights as attach_weights
 from hftrain.extras.averaging import EMA as EMA
 from hftrain.extras.averaging import SWA as SWA
 from hftrain.extras.batches import BatchCallback as BatchCallback

@@ -33,7 +33,7 @@ from hftrain.core.tree import pytree, uncompiled
 # What has no public way, by the file that it stands in.
 FOREIGN = {
     "extras/chunked_loss.py": {"_loss_function"},
-    "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
+    "extras/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
     "compat/accelerate_patches.py": {"_from_accelerator"},
     "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},

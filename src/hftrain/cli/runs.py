@@ -13,8 +13,7 @@ from typing import Any
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.foreign import is_foreign
-from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.checkpoint.state_files import load_part
 from hftrain.cli.columns import LogColumns, Point, is_number

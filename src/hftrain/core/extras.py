@@ -12,11 +12,13 @@ from hftrain.core.errors import MissingDependencyError
 EXTRAS = {
     "acceleration": "hftrain.extras.acceleration",
     "added_groups": "hftrain.extras.added_groups",
+    "attaching": "hftrain.extras.attaching",
     "background": "hftrain.extras.background",
     "deepspeed": "hftrain.extras.engine_settings.deepspeed",
     "early_stopping": "hftrain.extras.early_stopping",
     "evaluated_weights": "hftrain.extras.evaluated_weights",
     "flight_log": "hftrain.extras.flight.ledger",
+    "foreign_checkpoints": "hftrain.extras.foreign_checkpoints",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
     "grouping": "hftrain.extras.grouping",
     "hub": "hftrain.extras.hub.trainer_hub",
@@ -49,6 +51,7 @@ EXTRAS = {
     "trackers": "hftrain.extras.trackers.choice",
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
+    "worker_numbers": "hftrain.extras.worker_numbers",
     "xla": "hftrain.extras.engine_settings.xla",
     "xla_metrics": "hftrain.extras.engine_settings.xla",
 }

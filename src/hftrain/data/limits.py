@@ -9,7 +9,6 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length, has_state, kept_in_place
 from hftrain.data.feed import TrainFeed
-from hftrain.data.worker_numbers import DrawingOn
 
 
 class Limits:
@@ -98,7 +97,7 @@ class LimitedFeed(TrainFeed):
         for part in (self._reader, dataset):
             if part is not None and has_state(part):
                 owner, kept, remedy = f"a {type(part).__name__}", "position", "Pass"
-                if isinstance(dataset, DrawingOn):
+                if getattr(dataset, "draws_on", False):
                     owner, kept, remedy = (
                         'worker_seeds="epoch"',
                         "workers' random state",

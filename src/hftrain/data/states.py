@@ -20,7 +20,6 @@ from hftrain.data.datasets import StreamWrapper, epoch_stream, has_length, has_s
 from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_cut, is_rank_aware, own_order, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader, on_reader, rebuild_loader
-from hftrain.data.worker_numbers import DrawingOn
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -46,7 +45,7 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
     if not (keeps and loader.num_workers):
         return loader
     if loader.persistent_workers:
-        owner = 'worker_seeds="epoch"' if isinstance(dataset, DrawingOn) else type(dataset).__name__
+        owner = 'worker_seeds="epoch"' if getattr(dataset, "draws_on", False) else type(dataset).__name__
         warn_once(f"{owner} has a state, so each epoch starts new workers: they do not persist.")
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False)
 
@@ -60,7 +59,7 @@ def _with_own_order(loader: Any) -> Any:
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
     """Make a map-style loader send its workers a seed with each batch; see `SeededBatches`."""
     batches = loader.batch_sampler
-    if not loader.num_workers or batches is None or isinstance(loader.dataset, DrawingOn):
+    if not loader.num_workers or batches is None or getattr(loader.dataset, "draws_on", False):
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader

@@ -11,7 +11,7 @@ from typing import cast
 from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import is_foreign
+from hftrain.checkpoint.layout import is_foreign
 from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
 from hftrain.loops.fit import FitLoop

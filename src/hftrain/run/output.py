@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.foreign import check_foreign
 from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -194,7 +193,7 @@ class Output:
 
         def check() -> None:
             if CheckpointManager.open(own) is None:
-                check_foreign(own)
+                extra("foreign_checkpoints").check_foreign(own)
 
         elsewhere = "It is missing on another machine; see the error there."
         try:

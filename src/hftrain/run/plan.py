@@ -12,14 +12,14 @@ from typing import Any
 from hftrain.adapter.data import TrainPlan, data_seed, length_config, read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
 from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position, steps_left
-from hftrain.checkpoint.layout import ARGUMENTS
+from hftrain.checkpoint.layout import ARGUMENTS, is_foreign
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.signatures import Hooks
@@ -172,7 +172,7 @@ def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: An
 def _read_manifest(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: BatchGrid) -> Manifest:
     if not is_foreign(folder):
         return read_manifest(folder)
-    manifest = read_foreign(folder, geometry, grid)
+    manifest: Manifest = extra("foreign_checkpoints").read_foreign(folder, geometry, grid)
     logger.warning(
         "%s was saved by transformers' Trainer or by an override of _save_checkpoint. What it does not tell, or only "
         "in a pickle, which is never read, is taken from this run: gradient_accumulation_steps=%s, the data "
@@ -279,7 +279,8 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
         writes_itself = hooks.is_overridden("_save_checkpoint")
-        latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
+        check = extra("foreign_checkpoints").check_foreign if writes_itself else refuse_uncommitted
+        latest = manager.latest(check_uncommitted=check)
         if resume == AUTO:
             if args.save_only_model:
                 logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
@@ -296,7 +297,7 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
         return latest
     folder = output.fetch_named(resume) or output.find(resume)
     if manager.open(folder) is None:
-        check_foreign(folder)
+        extra("foreign_checkpoints").check_foreign(folder)
     return folder
 
 

@@ -10,10 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import UNCOMMITTED
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
+from hftrain.checkpoint.layout import (
+    ARGUMENTS,
+    MANIFEST,
+    OUTSIDE_WEIGHTS,
+    UNCOMMITTED,
+    checkpoint_name,
+    checkpoint_step,
+)
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.shared_folder import check_shared_folder
@@ -361,7 +366,7 @@ def load_task(
     target = bare if model is None else strategy.unwrap(model)
     are_elsewhere = [parameter.is_meta for parameter in target.parameters()]
     if any(are_elsewhere) and stored_in(target):
-        attach_weights(target, folder)
+        extra("attaching").attach_weights(target, folder)
     # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
     elif not are_elsewhere or not all(are_elsewhere):
         load_weights(target, folder, strategy=strategy if target is bare else None)

@@ -22,7 +22,6 @@ from hftrain.core.signatures import Hooks
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader, check_sendable
-from hftrain.data.worker_numbers import check_worker_seeds
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
@@ -44,7 +43,8 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
-    check_worker_seeds(trainer.worker_seeds)
+    if trainer.worker_seeds != "batch":
+        extra("worker_numbers").check_worker_seeds(trainer.worker_seeds)
     data.check_given()
     check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)

@@ -242,7 +242,8 @@ class TrainerData:
         if data.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
             extra("shares").check_shares(share, sets, gather_object=data.gather_object)
-        return share if is_training else first_batches(share, trainer.fast_dev_run)
+        is_whole = is_training or not trainer.fast_dev_run
+        return share if is_whole else first_batches(share, trainer.fast_dev_run)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)
