@@ -11,13 +11,13 @@ from support.tiny import Stream
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
+from hftrain.data.samplers import reading_order
 from hftrain.extras.grouping import (
     LengthConfig,
     LengthShuffledSampler,
     LengthSortedSampler,
     check_lengths,
     length_sampler,
-    reading_order,
     sample_lengths,
 )
 
