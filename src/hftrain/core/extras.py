@@ -25,6 +25,7 @@ EXTRAS = {
     "intervals": "hftrain.extras.intervals",
     "jit_mode_eval": "hftrain.extras.tracing",
     "liger": "hftrain.extras.liger",
+    "limits": "hftrain.extras.limits",
     "memory": "hftrain.extras.memory",
     "memory_estimate": "hftrain.extras.rehearsal.estimating",
     "mistakes": "hftrain.extras.mistakes",

@@ -9,7 +9,7 @@ from typing import Any
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.core.extras import extra
 from hftrain.data.feed import TrainFeed
-from hftrain.data.limits import LimitedFeed, Limits
+from hftrain.data.limits import Limits
 from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
@@ -67,8 +67,9 @@ class RunData:
         loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
         if dataset:
             end_workers(self.feed.loader)
-        make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed
-        feed = make(loader, seed=seed, expects_save=self._expects_save)
+        limits = self._limits
+        make = partial(extra("limits").LimitedFeed, limits=limits) if limits.of_training else TrainFeed
+        feed: TrainFeed = make(loader, seed=seed, expects_save=self._expects_save)
         if strategy.world_size > 1:
             told = strategy.gather_object([strategy.data.rank, feed.own_seeds])
             main, feed.own_seeds = told[0][1], next(own for rank, own in told if rank == strategy.data.rank)

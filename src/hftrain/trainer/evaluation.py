@@ -21,7 +21,7 @@ from hftrain.core.signatures import Hooks
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
-from hftrain.data.limits import FirstBatches, first_batches
+from hftrain.data.limits import first_batches
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.preparation import generates
@@ -214,8 +214,8 @@ class Evaluation:
         dataset = getattr(loader, "dataset", None)
         is_known = has_length(dataset) or (dataset is None and has_length(loader))
         logger.info("  Num examples = %s", self._trainer.num_examples(loader) if is_known else "unknown")
-        if isinstance(loader, FirstBatches):
-            logger.info("  Batches read by each process = at most %d", loader.number)
+        if num_first := getattr(loader, "num_first", 0):
+            logger.info("  Batches read by each process = at most %d", num_first)
         logger.info("  Batch size = %d", self._trainer.args.eval_batch_size)
 
     def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
