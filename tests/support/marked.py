@@ -26,7 +26,7 @@ def named(path: Path) -> frozenset[str]:
     """Return the marks that a file or a module of `tests/support` which it imports from mentions."""
     text = path.read_text(encoding="utf-8")
     modules = [_SUPPORT / f"{name}.py" for name in re.findall(r"^ *from support\.(\w+) import", text, re.MULTILINE)]
-    texts = [text, *(module.read_text(encoding="utf-8") for module in modules)]
+    texts = [text, *(module.read_text(encoding="utf-8") for module in modules if module.exists())]  # or a package
     return frozenset(mark for text in texts for mark in re.findall(r"\bpytest\.mark\.(\w+)", text))
 
 

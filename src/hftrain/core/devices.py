@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from hftrain.core.tree import map_tensors
 
 
 def find_device_type(*, use_cpu: bool = False) -> str:
@@ -44,6 +47,34 @@ def empty_cache() -> None:
     release = getattr(_module(find_device_type()), "empty_cache", None)
     if release is not None:
         release()
+
+
+def to_host(tree: Any) -> Callable[[], Any]:
+    """Begin to copy the tensors of a nested structure to host memory; return a function that waits and returns them.
+
+    Nothing waits if it is called when the device has done what was queued before, such as a step later. Tensors that
+    are on the host are not copied.
+    """
+    devices: set[torch.device] = set()
+
+    def begin(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_own_queue(tensor.device.type):
+            return tensor.detach().cpu()
+        devices.add(tensor.device)
+        room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return room.copy_(tensor.detach(), non_blocking=True)
+
+    copies, events = map_tensors(tree, begin), []
+    for device in devices:
+        events.append(torch.Event(device))
+        events[-1].record(torch.accelerator.current_stream(device))
+
+    def wait() -> Any:
+        for event in events:
+            event.synchronize()
+        return copies
+
+    return wait
 
 
 def move(module: nn.Module, device: torch.device) -> nn.Module:

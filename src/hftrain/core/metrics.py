@@ -34,6 +34,11 @@ def speed_metrics(
     return {f"{prefix}_runtime": round(runtime_s, 4), **rates}
 
 
+def token_speed(start_time: float, num_tokens: int | None) -> dict[str, float]:
+    """Return the runtime and the rate of tokens since `start_time`, a `time.time()` value."""
+    return speed_metrics("train", start_time - time.time() + time.perf_counter(), num_tokens=num_tokens)
+
+
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with tensors and NumPy values converted to plain numbers and lists, ready for JSON."""
     return {str(name): _plain(value, str(name)) for name, value in metrics.items()}

@@ -146,27 +146,26 @@ class OptimizerConfig:
             use_cpu=bool(args.use_cpu),
         )
 
+    def optimizer_class(self, model: nn.Module | None = None) -> OptimizerClass:
+        """Return the optimizer's class and its keyword arguments, without the parameters.
 
-def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> OptimizerClass:
-    """Return the optimizer's class and its keyword arguments, without the parameters.
+        Source: the documented `Trainer.get_optimizer_cls_and_kwargs`.
 
-    Source: the documented `Trainer.get_optimizer_cls_and_kwargs`.
-
-    Example:
-        >>> optimizer_class(OptimizerConfig(name="sgd", learning_rate=0.1, options="momentum=0.9"))
-        (<class 'torch.optim.sgd.SGD'>, {'lr': 0.1, 'momentum': 0.9})
-    """
-    cls, settings = optimizers.create(config.name, config=config, model=model)
-    if config.target_modules is not None and "targets" not in settings:
-        warn_once(f"optim={config.name!r} treats all modules the same way: optim_target_modules has no effect.")
-    return cls, settings
+        Example:
+            >>> OptimizerConfig(name="sgd", learning_rate=0.1, options="momentum=0.9").optimizer_class()
+            (<class 'torch.optim.sgd.SGD'>, {'lr': 0.1, 'momentum': 0.9})
+        """
+        cls, settings = optimizers.create(self.name, config=self, model=model)
+        if self.target_modules is not None and "targets" not in settings:
+            warn_once(f"optim={self.name!r} treats all modules the same way: optim_target_modules has no effect.")
+        return cls, settings
 
 
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, *, decay_names: Iterable[str] | None = None
 ) -> Optimizer:
     """Build the optimizer of a model's trainable parameters."""
-    cls, settings = optimizer_class(config, model)
+    cls, settings = config.optimizer_class(model)
     return optimizer_from_class(cls, settings, model, weight_decay=config.weight_decay, decay_names=decay_names)
 
 

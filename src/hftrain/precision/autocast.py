@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
@@ -59,8 +60,8 @@ class AutocastPrecision(Precision):
 class ScaledPrecision(AutocastPrecision):
     """Cast operations to float16 and scale the loss, so that small gradients do not underflow.
 
-    A step whose gradients overflow is skipped and the scale is lowered. Reading whether that happened synchronises
-    with the device once per step.
+    A step whose gradients overflow is skipped and the scale is lowered. Whether that happened is read from the device,
+    once per step.
 
     Args:
         matmul: The arithmetic of the remaining float32 matrix products; see `FullPrecision`.
@@ -73,9 +74,13 @@ class ScaledPrecision(AutocastPrecision):
     loss_scaling = True
 
     _scaler: GradScaler
+    # As it was read last: only of an optimizer that skips updates on the device it must be that of the step before.
     _scale: float
     _num_skipped: int
     _unscaled: set[int]
+    # In the current step: whether an optimizer was not called, or was and may have skipped its update itself.
+    _is_skipped: bool
+    _is_unsure: bool
 
     def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
         super().prepare(device, scaler_factory)
@@ -83,6 +88,7 @@ class ScaledPrecision(AutocastPrecision):
         self._scale = self._scaler.get_scale()
         self._num_skipped = 0
         self._unscaled = set()
+        self._is_skipped = self._is_unsure = False
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged.
@@ -112,16 +118,27 @@ class ScaledPrecision(AutocastPrecision):
         return self.update_scale()
 
     def apply(self, optimizer: Optimizer) -> None:
-        self._scaler.step(optimizer)
+        # GradScaler does not report skipped steps: it does not call the optimizer then.
+        calls: list[Any] = []
+        hook = register_optimizer_step_post_hook(lambda *call: calls.append(call))
+        try:
+            self._scaler.step(optimizer)
+        finally:
+            hook.remove()
+        # One of torch's that was made with fused=True skips its update itself, and so may one of another package.
+        is_plain = type(optimizer).__module__.startswith("torch.optim.") and not optimizer.defaults.get("fused")
+        self._is_skipped |= not calls
+        self._is_unsure |= not is_plain
 
     def update_scale(self) -> bool:
-        # GradScaler does not report skipped steps; only an overflow lowers the scale.
-        before = self._scale
+        is_skipped, before = self._is_skipped, self._scale
         self._scaler.update()
         self._unscaled.clear()
-        self._scale = self._scaler.get_scale()
-        # A scale of 0 cannot get lower, and gradients divided by it are not finite.
-        is_skipped = self._scale < before or not self._scale
+        if is_skipped or self._is_unsure:
+            self._scale = self._scaler.get_scale()
+            # Only an overflow lowers the scale. One of 0 cannot get lower, and gradients divided by it are not finite.
+            is_skipped = is_skipped or self._scale < before or not self._scale
+        self._is_skipped = self._is_unsure = False
         self._num_skipped += is_skipped
         if is_skipped and self._scale < 1:
             warn_once(
@@ -133,7 +150,7 @@ class ScaledPrecision(AutocastPrecision):
 
     def logs(self) -> dict[str, float]:
         """Return the loss scale and the number of skipped steps so far."""
-        return {"loss_scale": self._scale, "skipped_steps": self._num_skipped}
+        return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._scaler.state_dict(), "num_skipped": self._num_skipped}

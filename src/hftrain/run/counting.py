@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +32,30 @@ class TokenCounter:
         self.input_name = input_name
         self.skips_padding = skips_padding
         self.padding_id = padding_id
+
+    @classmethod
+    def of(cls, args: TrainingArguments, model: nn.Module, tool: Any) -> TokenCounter:
+        """Return the counter for a model, its processing class and the arguments."""
+        padding = getattr(tool, "pad_token_id", getattr(getattr(tool, "tokenizer", None), "pad_token_id", None))
+        return cls(
+            getattr(model, "main_input_name", "input_ids"),
+            skips_padding=args.include_num_input_tokens_seen == "non_padding",
+            padding_id=padding if isinstance(padding, int) else None,
+        )
+
+    @preserved_rng()
+    def count_all(self, batches: Iterable[Any], *, max_batches: int | None = None) -> int:
+        """Iterate over batches and return their number of tokens; random numbers are restored.
+
+        Args:
+            batches: A loader.
+            max_batches: How many batches to count, starting again if there are fewer; None counts each once.
+        """
+        counts = [int(self.count(batch)) for batch in islice(batches, max_batches)]
+        if not counts or max_batches is None:
+            return sum(counts)
+        rounds, rest = divmod(max_batches, len(counts))
+        return rounds * sum(counts) + sum(counts[:rest])
 
     def count(self, batch: Any) -> Count:
         """Return the number of tokens: a plain number, or a 0-d tensor if reading it could synchronise."""
@@ -66,7 +91,7 @@ class RunCounts:
     def __init__(self, parts: RunParts, model: nn.Module) -> None:
         args, trainer, names = parts.args, parts.trainer, ("floating_point_ops", "num_parameters")
         self._data, self._state, self._trainer = parts.strategy.data, parts.state, trainer
-        self._counter = token_counter(args, model, trainer.processing_class)
+        self._counter = TokenCounter.of(args, model, trainer.processing_class)
         counts_flos = parts.hooks.is_overridden(names[0]) or any(hasattr(model, name) for name in names)
         self._count_flos = trainer.floating_point_ops if counts_flos else None
         self._counts_speed = bool(args.include_tokens_per_second)
@@ -133,35 +158,3 @@ def samples_since(first: Progress, now: Progress, data: Ranks) -> int:
     """Return the samples that all data ranks have trained on since `first`; collective."""
     own = (now.samples - first.samples) // data.world_size
     return int(data.reduce(torch.tensor(own, device=data.device), op="sum"))
-
-
-def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> TokenCounter:
-    """Return the counter for a model, its processing class and the arguments."""
-    padding = getattr(tool, "pad_token_id", getattr(getattr(tool, "tokenizer", None), "pad_token_id", None))
-    return TokenCounter(
-        getattr(model, "main_input_name", "input_ids"),
-        skips_padding=args.include_num_input_tokens_seen == "non_padding",
-        padding_id=padding if isinstance(padding, int) else None,
-    )
-
-
-@preserved_rng()
-def count_tokens(batches: Iterable[Any], counter: TokenCounter, *, max_batches: int | None = None) -> int:
-    """Iterate over batches and return their number of tokens; random numbers are restored.
-
-    Args:
-        batches: A loader.
-        counter: Counts one batch.
-        max_batches: How many batches to count, starting again if there are fewer; None counts each once.
-    """
-    counts: list[int] = []
-    iterator = iter(batches)
-    while max_batches is None or len(counts) < max_batches:
-        batch = next(iterator, None)
-        if batch is None:
-            break
-        counts.append(int(counter.count(batch)))
-    if not counts or max_batches is None:
-        return sum(counts)
-    rounds, rest = divmod(max_batches, len(counts))
-    return rounds * sum(counts) + sum(counts[:rest])

@@ -72,6 +72,11 @@ class Compiler:
         config: How to compile; None compiles nothing and does not import torch's compiler.
     """
 
+    @classmethod
+    def of(cls, args: Any) -> Compiler:
+        """Return the compiler that the training arguments choose."""
+        return cls(CompileConfig.of(args))
+
     def __init__(self, config: CompileConfig | None) -> None:
         self.config = config
         self._compiled: list[nn.Module] = []

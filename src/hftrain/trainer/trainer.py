@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,7 +22,7 @@ from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.metrics import speed_metrics, to_plain
+from hftrain.core.metrics import to_plain, token_speed
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import Hooks
@@ -37,18 +35,18 @@ from hftrain.data.limits import make_limits
 from hftrain.evaluation.preparation import cast_inputs
 from hftrain.loops.contract import Loop
 from hftrain.optim.groups import decay_parameter_names
-from hftrain.optim.optimizers import OptimizerConfig, optimizer_class
+from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.precision.base import Precision
 from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
-from hftrain.run.counting import count_tokens, token_counter
+from hftrain.run.counting import TokenCounter
 from hftrain.run.run import Run
 from hftrain.run.saving import capture_model, load_task, write_model
 from hftrain.storage.files import existing_part
 from hftrain.strategies.base import Strategy
-from hftrain.task.compilation import CompileConfig, Compiler
+from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
@@ -282,7 +280,7 @@ class Trainer:
 
     def _start_idle(self) -> None:
         """Set the attributes that only train(), evaluate() and predict() change."""
-        self.compiler = Compiler(CompileConfig.of(self.args))
+        self.compiler = Compiler.of(self.args)
         # Its pushes to the Hub, once there is one.
         self._hub_pushes: Any = None
         self.is_in_train, self.hp_search_backend, self.current_flos = False, None, 0
@@ -814,9 +812,8 @@ class Trainer:
         if self.args.include_num_input_tokens_seen:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
-                start_s = start_time - time.time() + time.perf_counter()
                 num_tokens = None if self._session is None else self._session.counts.num_tokens()
-                logs.update(speed_metrics("train", start_s, num_tokens=num_tokens))
+                logs.update(token_speed(start_time, num_tokens))
         entry = {**to_plain(logs), "step": self.state.global_step}
         self.state.log_history.append(entry)
         self._trainer_parts.journal.log(entry)
@@ -1026,8 +1023,8 @@ class Trainer:
 
         Source: the documented `Trainer.num_tokens`.
         """
-        counter = token_counter(self.args, self.model, self.processing_class)
-        return count_tokens(train_dl, counter, max_batches=max_steps)
+        counter = TokenCounter.of(self.args, self.model, self.processing_class)
+        return counter.count_all(train_dl, max_batches=max_steps)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -1089,7 +1086,7 @@ class Trainer:
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the optimizer class and keyword arguments selected by the training arguments."""
-        return optimizer_class(OptimizerConfig.of(args), model)
+        return OptimizerConfig.of(args).optimizer_class(model)
 
     def get_learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter group; requires an optimizer."""
@@ -1550,7 +1547,7 @@ class Trainer:
         start = f"{checkpoint_prefix}-"
         steps = {path: path.name.removeprefix(start) for path in folder.glob(f"{start}*") if path.is_dir()}
         found = [path for path, step in steps.items() if step.isdigit()]
-        found.sort(key=os.path.getmtime if use_mtime else lambda path: int(steps[path]))
+        found.sort(key=lambda path: path.stat().st_mtime if use_mtime else int(steps[path]))
         best = folder / Path(self.state.best_model_checkpoint or "").name
         if best in found[:-2]:
             found.remove(best)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hftrain.arguments.enums import OptimizerNames
 from hftrain.core.errors import ConfigError
-from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_class, optimizer_from_class, optimizers
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_from_class, optimizers
 
 OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"]
 
@@ -44,7 +44,7 @@ def test_optimizer_class_gives_class_and_arguments(
     name: str, options: Mapping[str, Any] | str | None, cls: type, settings: dict[str, Any]
 ) -> None:
     config = OptimizerConfig(name=name, learning_rate=0.25, betas=(0.8, 0.9), eps=1e-6, options=options)
-    assert optimizer_class(config) == (cls, {"lr": 0.25, **settings})
+    assert config.optimizer_class() == (cls, {"lr": 0.25, **settings})
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
@@ -77,8 +77,8 @@ def test_build_optimizer_accepts_a_model_of_one_group() -> None:
 
 def test_adamw_hf_is_adamw_torch_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="adamw_torch"):
-        legacy = optimizer_class(OptimizerConfig(name="adamw_hf"))
-    assert legacy == optimizer_class(OptimizerConfig(name="adamw_torch"))
+        legacy = OptimizerConfig(name="adamw_hf").optimizer_class()
+    assert legacy == OptimizerConfig(name="adamw_torch").optimizer_class()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_adamw_hf_is_adamw_torch_with_a_warning() -> None:
 )
 def test_optimizer_class_refuses_options_that_are_none(name: str, options: str, known: str) -> None:
     with pytest.raises(ConfigError, match=f"optim='{name}'.*are settings.*It takes: .*{known}"):
-        optimizer_class(OptimizerConfig(name=name, options=options))
+        OptimizerConfig(name=name, options=options).optimizer_class()
 
 
 def test_optimizer_from_class_uses_parameters_of_its_own() -> None:

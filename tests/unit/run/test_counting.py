@@ -14,7 +14,7 @@ from support.tiny import Net, make_arguments, train
 from support.words import PAD, Measured, Words, make_words
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.run.counting import RunCounts, TokenCounter, count_tokens
+from hftrain.run.counting import RunCounts, TokenCounter
 
 
 class Pixels(Words):
@@ -117,8 +117,8 @@ def test_walk_ends_where_it_was_told() -> None:
         while True:
             yield {"input_ids": torch.ones(2, 3)}
 
-    assert count_tokens(batches(), TokenCounter("input_ids"), max_batches=4) == 24
-    assert count_tokens([], TokenCounter("input_ids"), max_batches=4) == 0
+    assert TokenCounter("input_ids").count_all(batches(), max_batches=4) == 24
+    assert TokenCounter("input_ids").count_all([], max_batches=4) == 0
 
 
 def test_operations_are_the_models_own_or_none(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.devices import device_name
+from hftrain.core.devices import device_name, to_host
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import STARTED_IN
 from hftrain.core.parameters import is_partitioned
@@ -178,7 +178,8 @@ class _Recorder:
             seconds["forward"] -= seconds["backward"] - before
             micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
             if sample_losses is not None and self._outputs is not None:
-                micro_step["each"] = _losses_of(sample_losses(self._outputs, batch), micro_step["samples"])
+                on_device = self._strategy.to_device(batch)
+                micro_step["each"] = _losses_of(sample_losses(self._outputs, on_device), micro_step["samples"])
                 self._outputs = None
             self._micro_steps.append(micro_step)
             return loss
@@ -229,14 +230,16 @@ class _Recorder:
     def end_step(self, step: int) -> None:
         """Keep what this step was made of, and write down the one before."""
         losses, done = self._parts.losses, self._pending
+        read = [{name: each[name] for name in each if name != "batch"} for each in self._micro_steps]
         self._pending = {
             "step": step,
             "epoch": self._feed.epoch,
-            "micro_steps": self._micro_steps,
-            "norm": losses.grad_norm,
+            "batches": [each["batch"] for each in self._micro_steps],
+            # On their way to the host: when the next step ends, they have long arrived.
+            "read": to_host({"micro_steps": read, "norm": losses.grad_norm, "prints": self._update["prints"]}),
             "rate": losses.learning_rate,
             "ms": dict(self.seconds),
-            **self._update,
+            "skipped": self._update["skipped"],
         }
         self._micro_steps = []
         if self._stacks is not None:
@@ -268,26 +271,27 @@ class _Recorder:
         self.finish(is_last=True)
 
     def _note(self, done: dict[str, Any]) -> None:
-        micro_steps = done["micro_steps"]
+        read = done["read"]()
+        micro_steps = read["micro_steps"]
         line = {
             "step": done["step"],
             "epoch": done["epoch"],
             "samples": [each["samples"] for each in micro_steps],
             "losses": _numbers([each["loss"] for each in micro_steps]),
             "items": _number(micro_steps[-1]["items"]) if micro_steps else None,
-            "norm": _number(done["norm"]),
+            "norm": _number(read["norm"]),
             "rate": _number(done["rate"]),
             "skipped": done["skipped"],
             "ms": {name: round(1e3 * value, 3) for name, value in done["ms"].items()},
             **dict.fromkeys(_PRINTS),
         }
-        if done["prints"] is not None:
-            texts = (self._print.text_of(done["step"] - 1, each) for each in done["prints"].tolist())
+        if read["prints"] is not None:
+            texts = (self._print.text_of(done["step"] - 1, each) for each in read["prints"].tolist())
             line |= dict(zip(_PRINTS, texts, strict=False))
         if any("each" in each for each in micro_steps):
             line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
         if self._seen.add(total_loss(line), line["norm"]):
-            self._keep(line["step"], [each["batch"] for each in micro_steps])
+            self._keep(line["step"], done["batches"])
         self._lines.append(line)
         self._unchecked.append(line)
 

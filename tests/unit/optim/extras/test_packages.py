@@ -15,7 +15,7 @@ from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.optional import is_available
 from hftrain.optim.extras import packaged
 from hftrain.optim.extras.anyprecision import AnyPrecisionAdamW
-from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_class, optimizers
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizers
 
 PACKAGED = [name for name in optimizers.names() if optimizers.summary(name) not in ("torch", "")]
 NEEDS_CUDA = ["adalomo", "adamw_apex_fused", "galore_adamw_8bit", "galore_adamw_8bit_layerwise"]
@@ -24,7 +24,7 @@ NEEDS_CUDA = ["adalomo", "adamw_apex_fused", "galore_adamw_8bit", "galore_adamw_
 def class_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
     model = settings.pop("model", nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)))
     config = {"target_modules": "all-linear"} if name.startswith(("galore", "apollo")) else {}
-    return optimizer_class(OptimizerConfig(**{"name": name, "learning_rate": 0.1, **config, **settings}), model)
+    return OptimizerConfig(**{"name": name, "learning_rate": 0.1, **config, **settings}).optimizer_class(model)
 
 
 @pytest.mark.parametrize("name", PACKAGED)

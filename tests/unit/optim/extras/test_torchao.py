@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError
-from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_class
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer
 
 pytestmark = [
     pytest.mark.optimizers,
@@ -50,4 +50,4 @@ def test_torchao_averages_are_quantized_and_rates_are_numbers(name: str) -> None
 
 def test_torchao_refuses_unknown_options() -> None:
     with pytest.raises(ConfigError, match="bf16_stochastic_round, block_size"):
-        optimizer_class(OptimizerConfig(name="adamw_torch_8bit", options="blocks=3"))
+        OptimizerConfig(name="adamw_torch_8bit", options="blocks=3").optimizer_class()
