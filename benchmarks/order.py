@@ -69,7 +69,7 @@ def measure(order: str, num: int, where: str, folder: str) -> dict[str, float]:
 
     from hftrain import Trainer, TrainingArguments
     from hftrain.data.feed import TrainFeed
-    from hftrain.data.grouping import LengthShuffledSampler
+    from hftrain.extras.grouping import LengthShuffledSampler
 
     class ByLength(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:

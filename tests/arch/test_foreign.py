@@ -33,7 +33,7 @@ from hftrain.core.tree import pytree, uncompiled
 # What has no public way, by the file that it stands in.
 FOREIGN = {
     "extras/chunked_loss.py": {"_loss_function"},
-    "checkpoint/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
+    "extras/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
     "compat/accelerate_patches.py": {"_from_accelerator"},
     "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
@@ -46,7 +46,7 @@ FOREIGN = {
     "data/states.py": {"_utils"},
     "extras/flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
     "extras/flight/ledger.py": {"_fingerprint"},
-    "optim/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
+    "extras/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
     "optim/extras/low_rank.py": {"_initialize_projector"},
     "optim/greedy.py": {"_reset"},
     "optim/groups.py": {"_parameters"},
@@ -64,10 +64,9 @@ FOREIGN = {
     "strategies/trainable_parameters.py": {"_comm_hooks", "_register_comm_hook"},
     "strategies/xla.py": {"_xla_checkpointed_forward_no_kwargs", "_xla_checkpointed_forward_original"},
     "task/compilation.py": {"_dynamo", "_inductor"},
-    "task/introspect.py": {"_tp_size"},
+    "task/introspect.py": {"_hf_peft_config_loaded", "_tp_size"},
     "task/metric_state.py": {"_computed", "_forward_cache"},
     "task/model_call.py": {"_call_impl", "_compiled_call_impl"},
-    "task/quantized.py": {"_hf_peft_config_loaded"},
     "extras/acceleration.py": {"_mixed_precision"},
     "extras/hub/trainer_hub.py": {"_name_or_path"},
 }

@@ -22,7 +22,8 @@ from support.tiny import Net, Noisy, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.storage.remote import RemoteFolder, is_url
+from hftrain.extras.remote.folders import RemoteFolder
+from hftrain.storage.files import is_url
 
 
 def say(text: str) -> None:

@@ -22,7 +22,7 @@ from hftrain import EarlyStoppingCallback, EvalSet, Seq2SeqTrainer, Seq2SeqTrain
 from hftrain.callbacks.base import ExportableState
 from hftrain.core.errors import HFTrainError
 from hftrain.data.collators import default_data_collator
-from hftrain.data.workers import check_sendable
+from hftrain.data.loaders import check_sendable
 
 STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 BEST: dict[str, Any] = {**STEPS, "load_best_model_at_end": True}

@@ -25,8 +25,10 @@ from support.s3_server import BUCKET, KINDS, S3Server
 from hftrain import ConfigError
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
-from hftrain.storage.remote import CACHE_VARIABLE, RemoteFolder
+from hftrain.checkpoint.rotation import UnreachableError
+from hftrain.extras.remote.checkpoints import RemoteCheckpoints
+from hftrain.extras.remote.folders import RemoteFolder
+from hftrain.storage.files import CACHE_VARIABLE
 
 pytestmark = pytest.mark.remote
 
@@ -162,7 +164,7 @@ def test_files_go_there_and_back_through_every_kind_of_failure(
 def test_a_store_that_never_answers_well_is_given_up(
     server: S3Server, s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hftrain.storage.remote._WAITS_S", (0.1,))
+    monkeypatch.setattr("hftrain.extras.remote.folders._WAITS_S", (0.1,))
     folder = RemoteFolder(s3)
     folder.names()
     server.fail(1.0, kinds=("error",))

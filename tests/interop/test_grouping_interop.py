@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 from hftrain.core.errors import ConfigError  # noqa: E402
-from hftrain.data.grouping import LengthConfig, LengthShuffledSampler, sample_lengths  # noqa: E402
+from hftrain.extras.grouping import LengthConfig, LengthShuffledSampler, sample_lengths  # noqa: E402
 
 pytestmark = pytest.mark.interop
 

@@ -13,8 +13,8 @@ from support.tiny import make_rows, make_trainer
 pytest.importorskip("transformers")
 
 import hftrain
-from hftrain.callbacks import in_notebook, progress_callback
-from hftrain.callbacks.progress import is_notebook_table
+from hftrain.callbacks import progress_callback
+from hftrain.extras.progress.bars import in_notebook, is_notebook_table
 
 pytestmark = pytest.mark.interop
 
@@ -46,7 +46,7 @@ def test_notebook_shows_the_table_of_transformers(tmp_path: Path, shown: list[st
 
 
 def test_notebook_without_transformers_has_bars(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hftrain.callbacks.is_available", lambda requirement: False)
+    monkeypatch.setattr("hftrain.extras.progress.bars.is_available", lambda requirement: False)
     assert in_notebook()
     assert progress_callback(disable_tqdm=False) is hftrain.ProgressCallback
     assert progress_callback(disable_tqdm=True) is hftrain.PrinterCallback

@@ -27,7 +27,7 @@ from hftrain import (
     loops,
     set_seed,
 )
-from hftrain.loops.registry import LoopStates
+from hftrain.loops.contract import LoopStates
 from hftrain.preemption.signals import TrainingStopped
 
 

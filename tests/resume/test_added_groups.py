@@ -12,7 +12,7 @@ from support.tiny import Net, at, make_arguments, make_rows
 from torch.optim import lr_scheduler as schedules
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-from hftrain.optim.added_groups import admit_group
+from hftrain.extras.added_groups import admit_group
 
 
 class Unfreeze(TrainerCallback):

@@ -12,7 +12,8 @@ from support.tiny import make_resumable
 
 from hftrain import SavePolicy, TrainerCallback
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.storage.remote import RemoteFolder, is_url, mirror_of
+from hftrain.extras.remote.folders import RemoteFolder
+from hftrain.storage.files import is_url, mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hftrain.storage import remote
-from hftrain.storage.remote import CACHE_VARIABLE
+from hftrain.extras.remote import folders
+from hftrain.storage.files import CACHE_VARIABLE
 
 URL = "memory://bucket/run"
 
@@ -36,7 +36,7 @@ def write(name: str, content: bytes) -> None:
 def empty_store(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
     """Begin with nothing in the store and mirrors in `cache`; nothing waits between attempts."""
     monkeypatch.setenv(CACHE_VARIABLE, str(cache))
-    monkeypatch.setattr(remote, "_WAITS_S", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(folders, "_WAITS_S", (0.0, 0.0, 0.0, 0.0))
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
-from hftrain.callbacks.default_flow import DefaultFlowCallback
-from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.progress import PrinterCallback, ProgressCallback, SummaryCallback, in_notebook
+from hftrain.callbacks.default_flow import DefaultFlowCallback, PrinterCallback
 from hftrain.callbacks.runner import CallbackHandler
-from hftrain.core.optional import is_available
+from hftrain.core.extras import extra
 from hftrain.core.replaced import default_of
 
 __all__ = [
     "CallbackHandler",
     "DefaultFlowCallback",
-    "EarlyStoppingCallback",
     "ExportableState",
     "PrinterCallback",
-    "ProgressCallback",
-    "SummaryCallback",
     "TrainerCallback",
     "default_callbacks",
-    "in_notebook",
     "progress_callback",
 ]
 
@@ -43,7 +36,4 @@ def progress_callback(*, disable_tqdm: bool) -> Any:
     """
     if disable_tqdm:
         return default_of("PrinterCallback", PrinterCallback)
-    ours: Any = ProgressCallback
-    if in_notebook() and is_available("transformers"):
-        ours = importlib.import_module("transformers.utils.notebook").NotebookProgressCallback
-    return default_of("DEFAULT_PROGRESS_CALLBACK", ours)
+    return default_of("DEFAULT_PROGRESS_CALLBACK", extra("progress").display())

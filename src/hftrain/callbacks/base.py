@@ -119,6 +119,9 @@ class Guest(Protocol):
     The points are in the order of a run. Where no callback defines a point, a run is as if there were none.
     """
 
+    def check_settings(self, args: Any) -> None:
+        """Raise if the callback does not suit the arguments; called before a training launches anything."""
+
     def wrap_loader(self, loader: Any) -> Any:
         """Return this process's loader of training batches, changed or not, each time one is made."""
 

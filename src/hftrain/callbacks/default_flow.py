@@ -1,11 +1,11 @@
-"""The callback that decides when to log, evaluate, save and stop."""
+"""The callbacks of a plain run: what decides when to log, evaluate, save and stop, and what prints the logs."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from hftrain.callbacks.base import CallbackResult, TrainerCallback
+from hftrain.callbacks.base import CallbackResult, Metrics, TrainerCallback
 from hftrain.core.progress import Cadence, TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -65,3 +65,17 @@ class DefaultFlowCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the step so that the final state is not saved twice."""
         self._saved_step = max(self._saved_step or 0, state.global_step)
+
+
+class PrinterCallback(TrainerCallback):
+    """Print every log entry in full precision, on each machine's first process.
+
+    Source: the documented `PrinterCallback`.
+    """
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
+    ) -> None:
+        """Print the entry, without the count of floating-point operations."""
+        if state.is_local_process_zero and logs:
+            print({name: value for name, value in logs.items() if name != "total_flos"}, flush=True)

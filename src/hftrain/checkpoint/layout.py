@@ -22,6 +22,8 @@ OUTSIDE_WEIGHTS = "outside_weights.safetensors"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 MANIFEST = "manifest.json"
+# In the state that an override of `_save_checkpoint` lets a process write.
+UNCOMMITTED = "uncommitted"
 # In the output folder itself.
 JOURNAL = "journal.jsonl"
 
@@ -117,3 +119,8 @@ def rng_name(*, rank: int, world_size: int) -> str:
 def is_part(name: str) -> bool:
     """Tell whether a resume would read a file of this name."""
     return name in _PARTS or any(pattern.fullmatch(name) for pattern in (_RNG, _SHARD))
+
+
+def is_foreign(folder: Path) -> bool:
+    """Tell whether a folder looks like a checkpoint of transformers' Trainer, or of an override."""
+    return not (folder / MANIFEST).exists() and (folder / TRAINER_STATE).is_file()

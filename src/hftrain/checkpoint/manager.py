@@ -18,15 +18,15 @@ from hftrain.checkpoint.layout import (
     nearby,
 )
 from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
-from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints, UnreachableError
-from hftrain.checkpoint.rotation import LocalCheckpoints, best_names, by_commit, last_finite_name
+from hftrain.checkpoint.rotation import LocalCheckpoints, UnreachableError, best_names, by_commit, last_finite_name
 from hftrain.checkpoint.state_files import Writer
 from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Group
 from hftrain.storage import files, hashing
+from hftrain.storage.files import free_bytes, is_disk_full
 from hftrain.storage.locks import FolderLock
-from hftrain.storage.space import free_bytes, is_disk_full
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class CheckpointManager:
         url: str | None = None,
         keep_best: int | None = None,
         is_greater_better: bool = False,
-        uploads: NodeUploads | None = None,
+        uploads: Any = None,
     ) -> None:
         self.output_dir, self.group, self.url = output_dir, group, url
         self.save_total_limit, self.only_model, self.on_each_node = save_total_limit, only_model, on_each_node
@@ -75,7 +75,7 @@ class CheckpointManager:
         # The highest known commit number; None until the folder has been read.
         self._number: int | None = None
         self._resumed_number = 0
-        self.remote = None if url is None else RemoteCheckpoints(url, mirror=output_dir)
+        self.remote = None if url is None else extra("remote_checkpoints").RemoteCheckpoints(url, mirror=output_dir)
         self._uploads = uploads
         self._publishted: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
@@ -163,7 +163,8 @@ class CheckpointManager:
             self.lock.wait_for_writer()
             files.restore(self.output_dir, is_ours=_is_ours)
         if self.remote is not None:
-            return self.remote.latest(is_asked_for)
+            found: Path | None = self.remote.latest(is_asked_for)
+            return found
         for path in reversed(by_commit(self.output_dir)):
             try:
                 if not (path / MANIFEST).exists():

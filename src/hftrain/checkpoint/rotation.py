@@ -17,6 +17,10 @@ from hftrain.storage.files import discard
 T = TypeVar("T")
 
 
+class UnreachableError(CheckpointError):
+    """A store cannot be used; its checkpoints may be intact."""
+
+
 class Checkpoints(ABC):
     """The checkpoints of one folder, by name; each manifest is read only once.
 

@@ -13,7 +13,7 @@ from hftrain.checkpoint.state_files import Writer
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Consensus, Group
-from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.storage.files import free_bytes, readable_bytes
 
 logger = get_logger(__name__)
 

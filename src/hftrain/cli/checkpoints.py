@@ -9,8 +9,7 @@ from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import CheckpointError, ConfigError
-from hftrain.storage.remote import is_url, local_folder
-from hftrain.storage.space import readable_bytes
+from hftrain.storage.files import is_url, local_folder, readable_bytes
 
 _HEAD = ("checkpoint", "step", "epochs", "size", "state")
 

@@ -27,8 +27,7 @@ from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import set_seed
 from hftrain.core.state import TrainerState
 from hftrain.precision.base import Precision
-from hftrain.storage.files import write_text
-from hftrain.storage.remote import local_folder
+from hftrain.storage.files import local_folder, write_text
 from hftrain.strategies.base import Strategy
 from hftrain.trainer.trainer import Trainer
 

@@ -16,7 +16,7 @@ from hftrain.cli.estimate import at_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.meta import meta_twin, weightless
 from hftrain.core.tree import map_tensors
-from hftrain.storage.space import readable_bytes
+from hftrain.storage.files import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
 from hftrain.strategies.mesh.proposal import USABLE, Candidate, candidates
 from hftrain.strategies.mesh.tracing import Model

@@ -30,7 +30,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.extras.flight.ledger import FlightLog
 from hftrain.extras.flight.observing import Observer, first_not_finite
 from hftrain.extras.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
-from hftrain.storage.remote import is_url
+from hftrain.storage.files import is_url
 from hftrain.trainer.trainer import Trainer
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hftrain.callbacks.progress import seconds_text
 from hftrain.cli.answer import Answer
 from hftrain.cli.columns import is_number
 from hftrain.cli.flight_tables import tables_of
 from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
-from hftrain.storage.space import readable_bytes
+from hftrain.extras.progress.bars import seconds_text
+from hftrain.storage.files import readable_bytes
 
 _MAX_POINTS = 2000
 _MAX_EVALUATIONS = 300

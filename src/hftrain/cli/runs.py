@@ -13,15 +13,14 @@ from typing import Any
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.foreign import is_foreign
-from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.checkpoint.state_files import load_part
 from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, check_known
+from hftrain.core.extras import extra
 from hftrain.core.state import find_misfit
-from hftrain.storage.files import read_json, walk_files
-from hftrain.storage.remote import RemoteFolder, is_url, local_folder
+from hftrain.storage.files import is_url, local_folder, read_json, walk_files
 
 # More runs than these share one legend and one title, and show one loss.
 FEW_RUNS = 3
@@ -179,7 +178,7 @@ def _short_names(folders: Sequence[str]) -> list[str]:
 
 def _fetch(url: str, copy: Path) -> None:
     """Download the small files of a remote run."""
-    remote = RemoteFolder(url)
+    remote = extra("remote").RemoteFolder(url)
     try:
         for folder in remote.names():
             if checkpoint_step(folder) is not None:

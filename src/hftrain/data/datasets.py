@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from hftrain.core.optional import installed_versions
@@ -16,7 +17,15 @@ from hftrain.core.tree import batch_size_of
 
 
 class StreamWrapper(IterableDataset[Any]):
-    """A stream that wraps another one and shares its epoch and state."""
+    """A stream that wraps another one and shares its epoch and state.
+
+    Attributes:
+        seeds_workers: Whether it seeds the workers that read it, in each epoch.
+        is_cut: Whether ranks cut their shares from what it wraps, which must then be the same on all of them.
+        passes_batches_on: Whether it only evens out or shares out what it wraps.
+    """
+
+    seeds_workers = is_cut = passes_batches_on = False
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -41,6 +50,14 @@ def tell_epoch(part: Any, epoch: int) -> None:
     """Call `set_epoch` on every object of the loading pipeline that has it."""
     if callable(getattr(part, "set_epoch", None)):
         part.set_epoch(epoch)
+
+
+def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
+    """Set a dataset's epoch: reseed a stream's `generator`, call `set_epoch`, as documented; mutates the dataset."""
+    generator = getattr(dataset, "generator", None)
+    if isinstance(dataset, IterableDataset) and isinstance(generator, torch.Generator):
+        generator.manual_seed(seed + epoch)
+    tell_epoch(dataset, epoch)
 
 
 def has_state(data: Any) -> bool:
@@ -183,3 +200,15 @@ def whole_dataset(dataset: Any) -> Any:
 def _is_foreign_shard(dataset: Any) -> bool:
     """Recognise the wrappers of accelerate and transformers by name, to import neither."""
     return isinstance(dataset, IterableDataset) and type(dataset).__name__ == "IterableDatasetShard"
+
+
+def splits_among_workers(dataset: Any) -> bool:
+    """Recognise a `datasets.IterableDataset`, which distributes its shards to the workers."""
+    return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))
+
+
+def epoch_stream(dataset: Any) -> Any:
+    """Return the wrapper that seeds a stream's workers, at any depth of the wrappers; None if there is none."""
+    while isinstance(dataset, StreamWrapper) and not dataset.seeds_workers:
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, StreamWrapper) else None

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrain.core.log import get_logger
 from hftrain.core.seed import plain_rng, preserved_rng, restore_rng, rng_devices, rng_now
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.data.datasets import has_length, has_state, load_state, tell_epoch
-from hftrain.data.positions import begin_at
-from hftrain.data.samplers import Later, give_generator, samplers_of
+from hftrain.data.datasets import has_length, has_state, load_state, set_dataset_epoch, tell_epoch
+from hftrain.data.loaders import noticing_copies
+from hftrain.data.samplers import Later, give_generator, is_cut, samplers_of
 from hftrain.data.seeding import (
     derive_seed,
     new_generator,
@@ -24,10 +24,7 @@ from hftrain.data.seeding import (
     with_own_numbers_later,
 )
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
-from hftrain.data.states import StatefulLoader
-from hftrain.data.streams import is_cut_stream, set_dataset_epoch
-from hftrain.data.worker_numbers import DrawingOn
-from hftrain.data.workers import noticing_copies
+from hftrain.data.states import StatefulLoader, begin_at
 
 _logger = get_logger(__name__)
 
@@ -76,7 +73,7 @@ class TrainFeed:
         self._numbers: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
-            if loader.generator is None and not isinstance(loader.dataset, DrawingOn):
+            if loader.generator is None and not getattr(loader.dataset, "draws_on", False):
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
         self._generators = _generators_of(self.loader)
@@ -103,8 +100,8 @@ class TrainFeed:
     def draws_a_seed(self, epoch: int) -> bool:
         """Return whether a number is to be drawn as a torch loader does at a pass: persistent workers get one once."""
         reader = self._reader
-        is_torchs = isinstance(reader, DataLoader) and not isinstance(reader.dataset, DrawingOn)  # which draws itself
-        return is_torchs and not (epoch and reader.persistent_workers)
+        draws_itself = getattr(getattr(reader, "dataset", None), "draws_on", False)
+        return isinstance(reader, DataLoader) and not draws_itself and not (epoch and reader.persistent_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""
@@ -190,7 +187,7 @@ class TrainFeed:
             return self._until_read(self._placed(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
-            is_shared = isinstance(self.loader, DispatchLoader) or is_cut_stream(self._reader.dataset)
+            is_shared = isinstance(self.loader, DispatchLoader) or is_cut(self._reader.dataset)
             seed = derive_seed(self._seed, epoch) if is_shared else None
             iterator = with_own_numbers(lambda: iter(loader), seed=seed)
         elif _may_draw_later(self.loader):

@@ -1,143 +1,44 @@
-"""Fewer batches than there are: per pass, per evaluation, or the same few in each pass, to try a run out."""
+"""How many batches a Trainer reads: all of them, unless a setting says fewer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
-from hftrain.core.errors import ConfigError
-from hftrain.data.datasets import has_length, has_state, kept_in_place
-from hftrain.data.feed import TrainFeed
-from hftrain.data.worker_numbers import DrawingOn
+from hftrain.core.extras import extra
 
 
 class Limits:
-    """How many batches of each process a Trainer reads; nothing here is called by those who set no limit.
-
-    Args:
-        **settings: Those of `Trainer` whose names end with ``_batches``.
+    """Read every batch; `hftrain.extras.limits` has the limits of a Trainer that sets one.
 
     Attributes:
+        facts: The settings that leave data out, in plain values; checkpoints and reports name them.
         of_training: The setting that decides what a run is trained on, if there is one; a resume compares it.
         of_evaluation: That of evaluations, likewise.
-        facts: The settings that leave data out, in plain values; checkpoints and reports name them.
-
-    Raises:
-        ConfigError: A value is not allowed, or two contradict each other.
+        sanity_eval_batches: How many batches of each set are evaluated before the first step.
     """
 
-    def __init__(self, **settings: int | float | None) -> None:
-        self.facts = {name: value for name, value in settings.items() if value is not None}
-        for name, value in self.facts.items():
-            kinds = (int,) if name == "sanity_eval_batches" else (int, float)
-            if type(value) not in kinds or value <= 0 or (type(value) is float and value > 1):
-                raise ConfigError(
-                    f"Cannot use Trainer({name}={value!r}).",
-                    "It says how many batches to read: 1 is one batch, and a share of 1.0 are all.",
-                    f"Pass a whole number above 0{' or a share such as 0.1' * (float in kinds)}, or leave it out.",
-                )
-        if {"limit_train_batches", "overfit_batches"} <= self.facts.keys():
-            raise ConfigError(
-                "Cannot use both limit_train_batches and overfit_batches:",
-                "both say how many batches a pass has, and only the second that they are the same ones in each.",
-                "Keep one of the two.",
-            )
-        self.sanity_eval_batches = int(self.facts.pop("sanity_eval_batches", 0))
-        self.of_training = {name: value for name, value in self.facts.items() if name != "limit_eval_batches"}
-        name = "limit_eval_batches" if "limit_eval_batches" in self.facts else "overfit_batches"
-        self.of_evaluation = {name: self.facts[name]} if name in self.facts else {}
+    facts: Mapping[str, int | float] = {}
+    of_training: Mapping[str, int | float] = {}
+    of_evaluation: Mapping[str, int | float] = {}
+    sanity_eval_batches = 0
 
     def num_train(self, num_batches: int | None) -> int | None:
         """Return the batches in a pass of one process, of as many as its loader has (None: unknown)."""
-        return _limited(self.of_training, num_batches)
+        return num_batches
 
     def for_evaluation(self, loader: Any) -> Any:
         """Return the part of an evaluation loader that is read."""
-        number = _limited(self.of_evaluation, len(loader) if has_length(loader) else None)
-        return loader if number is None or not self.of_evaluation else first_batches(loader, number)
+        return loader
+
+
+def make_limits(**settings: int | float | None) -> Limits:
+    """Return the limits of a Trainer, from its settings whose names end with ``_batches``."""
+    is_limited = any(value is not None for value in settings.values())
+    limits: Limits = extra("limits").SetLimits(**settings) if is_limited else Limits()
+    return limits
 
 
 def first_batches(loader: Any, number: int) -> Any:
     """Return a loader of the first batches of an evaluation loader, or the loader itself if `number` is 0."""
-    return FirstBatches(loader, number) if number else loader
-
-
-class FirstBatches:
-    """The first batches of a loader, with its other attributes except the samplers, which order the whole dataset."""
-
-    sampler = batch_sampler = None
-
-    def __init__(self, loader: Any, number: int) -> None:
-        self._loader = loader
-        self.number = number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return min(len(self._loader), self.number)
-
-    def __iter__(self) -> Iterator[Any]:
-        with kept_in_place(getattr(self._loader, "dataset", None)):
-            yield from islice(self._loader, self.number)
-
-
-class LimitedFeed(TrainFeed):
-    """The first batches of each pass; the same ones, in the order of the first pass, with `overfit_batches`.
-
-    Raises:
-        ConfigError: The data saves its own position. After a part of a pass that is neither the data's start nor its
-            end, and a resumed run would begin the next pass there.
-    """
-
-    def __init__(self, loader: Any, *, limits: Limits, **options: Any) -> None:
-        super().__init__(loader, **options)
-        self._limits = limits
-        dataset = getattr(self._reader, "dataset", None)
-        for part in (self._reader, dataset):
-            if part is not None and has_state(part):
-                owner, kept, remedy = f"a {type(part).__name__}", "position", "Pass"
-                if isinstance(dataset, DrawingOn):
-                    owner, kept, remedy = (
-                        'worker_seeds="epoch"',
-                        "workers' random state",
-                        "Leave worker_seeds out, pass",
-                    )
-                raise ConfigError(
-                    f"Cannot use {next(iter(limits.of_training))} with {owner}:",
-                    f"it saves its {kept}, which after a part of a pass is that of the middle of the data.",
-                    f"{remedy} a shorter dataset, such as dataset.take(100), or set max_steps.",
-                )
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in one pass of this rank, or None if unknown."""
-        return self._limits.num_train(super().num_batches)
-
-    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
-        """Start a pass, see `TrainFeed.open`."""
-        # The order follows from the pass's number.
-        epoch = 0 if "overfit_batches" in self._limits.of_training else epoch
-        batches, number = super().open(epoch, skip=skip, offset=offset), self.num_batches
-        return batches if number is None else islice(batches, max(0, number - skip))
-
-
-def _limited(setting: Mapping[str, int | float], num_batches: int | None) -> int | None:
-    for name, value in setting.items():
-        if isinstance(value, int):
-            return value if num_batches is None else min(value, num_batches)
-        if num_batches is None:
-            raise ConfigError(
-                f"Cannot use {name}={value}.", "The data has no length to take a share of.", "Pass a number of batches."
-            )
-        # 0.29 * 100 is a little less than 29.
-        number = int(round(value * num_batches, 6))
-        if not number:
-            raise ConfigError(
-                f"Cannot use {name}={value}.",
-                f"That is less than one of the {num_batches} batches of a process.",
-                f"Pass a larger share, or {name}=1 for one batch.",
-            )
-        return number
-    return num_batches
+    return extra("limits").FirstBatches(loader, number) if number else loader

@@ -357,6 +357,11 @@ def samplers_of(loader: Any) -> list[Any]:
     return found
 
 
+def reading_order(loader: Any) -> Any:
+    """Return the order in which an evaluation reads its dataset if a sampler has sorted it; None otherwise."""
+    return next((part.reading_order for part in samplers_of(loader) if hasattr(part, "reading_order")), None)
+
+
 def give_generator(sampler: Any, *, seed: int) -> None:
     """Give torch's random samplers their own generator if they would use the global one; mutates them.
 
@@ -385,3 +390,8 @@ def is_rank_aware(sampler: Any) -> bool:
         if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
             return True
     return False
+
+
+def is_cut(part: Any) -> bool:
+    """Return whether ranks cut their shares from this sampler or stream, which must then be the same on all of them."""
+    return getattr(part, "is_cut", False) is True or is_rank_aware(part)

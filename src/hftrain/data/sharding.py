@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
+from hftrain.data.datasets import splits_among_workers
 from hftrain.data.samplers import (
     ContiguousShard,
     EvenedSampler,
@@ -20,7 +22,6 @@ from hftrain.data.samplers import (
     own_order,
     samplers_of,
 )
-from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
 
 _COPIED = (
     "dataset",
@@ -174,12 +175,12 @@ class ShardPlan:
 
     def _stream_share(self, loader: Any, size: int) -> Any:
         """Shard a stream, which every rank reads completely."""
-        dataset, drops_rest = loader.dataset, False
+        dataset, drops_rest, streams = loader.dataset, False, extra("streams")
         if self.is_training:
-            dataset = EpochStream(dataset, seed=self.seed, rank=self.rank)
+            dataset = streams.EpochStream(dataset, seed=self.seed, rank=self.rank)
             drops_rest = self.even_batches and loader.drop_last
             if self.even_batches and not drops_rest:
-                dataset = EvenedStream(dataset, unit=size * self.world_size)
+                dataset = streams.EvenedStream(dataset, unit=size * self.world_size)
         elif loader.num_workers > 1 and not splits_among_workers(dataset):
             raise ConfigError(
                 f"Cannot evaluate {type(dataset).__name__} in several processes with several workers each.",
@@ -188,7 +189,7 @@ class ShardPlan:
                 num_workers=loader.num_workers,
                 world_size=self.world_size,
             )
-        return BatchShardStream(
+        return streams.BatchShardStream(
             dataset, batch_size=size, rank=self.rank, world_size=self.world_size, drops_rest=drops_rest
         )
 
@@ -223,9 +224,10 @@ class ShardPlan:
         evens_out = self.is_training and self.even_batches and not loader.drop_last
         order = loader.sampler if is_plain or batches is None else batches
         if is_stream and self.is_training:
-            dataset = EpochStream(dataset, seed=self.seed, rank=0)  # the innermost dataset, which needs the epoch
+            # The innermost dataset, which needs the epoch.
+            dataset = extra("streams").EpochStream(dataset, seed=self.seed, rank=0)
         if evens_out and is_stream:
-            dataset = EvenedStream(dataset, unit=unit)
+            dataset = extra("streams").EvenedStream(dataset, unit=unit)
         elif evens_out:
             order = EvenedSampler(order, unit=unit)
         if is_plain:

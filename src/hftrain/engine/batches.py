@@ -7,15 +7,14 @@ from typing import Any
 
 from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import has_own_shares, samples_per_round
 from hftrain.data.sharding import ShardPlan, end_workers
-from hftrain.data.shares import check_pass
-from hftrain.data.states import resumable_loader
+from hftrain.data.states import has_own_shares, resumable_loader, samples_per_round
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
@@ -89,7 +88,7 @@ class ShardedBatches:
     def _check_pass(self, num_read: int) -> None:
         num_batches = self._feed.num_batches
         if num_batches not in (None, num_read):
-            check_pass(self._loader, num_read, num_batches, is_training=False)
+            extra("shares").check_pass(self._loader, num_read, num_batches, is_training=False)
 
     def _open(self) -> Iterator[Any]:
         progress = self._progress

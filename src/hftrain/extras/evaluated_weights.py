@@ -9,10 +9,10 @@ from pathlib import Path
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
 from hftrain.core.signatures import Hooks
 from hftrain.core.types import Owns
-from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import AUTO, find_resume
+from hftrain.task.modes import evaluation_weights
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.data.datasets import has_length, has_state, whole_dataset
+from hftrain.data.datasets import has_length, has_state, set_dataset_epoch, whole_dataset
 from hftrain.data.mixing import MixtureSampler, dealt, shares_at, update_of
-from hftrain.data.positions import samples_per_round
+from hftrain.data.samplers import is_cut
 from hftrain.data.seeding import derive_seed
 from hftrain.data.sharding import DispatchLoader
-from hftrain.data.streams import is_cut_stream, set_dataset_epoch
+from hftrain.data.states import samples_per_round
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
@@ -288,7 +288,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
 
     def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
         size, self.epoch, self._workers = reader.batch_size or 1, self.progress.epoch, reader.num_workers
-        self._turn = size * (world_size if is_cut_stream(reader.dataset) else 1)
+        self._turn = size * (world_size if is_cut(reader.dataset) else 1)
         # Workers that outlive a pass would not learn of later changes.
         self._round = size * world_size if isinstance(loader, DispatchLoader) else self._turn
         self._round *= not reader.persistent_workers

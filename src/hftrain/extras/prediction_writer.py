@@ -14,14 +14,14 @@ import torch
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import is_cache
-from hftrain.data.grouping import reading_order
+from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
-from hftrain.storage.files import read_json, write_text
-from hftrain.storage.remote import RemoteFolder, check_url, is_url, local_folder
+from hftrain.storage.files import check_url, is_url, local_folder, read_json, write_text
 from hftrain.storage.tensors import load_tensors, save_tensors
 
 _OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
@@ -60,7 +60,7 @@ class PredictionWriter(TrainerCallback):
                 batches_per_file=batches_per_file,
             )
         check_url(folder)
-        self._remote = RemoteFolder(str(folder)) if is_url(folder) else None
+        self._remote = extra("remote").RemoteFolder(str(folder)) if is_url(folder) else None
         self.folder = local_folder(folder, start=Path.cwd())
         self.replaces_predictions = not returns_predictions
         self._batches_per_file = batches_per_file
@@ -120,7 +120,7 @@ class PredictionWriter(TrainerCallback):
         """
         if is_url(folder):
             with tempfile.TemporaryDirectory() as local:
-                remote = RemoteFolder(str(folder))
+                remote = extra("remote").RemoteFolder(str(folder))
                 for name in filter(_OURS.fullmatch, remote.names()):
                     remote.download(name, Path(local) / name)
                 yield from PredictionWriter.read(local)

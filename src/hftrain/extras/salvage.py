@@ -12,7 +12,6 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.loops.fit import FitParts
-from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
@@ -80,7 +79,7 @@ class Salvage:
 
         self._step, self._go_back = self._parts.progress.step, go_back
         optimizer = self._parts.optimizer
-        self._is_updating = isinstance(optimizer, UpdatesInBackward) or hasattr(optimizer, "assemble")
+        self._is_updating = any(hasattr(optimizer, name) for name in ("update_in_backward", "assemble"))
 
     def _save_after(self, error: BaseException) -> None:
         step, saver, control = self._parts.progress.step, self._saver, self._parts.control

@@ -7,28 +7,14 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.log import get_logger
 from hftrain.core.signatures import Shown
 
 Stage = Literal["fit", "evaluate", "predict"]
 Parts = TypeVar("Parts")
 
-# Features that a loop may not support, and what to do instead.
-FEATURES = {
-    "accelerator": "Do not use trainer.accelerator, or run one process.",
-    "accumulation": "Set gradient_accumulation_steps=1.",
-    "auto_find_batch_size": "Leave auto_find_batch_size out and set per_device_train_batch_size.",
-    "batch_eval_metrics": "Set batch_eval_metrics=False.",
-    "engines": "Use a strategy without an engine of its own, such as 'ddp' or 'fsdp'.",
-    "loss_scaling": "Use precision='bf16' or '32'.",
-    "ranks": "Run one process.",
-    "reshaping": "Resume with the number of processes and the batch sizes of the checkpoint.",
-    "resume": "Start a new run: leave resume_from_checkpoint out.",
-    "saving": "Set save_strategy='no'.",
-    "sharded_models": "Use a strategy that keeps the model whole, such as 'ddp'.",
-    "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
-    "streams": "Pass a dataset that has a length and no override of its data loader.",
-}
+logger = get_logger(__name__)
 
 
 class Group(Protocol):
@@ -59,8 +45,8 @@ class Loop(Shown, Generic[Parts]):
 
     Attributes:
         stage: ``"fit"``, ``"evaluate"`` or ``"predict"``.
-        unsupported: Feature (a name in `FEATURES`) -> why this loop does not support it. The Trainer raises before the
-            first step of a run that uses one.
+        unsupported: Feature -> why this loop does not support it; `FEATURES` in `hftrain.extras.own_loops` has their
+            names. The Trainer raises before the first step of a run that uses one.
         parts: The parts of the run, set from `attach` to `detach`.
     """
 
@@ -104,19 +90,46 @@ class Loop(Shown, Generic[Parts]):
         """Restore a state returned by `state_dict`; a fit loop is already attached."""
 
 
-def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise if a run uses features that its loop does not support.
+class LoopStates:
+    """The states of custom loops, saved by each process.
 
-    Args:
-        loop: Any loop.
-        used: The features in use, each with the setting that selects it.
-
-    Raises:
-        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
+    A fit loop gets its state when it is attached.
     """
-    for feature, reason in loop.unsupported.items():
-        asked = f"Cannot read {type(loop).__name__}.unsupported:"
-        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
-        if feature in used:
-            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
-            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])
+
+    def __init__(self, loops: Mapping[str, Loop[Any]]) -> None:
+        self._loops = loops
+        self._waiting: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by stage, of loops that have one."""
+        ready = {stage: loop for stage, loop in self._loops.items() if stage != "fit" or loop.is_attached}
+        states = {stage: loop.state_dict() for stage, loop in ready.items()}
+        return {stage: state for stage, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`; older checkpoints have none.
+
+        Raises:
+            CheckpointError: The checkpoint has the state of a loop that this run does not have.
+        """
+        for stage, state in states.items():
+            loop = self._loops.get(stage)
+            if loop is None or not loop.keeps_state:
+                if stage == "fit":
+                    raise CheckpointError(
+                        "Cannot go on from this checkpoint:",
+                        "the loop that it was trained with has a state, which this Trainer's loop does not take.",
+                        "Pass the same loop=, or start a new run.",
+                    )
+            elif stage == "fit":
+                self._waiting[stage] = state
+            else:
+                loop.load_state_dict(state)
+        for stage, loop in self._loops.items():
+            if stage not in states and loop.keeps_state:
+                logger.warning("The checkpoint has no state for %s, which starts from scratch.", type(loop).__name__)
+
+    def hand_over(self, loop: Loop[Any]) -> None:
+        """Load the state of a loop that was just attached."""
+        if loop.stage in self._waiting:
+            loop.load_state_dict(self._waiting.pop(loop.stage))

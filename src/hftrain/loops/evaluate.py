@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.datasets import has_length
-from hftrain.data.shares import check_pass
-from hftrain.loops.batch_metrics import BatchMetrics, call_metrics
 from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
-from hftrain.loops.gather import Kept, KeptBatches
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.task.module import checked_count
 
@@ -128,10 +126,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         """Set the parts of an evaluation before it starts."""
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
-        self._kept: dict[str, Kept | KeptBatches] = {}
-        self._batch_metrics: BatchMetrics | None = None
+        self._kept: dict[str, Any] = {}
+        self._batch_metrics: Any = None
         if config.computes_per_batch and hooks.compute_metrics is not None:
-            self._batch_metrics = BatchMetrics(
+            self._batch_metrics = extra("prediction_metrics").BatchMetrics(
                 hooks.compute_metrics,
                 group=group,
                 takes_objects=config.takes_objects,
@@ -169,7 +167,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self._open(num_expected)
         num_read = self._run_batches(iter(loader))
         if num_read is not None and has_length(loader) and num_read != len(loader):
-            check_pass(loader, num_read, len(loader), is_training=False)
+            extra("shares").check_pass(loader, num_read, len(loader), is_training=False)
         if hooks.finish is not None:
             hooks.finish()
         per_batch = {} if self._batch_metrics is None else self._batch_metrics.metrics
@@ -180,7 +178,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
         is_complete = predictions is not None and labels is not None
         if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
-            reports.append(call_metrics(hooks.compute_metrics, EvalPrediction(predictions, labels, **kept)))
+            prediction = EvalPrediction(predictions, labels, **kept)
+            reports.append(extra("prediction_metrics").call_metrics(hooks.compute_metrics, prediction))
         if not config.returns_predictions:
             predictions = labels = None
         num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
@@ -251,7 +250,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
-        kind = partial(Kept, num_samples=num_expected) if config.joins_batches else KeptBatches
+        keeping = extra("predictions")
+        kind = partial(keeping.Kept, num_samples=num_expected) if config.joins_batches else keeping.KeptBatches
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
             self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.optim.in_backward import LayerWise
+from hftrain.optim.extras.in_backward import LayerWise
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
 
 logger = get_logger(__name__)

@@ -17,7 +17,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers
 from hftrain.optim.multipliers import FALLS, RISES
-from hftrain.optim.options import refuse_unknown
+from hftrain.optim.optimizers import refuse_unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from hftrain.adapter.plan import require_max_steps
+from hftrain.adapter.data import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.elsewhere import lightning_base
 from hftrain.core.errors import ConfigError, TaskError
@@ -160,7 +160,8 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
             "Pass the loader's dataset and data_collator=loader.collate_fn, and set the batch size in "
             f"TrainingArguments; or override {loader} to return the loader.",
         )
-    if lightning_base(dataset) == "LightningDataModule":
+    is_data = _is_map(dataset) or isinstance(dataset, IterableDataset)
+    if not is_data and lightning_base(dataset) == "LightningDataModule":
         return (
             "a LightningDataModule builds loaders, which the Trainer does itself.",
             f"Pass one of its datasets, or override {loader} to return its loader.",
@@ -175,11 +176,11 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
         return "indexing it with a number does not return a row.", "Pass datasets.Dataset.from_pandas(frame)."
     if isinstance(dataset, type):
         return "it is a class.", f"Pass an instance: {dataset.__name__}(...)."
-    if callable(dataset) and not _is_map(dataset) and not isinstance(dataset, IterableDataset):
+    if callable(dataset) and not is_data:
         return "it is a function.", "Pass what it returns, as a list; or write an IterableDataset around it."
     if isinstance(dataset, (set, frozenset)):
         return "its samples have no order.", "Pass a list."
-    if isinstance(dataset, Iterator) and not (isinstance(dataset, IterableDataset) or _is_map(dataset)):
+    if isinstance(dataset, Iterator) and not is_data:
         return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
     if isinstance(dataset, (list, tuple)) and _are_columns(dataset):
         return (

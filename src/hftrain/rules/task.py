@@ -13,10 +13,9 @@ from hftrain.core.elsewhere import lightning_base, names_elsewhere, warn_of_unca
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.strategies.base import Strategy
-from hftrain.task.introspect import is_on_several_devices
+from hftrain.task.introspect import is_on_several_devices, is_quantized
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
-from hftrain.task.quantized import is_quantized
 
 _STEPS = ("training_step", "evaluation_step", "prediction_step", "count_items")
 

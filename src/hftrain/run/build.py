@@ -11,10 +11,9 @@ from typing import cast
 from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import is_foreign
+from hftrain.checkpoint.layout import is_foreign
 from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
-from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import Contents
@@ -67,8 +66,10 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
         with restoring(resume):
             report_changed_arguments(args, resume)
             manager.follow(plan.saved)
-    if plan.is_reshaped:
-        check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
+    if plan.is_reshaped and loop.unsupported:
+        extra("own_loops").check_features(
+            loop, {"reshaping": "a checkpoint of another number of processes or batch size"}
+        )
     stack.enter_context(making_ready(parts, resume, max_steps=plan.max_steps))
     stack.callback(loop.detach)
     contents = Contents(parts, plan)

@@ -24,11 +24,11 @@ from hftrain.checkpoint.layout import DECLARED_OBJECTS, OWN_SHARDS
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.state_files import Keep, Writer
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Shard
-from hftrain.loops.registry import LoopStates
-from hftrain.optim.added_groups import dismiss_groups
+from hftrain.loops.contract import LoopStates
 from hftrain.run.parts import RunParts, checkpoint_object_owners
 from hftrain.step.assemble import note_steps
 from hftrain.storage.shards import load_shards, save_shards
@@ -196,7 +196,7 @@ class CheckpointObjects:
         for name, state in load_containers(path).items() if path.exists() else ():
             if isinstance(own := found.get(name), Optimizer) and "param_groups" in state:
                 schedules = [each for each in found.values() if getattr(each, "optimizer", None) is own]
-                dismiss_groups(own, schedules, num=len(state["param_groups"]))
+                extra("added_groups").dismiss_groups(own, schedules, num=len(state["param_groups"]))
 
     def load_generators(self, states: Mapping[str, Any]) -> None:
         """Take the states of this process's generators."""

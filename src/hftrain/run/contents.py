@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.adapters import saves_adapters
-from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.geometry import check_equal
-from hftrain.checkpoint.layout import DECLARED_OBJECTS, MANIFEST, OUTSIDE_WEIGHTS, SCHEDULER
+from hftrain.checkpoint.layout import DECLARED_OBJECTS, MANIFEST, OUTSIDE_WEIGHTS, SCHEDULER, is_foreign
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_own, load_own, load_part, restore_schedule
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
-from hftrain.loops.registry import LoopStates
+from hftrain.loops.contract import LoopStates
 from hftrain.run.best import BestMetric
 from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness, Rewind
@@ -105,7 +105,7 @@ class Contents:
 
         def check(folder: Path, state: dict[str, Any]) -> None:
             if is_foreign(folder):
-                check_foreign_optimizer(state, parts.optimizer, folder)
+                extra("foreign_checkpoints").check_foreign_optimizer(state, parts.optimizer, folder)
 
         def read_precision(folder: Path) -> Any:
             saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from hftrain.callbacks.runner import CallbackHandler
+from hftrain.core.extras import extra
 from hftrain.data.feed import TrainFeed
-from hftrain.data.limits import LimitedFeed, Limits
+from hftrain.data.limits import Limits
 from hftrain.data.samplers import is_rank_aware, samplers_of
 from hftrain.data.sharding import end_workers
 from hftrain.data.states import resumable_loader
-from hftrain.data.worker_numbers import drawing_on
 from hftrain.strategies.base import Strategy
 
 
@@ -23,7 +23,7 @@ class RunData:
         open_loader: Returns this rank's batches, from another dataset if one is given.
         seed: The data seed.
         limits: How much of the data is read.
-        draws_on: Whether loader workers draw on through an epoch; see `drawing_on`.
+        draws_on: Whether loader workers draw on through an epoch; see `extras/worker_numbers.py`.
         expects_save: Whether a checkpoint is planned for the end of the next step; see `TrainFeed`.
 
     Attributes:
@@ -63,12 +63,13 @@ class RunData:
         loader = self._open_loader(*dataset)
         for wrap in self._events.at_point("wrap_loader"):
             loader = wrap(loader)
-        loader = drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
+        loader = extra("worker_numbers").drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
         loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
         if dataset:
             end_workers(self.feed.loader)
-        make = partial(LimitedFeed, limits=self._limits) if self._limits.of_training else TrainFeed
-        feed = make(loader, seed=seed, expects_save=self._expects_save)
+        limits = self._limits
+        make = partial(extra("limits").LimitedFeed, limits=limits) if limits.of_training else TrainFeed
+        feed: TrainFeed = make(loader, seed=seed, expects_save=self._expects_save)
         if strategy.world_size > 1:
             told = strategy.gather_object([strategy.data.rank, feed.own_seeds])
             main, feed.own_seeds = told[0][1], next(own for rank, own in told if rank == strategy.data.rank)

@@ -11,6 +11,7 @@ from typing import Any
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.errors import StrategyError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.preemption.consensus import SAVE, STOPS, Consensus, strongest
@@ -19,7 +20,6 @@ from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
 from hftrain.storage.files import staged_bytes, write_text
-from hftrain.storage.remote import RemoteFolder
 
 logger = get_logger(__name__)
 
@@ -192,4 +192,4 @@ class Interrupts:
         url = self._output.url
         self._marker.unlink(missing_ok=True)
         if url is not None and saves_at_all(self._args, self._policy):
-            RemoteFolder(url).delete_file(MARKER)
+            extra("remote").RemoteFolder(url).delete_file(MARKER)

@@ -31,6 +31,7 @@ import torch
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.checkpoint.manifest import PACKAGES
 from hftrain.core.devices import device_name, peak_memory
+from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.optional import installed_versions
@@ -39,7 +40,6 @@ from hftrain.core.state import TrainerState
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.output import Output
 from hftrain.storage.files import walk_files
-from hftrain.storage.remote import RemoteFolder
 from hftrain.strategies.base import Strategy
 
 if sys.platform != "win32":
@@ -76,7 +76,8 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if output.url is not None:
-                RemoteFolder(output.url).mirror(JOURNAL, self._path)  # another machine may have added to it
+                # Another machine may have added to it.
+                extra("remote").RemoteFolder(output.url).mirror(JOURNAL, self._path)
             self._is_torn = _is_torn(self._path)
         except OSError as error:
             self._warn(error)

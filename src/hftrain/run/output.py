@@ -5,17 +5,23 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.foreign import check_foreign
 from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.remote import NodeUploads, RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.storage.files import appears, check_writable, write_text
-from hftrain.storage.remote import Mirror, RemoteFolder, check_url, is_url, local_folder, mirror_of
+from hftrain.storage.files import (
+    appears,
+    check_url,
+    check_writable,
+    is_url,
+    local_folder,
+    mirror_of,
+    write_text,
+)
 from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
@@ -37,7 +43,7 @@ class Output:
     def __init__(self, owner: HasArguments, strategy: Strategy) -> None:
         self._owner, self._strategy = owner, strategy
         self._start = Path.cwd()
-        self._mirrors: dict[str, Mirror] = {}
+        self._mirrors: dict[str, Any] = {}
         # The URLs of checkpoints that were fetched by URL.
         self._origins: dict[Path, str] = {}
 
@@ -56,7 +62,9 @@ class Output:
         """Return where the files of any folder are written; for a remote folder, its mirror."""
         if is_url(folder) and folder not in self._mirrors:
             # From now on it detects new files.
-            self._mirrors[folder] = Mirror(folder, is_left_out=lambda part: checkpoint_step(part) is not None)
+            self._mirrors[folder] = extra("remote").Mirror(
+                folder, is_left_out=lambda part: checkpoint_step(part) is not None
+            )
         return local_folder(folder, start=self._start)
 
     def below(self, name: str) -> str:
@@ -83,9 +91,9 @@ class Output:
             return
         check_writable(self.folder)
         if self.url is not None and self._strategy.is_main:
-            RemoteFolder(self.url).check_writable()
+            extra("remote").RemoteFolder(self.url).check_writable()
 
-    def meet(self) -> NodeUploads | None:
+    def meet(self) -> Any:
         """Check whether all processes see the mirror of the main process. Collective.
 
         Returns:
@@ -105,7 +113,9 @@ class Output:
         if strategy.is_main:
             probe.unlink()
         is_sender = not is_seen and strategy.is_local_main
-        return None if is_shared else NodeUploads(url, rank=strategy.rank, is_sender=is_sender)
+        return (
+            None if is_shared else extra("remote_checkpoints").NodeUploads(url, rank=strategy.rank, is_sender=is_sender)
+        )
 
     def publish(self, folder: str | None = None) -> None:
         """Upload new files of a mirror; only in the main process, others return at once.
@@ -183,7 +193,7 @@ class Output:
 
         def check() -> None:
             if CheckpointManager.open(own) is None:
-                check_foreign(own)
+                extra("foreign_checkpoints").check_foreign(own)
 
         elsewhere = "It is missing on another machine; see the error there."
         try:
@@ -201,7 +211,7 @@ class Output:
         url = self.url_of(best.parent)
         if url is None:
             return
-        is_there = best.name in RemoteFolder(url).names() if self._strategy.is_main else None
+        is_there = best.name in extra("remote").RemoteFolder(url).names() if self._strategy.is_main else None
         if self._strategy.broadcast_object(is_there):
             self._fetch_together(f"{url.rstrip('/')}/{best.name}")
 
@@ -233,4 +243,5 @@ class Output:
 
 def _fetch(text: str) -> Path:
     url, _, name = text.rstrip("/").rpartition("/")
-    return RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(name)
+    path: Path = extra("remote_checkpoints").RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(name)
+    return path

@@ -17,7 +17,6 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.registry import Entry
-from hftrain.checkpoint.remote import NodeUploads
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
@@ -244,9 +243,7 @@ def loss_window(trainer: TrainerHooks, hooks: Hooks) -> LossWindow:
     return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
 
 
-def make_manager(
-    trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: NodeUploads | None = None
-) -> CheckpointManager:
+def make_manager(trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: Any = None) -> CheckpointManager:
     """Return the manager that saves and finds the checkpoints of a run."""
     args, folder = trainer.args, Path(hooks.get_output_dir(hooks.trial))
     return CheckpointManager(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftrain.adapter.data import data_seed, length_config, read_accelerator_config
-from hftrain.adapter.plan import TrainPlan
+from hftrain.adapter.data import TrainPlan, data_seed, length_config, read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
 from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position, steps_left
-from hftrain.checkpoint.layout import ARGUMENTS
+from hftrain.checkpoint.layout import ARGUMENTS, is_foreign
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.signatures import Hooks
@@ -26,7 +27,7 @@ from hftrain.core.state import TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
+from hftrain.data.states import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks, make_manager
 
@@ -171,7 +172,7 @@ def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: An
 def _read_manifest(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: BatchGrid) -> Manifest:
     if not is_foreign(folder):
         return read_manifest(folder)
-    manifest = read_foreign(folder, geometry, grid)
+    manifest: Manifest = extra("foreign_checkpoints").read_foreign(folder, geometry, grid)
     logger.warning(
         "%s was saved by transformers' Trainer or by an override of _save_checkpoint. What it does not tell, or only "
         "in a pickle, which is never read, is taken from this run: gradient_accumulation_steps=%s, the data "
@@ -278,7 +279,8 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
         writes_itself = hooks.is_overridden("_save_checkpoint")
-        latest = manager.latest(check_uncommitted=check_foreign if writes_itself else refuse_uncommitted)
+        check = extra("foreign_checkpoints").check_foreign if writes_itself else refuse_uncommitted
+        latest = manager.latest(check_uncommitted=check)
         if resume == AUTO:
             if args.save_only_model:
                 logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
@@ -295,7 +297,7 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
         return latest
     folder = output.fetch_named(resume) or output.find(resume)
     if manager.open(folder) is None:
-        check_foreign(folder)
+        extra("foreign_checkpoints").check_foreign(folder)
     return folder
 
 
@@ -330,3 +332,28 @@ def start_state(parts: RunParts, resume: Path | None, *, num_steps: int, num_epo
         parts.trial_run.describe(state)
     parts.services.check_cadences()
     trainer.current_flos = 0
+
+
+def announce_training(parts: RunParts, plan: RunPlan) -> None:
+    """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
+    limits = ", ".join(f"{name}={value}" for name, value in parts.trainer.limits.facts.items())
+    if limits and parts.strategy.is_main:
+        logger.warning("At most this much of the data is read: %s.", limits)
+    if not logger.isEnabledFor(logging.INFO):
+        # Counting parameters is not free.
+        return
+    args, progress, num_epochs = parts.args, parts.progress, plan.length.num_epochs
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{plan.length.num_examples:,}")
+    logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
+    if plan.length.num_batches is not None:
+        logger.info("  Num update steps per epoch = %s", f"{plan.length.steps_per_epoch:,}")
+    logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
+    logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_batch_size:,}")
+    logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)
+    logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
+    logger.info("  Number of trainable parameters = %s", f"{parts.trainer.get_num_trainable_parameters():,}")
+    if progress.step:
+        logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
+        if not args.ignore_data_skip:
+            logger.info("  Passing over the first %d batches of that epoch", progress.micro_steps_in_epoch)

@@ -15,8 +15,8 @@ from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
-from hftrain.evaluation.configured import keeps_cache, switch_cache_off
-from hftrain.rules.optimizer import check_optimizer
+from hftrain.evaluation.preparation import keeps_cache, switch_cache_off
+from hftrain.rules.functions import check_optimizer
 from hftrain.run.parts import RunParts
 from hftrain.run.trained_parameters import TrainedParameters
 from hftrain.step.assemble import assemble_stepper

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.adapter.data import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.policy import saves_at_all
@@ -24,20 +24,18 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
-from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_number, merge_reports
-from hftrain.optim.weight_modes import training_weights
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan, check_rounds
+from hftrain.run.plan import RunPlan, announce_training, check_rounds
 from hftrain.run.saving import Saver
-from hftrain.run.summary import announce_training, show_summary
 from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
+from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
 
@@ -197,7 +195,7 @@ class Run:
     # -- what the loop calls between steps -----------------------------------------------------------------------
 
     def _check_pass(self, num_read: int, num_batches: int) -> None:
-        check_pass(self._parts.data.feed.loader, num_read, num_batches)
+        extra("shares").check_pass(self._parts.data.feed.loader, num_read, num_batches)
 
     def _check_length(self) -> None:
         """Check the length of the open pass, on this rank and the others. Collective."""
@@ -345,6 +343,7 @@ class Run:
         parts.hooks.log(metrics)
         self.saver.keep_only_best()
         parts.events.fire("on_train_end")
-        show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
+        if any(getattr(each, "shows_summary", False) for each in parts.events.callbacks):
+            extra("summary").show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)

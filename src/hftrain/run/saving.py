@@ -10,10 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.checkpoint.attaching import attach_weights
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import UNCOMMITTED
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OUTSIDE_WEIGHTS, checkpoint_name, checkpoint_step
+from hftrain.checkpoint.layout import (
+    ARGUMENTS,
+    MANIFEST,
+    OUTSIDE_WEIGHTS,
+    UNCOMMITTED,
+    checkpoint_name,
+    checkpoint_step,
+)
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.shared_folder import check_shared_folder
@@ -27,7 +32,6 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import HistoryText, TrainerState
 from hftrain.core.types import Owns
-from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.preemption.consensus import Consensus
 from hftrain.rules.saving import watch_states
 from hftrain.run.contents import Contents, checkpoint_bytes
@@ -36,6 +40,7 @@ from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
+from hftrain.task.modes import evaluation_weights
 from hftrain.task.module import TaskModule, task_state, without_model
 
 logger = get_logger(__name__)
@@ -361,7 +366,7 @@ def load_task(
     target = bare if model is None else strategy.unwrap(model)
     are_elsewhere = [parameter.is_meta for parameter in target.parameters()]
     if any(are_elsewhere) and stored_in(target):
-        attach_weights(target, folder)
+        extra("attaching").attach_weights(target, folder)
     # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
     elif not are_elsewhere or not all(are_elsewhere):
         load_weights(target, folder, strategy=strategy if target is bare else None)

@@ -15,9 +15,9 @@ from torch import nn
 from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError, ConfigError, listed
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
-from hftrain.optim.added_groups import admit_group, dismiss_groups
 from hftrain.optim.fused import can_fuse
 from hftrain.step.stepper import Stepper, average_gradients
 from hftrain.storage.tensors import load_tensors
@@ -165,7 +165,7 @@ class TrainedParameters:
                 parameter.grad = None
         if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
             group["fused"] = True
-        admit_group(self._read_schedule(), group)
+        extra("added_groups").admit_group(self._read_schedule(), group)
         self.find(self._optimizer)
 
     def changes(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class TrainedParameters:
         if self._is_engines:
             return
         num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
-        dismiss_groups(self._optimizer, [self._read_schedule()], num=num_groups)
+        extra("added_groups").dismiss_groups(self._optimizer, [self._read_schedule()], num=num_groups)
         self.find(self._optimizer)
         self.repeat({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
 

@@ -22,7 +22,6 @@ from hftrain.core.progress import TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import pass_flags
 from hftrain.loops.window import KeptGraphs
-from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
@@ -70,7 +69,7 @@ class TrainingChecks:
         if not (
             parts.hooks.is_overridden("training_step")
             or parts.args.auto_find_batch_size
-            or isinstance(optimizer, UpdatesInBackward)
+            or hasattr(optimizer, "update_in_backward")
             or "fit" in parts.loops
         ):
             held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -107,7 +106,7 @@ class TrainingChecks:
         pending.append(self._first.close)
         self._first.callback(pending.remove, self._first.close)
         self._check_passes()
-        is_separate = not isinstance(optimizer, UpdatesInBackward)
+        is_separate = not hasattr(optimizer, "update_in_backward")
         unused = [name for name, p in self._parts.model.named_parameters() if p.requires_grad and p.grad is None]
         is_searching = getattr(self._parts.wrapped, "find_unused_parameters", None)  # None: this is not DDP
         is_static = getattr(self._parts.wrapped, "static_graph", False)

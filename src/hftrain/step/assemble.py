@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
-from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
 from hftrain.step.stepper import Computing, Stepper
 from hftrain.strategies.base import Strategy
@@ -48,7 +47,8 @@ def assemble_stepper(
     Args:
         strategy: Launched and set up.
         precision: Opened on the strategy's device.
-        optimizer: As `Strategy.setup` returned it. Its own `assemble` is used; `measure` is called before clipping.
+        optimizer: As `Strategy.setup` returned it. Its own `assemble` is used; `measure` is called before clipping;
+            `update_in_backward` replaces the backward pass, see `optim/extras/in_backward.py`.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         args: An object whose `max_grad_norm` replaces that argument; read at each step, as a callback may change it.
         unclipped: Parameters of the optimizer to exclude from clipping and from the norm; read at each step.
@@ -69,7 +69,7 @@ def assemble_stepper(
         return own
     max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
-    if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
+    if hasattr(optimizer, "update_in_backward") and strategy.world_size == 1:
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     norm = getattr(strategy, "last_norm", None) if max_grad_norm else None
@@ -123,9 +123,7 @@ def _checked(stepper: Stepper, follower: Follower) -> Stepper:
     return replace(stepper, backward=backward, clip=clip, step=step, zero_grad=zero_grad)
 
 
-def _assemble_in_backward(
-    precision: Precision, optimizer: UpdatesInBackward, max_norm: float, unheld: list[torch.Tensor]
-) -> Stepper:
+def _assemble_in_backward(precision: Precision, optimizer: Any, max_norm: float, unheld: list[torch.Tensor]) -> Stepper:
     """Let the optimizer run the backward pass; its `step` does the rest."""
     if max_norm > 0 and not optimizer.clips:
         logger.warning(

@@ -9,7 +9,6 @@ import torch
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.types import Owns, PrecisionPolicy
 from hftrain.optim.groups import members_of
-from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -38,8 +37,8 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
     Raises:
         ConfigError: Gradients would have to be averaged over processes, accumulated or unscaled.
     """
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if not issubclass(cls, UpdatesInBackward) or (cls.takes_ranks and strategy.world_size > 1):
+    cls: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not hasattr(cls, "update_in_backward") or (cls.takes_ranks and strategy.world_size > 1):
         return
     reason = None
     if strategy.world_size > 1:
@@ -190,7 +189,7 @@ def check_gradients_at_hand(callback: Any, optimizer: Any, strategy: Any) -> Non
             "Use what the engine's configuration offers, or another strategy.",
         )
     is_by_hand = hasattr(optimizer, "update_scale")
-    if is_by_hand or isinstance(optimizer, UpdatesInBackward):
+    if is_by_hand or hasattr(optimizer, "update_in_backward"):
         raise ConfigError(
             f"Cannot use {name} with {type(optimizer).__name__}.",
             "The task steps its optimizers by hand." if is_by_hand else "It updates during the backward pass.",

@@ -1,4 +1,4 @@
-"""Durable local files, and folders that appear completely or not at all.
+"""Durable local files, folders that appear completely or not at all, and which folders are remote.
 
 A folder is written next to its target as ``.staging-<token>-<name>``, flushed, and renamed once. A folder of that name
 is first renamed to ``.replaced-<token>-<name>``, one to be deleted to ``.trash-<token>-<name>``. So after a kill at any
@@ -20,15 +20,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.errors import CheckpointError, ConfigError, MissingDependencyError
 from hftrain.core.log import get_logger
+
+CACHE_VARIABLE = "HFTRAIN_CACHE"
 
 _CHUNK_BYTES = 1 << 20
 WRITE_TEST = ".write-test-"
 _MAX_LOOKS, _LOOK_S = 10, 0.3
 _MAX_JSON_BYTES = 1 << 28
 _MAX_JSON_VALUES = 10_000_000
-_URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://(?P<path>.+)", re.IGNORECASE)
+# fsspec chains such as simplecache::s3://..., and URLs mangled by pathlib.
+_SPOILT = re.compile(r"[a-z][a-z0-9+.-]+(::.*|:/[^/].*)", re.IGNORECASE)
 # The name comes last because an override of `_save` may read the step from its end. It used to come first.
 _LEFTOVER = re.compile(
     r"\.(?P<kind>staging|replaced|trash)-(?:[0-9a-f]{8}-(?P<name>.+)|(?P<older_name>.+)-[0-9a-f]{8})"
@@ -40,7 +45,7 @@ logger = get_logger(__name__)
 def check_writable(folder: str | Path) -> None:
     """Create a folder if it does not exist, and check that a file can be written in it."""
     asked = f"Cannot write to {str(folder)!r}."
-    if _URL.fullmatch(str(folder)):
+    if _URL.fullmatch(str(folder)) or _SPOILT.fullmatch(str(folder)):
         raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
     probe = Path(folder) / f"{WRITE_TEST}{secrets.token_hex(4)}"
     try:
@@ -258,3 +263,87 @@ def _fsync_folder(folder: Path) -> None:
 def existing_part(folder: Path) -> Path:
     """Return a folder if it exists, else its nearest existing parent."""
     return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space for a folder, which need not exist yet; a user's quota may allow less."""
+    return shutil.disk_usage(existing_part(folder.absolute())).free
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Tell whether an error, or its cause, says that a disk or a quota is full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # safetensors reports the error number only in its message.
+        if getattr(error, "errno", None) in _DISK_FULL or any(
+            f"(os error {number})" in str(error) for number in _DISK_FULL
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def readable_bytes(number: float) -> str:
+    """Return a number of bytes with a unit, in powers of 1000.
+
+    Example:
+        >>> readable_bytes(1_234_567_890)
+        '1.23 GB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def is_url(folder: str | Path) -> bool:
+    """Tell whether a folder is remote; a ``file://`` URL is a local path.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
+        (True, False, False)
+    """
+    match = _URL.fullmatch(str(folder))
+    return match is not None and match["protocol"].lower() != "file"
+
+
+def check_url(folder: str | Path) -> None:
+    """Raise unless a folder is a path, or a URL whose store package is installed; does not use the network."""
+    text = str(folder)
+    asked = f"Cannot use the folder {text!r}."
+    if _SPOILT.fullmatch(text):
+        raise ConfigError(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
+    if not is_url(text):
+        return
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    protocol = text.partition("://")[0].lower()
+    try:
+        get_filesystem_class(protocol)
+    except ValueError as error:
+        raise ConfigError(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
+    except ImportError as error:
+        package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+        # For some stores, only their own error message names the missing package.
+        remedy = f"Run: pip install {package}." if package not in ("", "fsspec") else "Install what the message names."
+        raise MissingDependencyError(asked, f"{str(error).rstrip('.')}.", remedy) from error
+
+
+def mirror_of(url: str) -> Path:
+    """Return the local folder for a remote one: always the same for a URL, with the same last name.
+
+    It is in ``mirrors/`` of the folder in the environment variable `HFTRAIN_CACHE`, by default of ``hftrain`` in the
+    user's cache (`XDG_CACHE_HOME`, ``~/.cache``). It may be deleted between two runs.
+    """
+    url = url.rstrip("/")
+    own = os.environ.get(CACHE_VARIABLE)
+    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hftrain"
+    return cache.absolute() / "mirrors" / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rpartition("/")[2]
+
+
+def local_folder(folder: str | Path, *, start: Path) -> Path:
+    """Return where a folder is written: the mirror of a remote one; a local one relative to `start`."""
+    text = str(folder)
+    return mirror_of(text) if is_url(text) else start / text.removeprefix("file://")

@@ -13,14 +13,12 @@ from hftrain.core.extras import extra
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import Hooks
-from hftrain.evaluation.casting import cast_weights, full_eval_dtype
-from hftrain.evaluation.configured import keeps_cache, switch_cache_off
-from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.evaluation.preparation import cast_weights, full_eval_dtype, keeps_cache, switch_cache_off
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.model_task import ModelTask
-from hftrain.task.modes import kept_modes
+from hftrain.task.modes import evaluation_weights, kept_modes
 from hftrain.task.module import without_model
 from hftrain.trainer.training_steps import TrainingSteps
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hftrain.adapter.data import loader_options, shard_plan
-from hftrain.adapter.plan import TrainPlan
+from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
@@ -23,15 +21,11 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import Hooks
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
-from hftrain.data.loaders import build_loader
-from hftrain.data.worker_numbers import check_worker_seeds
-from hftrain.data.workers import check_sendable
-from hftrain.loops.contract import check_features
+from hftrain.data.loaders import build_loader, check_sendable
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
-from hftrain.rules.loops import used_in_evaluation, used_in_training
-from hftrain.rules.optimizer import check_step
+from hftrain.rules.functions import check_step
 from hftrain.rules.saving import check_fits, check_save_policy, check_saves
 from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
@@ -39,8 +33,8 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
+from hftrain.task.introspect import check_quantized, is_quantized
 from hftrain.task.module import TaskModule
-from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 
@@ -49,7 +43,8 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
-    check_worker_seeds(trainer.worker_seeds)
+    if trainer.worker_seeds != "batch":
+        extra("worker_numbers").check_worker_seeds(trainer.worker_seeds)
     data.check_given()
     check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)
@@ -147,8 +142,8 @@ def _check_ahead(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet
     _check_metric(trainer, hooks, sets)
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
-        if isinstance(callback, EarlyStoppingCallback):
-            callback.check_settings(args)
+        if callable(check := getattr(callback, "check_settings", None)):
+            check(args)
     _check_averages(callbacks)
     makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
     is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
@@ -266,13 +261,15 @@ def _check_loops(trainer: TrainerHooks, hooks: Hooks, data: TrainerData, resume:
     args, strategy, loops = trainer.args, trainer.strategy, trainer.loops
     if "fit" in loops:
         dataset = None if hooks.is_overridden("get_train_dataloader") else trainer.train_dataset
-        used = used_in_training(args, strategy, trainer.precision, trainer.save_policy, dataset=dataset, resume=resume)
-        check_features(loops["fit"], used)
+        own_loops, precision, policy = extra("own_loops"), trainer.precision, trainer.save_policy
+        used = own_loops.used_in_training(args, strategy, precision, policy, dataset=dataset, resume=resume)
+        own_loops.check_features(loops["fit"], used)
     if "evaluate" in loops and args.eval_strategy != "no":
         is_per_batch = args.batch_eval_metrics and trainer.compute_metrics is not None
+        given = {"takes_turns": False, "is_per_batch": is_per_batch}
         for dataset in data.eval_sets:
-            used = used_in_evaluation(args, strategy, dataset=dataset, takes_turns=False, is_per_batch=is_per_batch)
-            check_features(loops["evaluate"], used)
+            used = extra("own_loops").used_in_evaluation(args, strategy, dataset=dataset, **given)
+            extra("own_loops").check_features(loops["evaluate"], used)
 
 
 def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:

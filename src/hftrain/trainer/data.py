@@ -10,23 +10,28 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from hftrain.adapter.data import length_config, loader_options, read_accelerator_config, shard_plan
-from hftrain.adapter.plan import TrainPlan, train_plan
+from hftrain.adapter.data import (
+    TrainPlan,
+    length_config,
+    loader_options,
+    read_accelerator_config,
+    shard_plan,
+    train_plan,
+)
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks, call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length
-from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.limits import first_batches
 from hftrain.data.loaders import build_loader, default_train_sampler
 from hftrain.data.seeding import SeededCollator, draws_from_own_seed
 from hftrain.data.sharding import ShardPlan
-from hftrain.data.shares import check_copies, check_shares
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.run.parts import TrainerHooks
@@ -118,7 +123,7 @@ class TrainerData:
         """Raise if data cannot be ordered by length as the arguments ask."""
         config = self.length_config(is_training=is_training)
         if config is not None:
-            check_lengths(dataset, config)
+            extra("grouping").check_lengths(dataset, config)
 
     # -- loaders ---------------------------------------------------------------------------------------------------
 
@@ -233,11 +238,12 @@ class TrainerData:
         share = self._shard_plan(is_training=is_training, is_own=False).own(loader)
         data = trainer.strategy.data
         if data is not trainer.strategy:
-            check_copies(share, rank=data.rank, gather_object=trainer.strategy.gather_object)
+            extra("shares").check_copies(share, rank=data.rank, gather_object=trainer.strategy.gather_object)
         if data.world_size > 1:
             sets = trainer.train_dataset, *self.eval_sets
-            check_shares(share, sets, gather_object=data.gather_object)
-        return share if is_training else first_batches(share, trainer.fast_dev_run)
+            extra("shares").check_shares(share, sets, gather_object=data.gather_object)
+        is_whole = is_training or not trainer.fast_dev_run
+        return share if is_whole else first_batches(share, trainer.fast_dev_run)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)
@@ -257,7 +263,7 @@ class TrainerData:
                 )
             return own(seed=plan.seed, shuffle=shuffle)
         if lengths is not None:
-            return length_sampler(dataset, lengths, is_training=True)
+            return extra("grouping").length_sampler(dataset, lengths, is_training=True)
         if isinstance(dataset, IterableDataset):
             return None
         return default_train_sampler(
@@ -273,11 +279,13 @@ class TrainerData:
         if lengths is not None:
             unit = args.eval_batch_size if args.dataloader_drop_last else 1
             world_size = self._trainer.strategy.data.world_size
-            return length_sampler(dataset, lengths, is_training=False, world_size=world_size, unit=unit)
+            return extra("grouping").length_sampler(
+                dataset, lengths, is_training=False, world_size=world_size, unit=unit
+            )
         is_ordered = has_length(dataset) and not isinstance(dataset, IterableDataset)
         return SequentialSampler(dataset) if is_ordered else None
 
-    def length_config(self, *, is_training: bool) -> LengthConfig | None:
+    def length_config(self, *, is_training: bool) -> Any:
         """Return how samples are ordered by length, None if they are not."""
         trainer = self._trainer
         size = trainer.get_total_train_batch_size(trainer.args)

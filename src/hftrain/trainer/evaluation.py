@@ -21,14 +21,12 @@ from hftrain.core.signatures import Hooks
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
-from hftrain.data.grouping import reading_order
-from hftrain.data.limits import FirstBatches, first_batches
+from hftrain.data.limits import first_batches
+from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
-from hftrain.evaluation.configured import generates
-from hftrain.loops.contract import check_features
+from hftrain.evaluation.preparation import generates
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_cadences, check_evaluating
-from hftrain.rules.loops import used_in_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
 from hftrain.task.model_call import to_float32
@@ -194,7 +192,7 @@ class Evaluation:
         kind = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
         if kind.stage in trainer.loops:
-            check_features(loop, self._used(loader, hooks, config))
+            extra("own_loops").check_features(loop, self._used(loader, hooks, config))
         loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy.data, events=events))
         try:
             output = loop.run(
@@ -216,12 +214,12 @@ class Evaluation:
         dataset = getattr(loader, "dataset", None)
         is_known = has_length(dataset) or (dataset is None and has_length(loader))
         logger.info("  Num examples = %s", self._trainer.num_examples(loader) if is_known else "unknown")
-        if isinstance(loader, FirstBatches):
-            logger.info("  Batches read by each process = at most %d", loader.number)
+        if num_first := getattr(loader, "num_first", 0):
+            logger.info("  Batches read by each process = at most %d", num_first)
         logger.info("  Batch size = %d", self._trainer.args.eval_batch_size)
 
     def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
-        return used_in_evaluation(
+        return extra("own_loops").used_in_evaluation(  # type: ignore[no-any-return]
             self._trainer.args,
             self._trainer.strategy,
             dataset=getattr(loader, "dataset", None),

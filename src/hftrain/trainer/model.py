@@ -16,10 +16,10 @@ from hftrain.core.seed import set_seed
 from hftrain.core.signatures import Hooks, takes_trial
 from hftrain.core.types import Owns
 from hftrain.data.columns import signature_columns
-from hftrain.evaluation.configured import align_special_tokens
+from hftrain.evaluation.preparation import align_special_tokens
 from hftrain.optim.optimizers import optimizer_from_class
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
-from hftrain.rules.optimizer import check_optimizer, read_optimizers
+from hftrain.rules.functions import check_optimizer, read_optimizers
 from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.run.parts import TrainerHooks, TrainerPart
 from hftrain.strategies.base import has_engine

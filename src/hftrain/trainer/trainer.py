@@ -31,11 +31,9 @@ from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
 from hftrain.data.datasets import num_examples
 from hftrain.data.eval_sets import split_eval_sets
-from hftrain.data.limits import Limits
-from hftrain.evaluation.casting import cast_inputs
-from hftrain.loggers.base import Logger
+from hftrain.data.limits import make_limits
+from hftrain.evaluation.preparation import cast_inputs
 from hftrain.loops.contract import Loop
-from hftrain.loops.registry import create_loops
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.precision.base import Precision
@@ -67,6 +65,9 @@ from hftrain.trainer.choices import (
 )
 from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
+
+if TYPE_CHECKING:
+    from hftrain.loggers.base import Logger
 
 logger = get_logger(__name__)
 
@@ -153,6 +154,7 @@ class Trainer:
     hp_search_backend: HPSearchBackend | None
     # The function that names its trials.
     hp_name: Callable[[Any], str] | None = None
+    loss_is_scaled_for_ga: bool | None = None
 
     # axolotl rewrites the source code of these two methods unless it finds their originals here. It would look for
     # lines of transformers', and run the rest in a module where hftrain's names are undefined.
@@ -197,7 +199,7 @@ class Trainer:
         given = dict(vars(self))
         self._trainer_hooks = Hooks(self, _defined)
         self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
-        self.limits = Limits(
+        self.limits = make_limits(
             limit_train_batches=limit_train_batches,
             limit_eval_batches=limit_eval_batches,
             overfit_batches=overfit_batches,
@@ -211,7 +213,7 @@ class Trainer:
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             functions={"data_collator": data_collator, "compute_metrics": None if has_own_loop else compute_metrics},
         )
-        self.loops = create_loops(loop)
+        self.loops = {} if loop is None else extra("own_loops").create_loops(loop)
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
         eval_dataset, eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset

@@ -11,7 +11,7 @@ import pytest
 from support.tiny import make_arguments
 from torch.utils.data import DataLoader
 
-from hftrain.adapter.plan import TrainPlan, require_max_steps, train_plan
+from hftrain.adapter.data import TrainPlan, require_max_steps, train_plan
 from hftrain.core.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ from accelerate import PartialState
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
-from hftrain.adapter.data import total_batch_size
-from hftrain.adapter.sharing import non_blocking_copies, resolve_sharing, syncs_each_batch
+from hftrain.adapter.data import non_blocking_copies, resolve_sharing, syncs_each_batch, total_batch_size
 from hftrain.rules.strategy import check_configured_state
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain import ConfigError, GradientClipping, StrategyError, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import Owns
-from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.optim.extras.in_backward import UpdatesInBackward
 from hftrain.strategies import SingleDeviceStrategy
 
 

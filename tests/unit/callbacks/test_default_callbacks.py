@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.callbacks import PrinterCallback, ProgressCallback, progress_callback
+from hftrain.callbacks import PrinterCallback, progress_callback
+from hftrain.extras.progress.bars import ProgressCallback
 
 
 @pytest.mark.parametrize(("disable_tqdm", "display"), [(True, PrinterCallback), (False, ProgressCallback)])

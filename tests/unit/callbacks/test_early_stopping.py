@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackHandler, EarlyStoppingCallback
+from hftrain.callbacks import CallbackHandler
 from hftrain.core.errors import ConfigError
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.extras.early_stopping import EarlyStoppingCallback
 
 
 def make_args(**settings) -> SimpleNamespace:

@@ -8,9 +8,10 @@ from support.tiny import Net, make_arguments, make_rows
 from tqdm import tqdm
 
 from hftrain import PrinterCallback, Trainer
-from hftrain.callbacks import CallbackHandler, ProgressCallback
+from hftrain.callbacks import CallbackHandler
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.extras.progress.bars import ProgressCallback
 
 
 class Terminal(io.StringIO):
@@ -87,7 +88,7 @@ def test_failed_run_is_closed_at_once(file_class) -> None:
 
 
 def test_plain_output_has_a_line_per_tenth_and_nothing_garbled(monkeypatch) -> None:
-    monkeypatch.setattr("hftrain.callbacks.progress.PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hftrain.extras.progress.bars.PLAIN_INTERVAL_S", 0.0)
     file = io.StringIO()
     Player(file, max_steps=50).train(50)
     lines = file.getvalue().splitlines()

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackHandler, EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from hftrain.callbacks import CallbackHandler, PrinterCallback, TrainerCallback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.extras.early_stopping import EarlyStoppingCallback
+from hftrain.extras.progress.bars import ProgressCallback
 
 
 def make_runner(*callbacks, args=None, **context) -> CallbackHandler:

@@ -6,7 +6,7 @@ import pytest
 from support.remote import URL, listing, write
 
 from hftrain import CheckpointError
-from hftrain.checkpoint.remote import NodeUploads
+from hftrain.extras.remote.checkpoints import NodeUploads
 from hftrain.storage import files
 
 pytestmark = pytest.mark.usefixtures("store")

@@ -14,7 +14,8 @@ from support.remote import URL, failing, listing, read, write
 from hftrain import CheckpointError
 from hftrain.checkpoint.layout import MANIFEST
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
+from hftrain.checkpoint.rotation import UnreachableError
+from hftrain.extras.remote.checkpoints import RemoteCheckpoints
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -172,7 +173,7 @@ def test_a_path_that_leaves_the_folder_is_refused(make, save_at, output_dir, tmp
 def test_a_manifest_of_unreasonable_size_is_not_downloaded(make, save_at, output_dir, monkeypatch):
     save_at(make(), 5)
     shutil.rmtree(output_dir)
-    monkeypatch.setattr("hftrain.checkpoint.remote._MAX_MANIFEST_BYTES", 10)
+    monkeypatch.setattr("hftrain.extras.remote.checkpoints._MAX_MANIFEST_BYTES", 10)
     with pytest.raises(CheckpointError, match=f"Its {MANIFEST} has"):
         RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
 

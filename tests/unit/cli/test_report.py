@@ -20,10 +20,10 @@ from unit.cli.test_curves import write_foreign
 
 from hftrain import Trainer, TrainingArguments
 from hftrain.arguments.serialization import changed_settings
-from hftrain.callbacks.progress import seconds_text
 from hftrain.cli.report import show_report
 from hftrain.cli.runs import read_runs
 from hftrain.core.errors import HFTrainError
+from hftrain.extras.progress.bars import seconds_text
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")

@@ -13,7 +13,6 @@ from support.loading import build
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from hftrain.data.feed import TrainFeed
-from hftrain.data.grouping import LengthShuffledSampler, LengthSortedSampler, grouped_order
 from hftrain.data.samplers import (
     ArraySampler,
     ContiguousShard,
@@ -26,6 +25,7 @@ from hftrain.data.samplers import (
     shuffled,
 )
 from hftrain.data.seeding import SeededBatches
+from hftrain.extras.grouping import LengthShuffledSampler, LengthSortedSampler, grouped_order
 
 NUM = 50_000
 LENGTHS = numpy.random.default_rng(0).integers(1, 500, NUM)
@@ -172,7 +172,7 @@ def test_python_integers_are_made_a_few_at_a_time(make: Any) -> None:
 
 
 def test_grouping_takes_little_more_than_the_order(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hftrain.data.grouping._SORTED_AT_ONCE", 1000)
+    monkeypatch.setattr("hftrain.extras.grouping._SORTED_AT_ONCE", 1000)
     tracemalloc.start()
     try:
         grouped_order(LENGTHS, 5, generator=torch.Generator())
@@ -187,7 +187,7 @@ def test_grouping_takes_little_more_than_the_order(monkeypatch: Any) -> None:
 def test_groups_are_sorted_alike_some_at_a_time(monkeypatch: Any, num: int, size: int) -> None:
     orders = []
     for at_once in (1, 100, 10**6):
-        monkeypatch.setattr("hftrain.data.grouping._SORTED_AT_ONCE", at_once)
+        monkeypatch.setattr("hftrain.extras.grouping._SORTED_AT_ONCE", at_once)
         orders.append(grouped_order(LENGTHS[:num], size, generator=torch.Generator().manual_seed(0)).tolist())
     assert orders[0] == orders[1] == orders[2]
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hftrain.data.datasets import has_length, num_examples
-from hftrain.data.streams import BatchShardStream, EpochStream
+from hftrain.extras.streams import BatchShardStream, EpochStream
 
 
 class Stream(IterableDataset):

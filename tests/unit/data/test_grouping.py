@@ -11,13 +11,13 @@ from support.tiny import Stream
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.grouping import (
+from hftrain.data.samplers import reading_order
+from hftrain.extras.grouping import (
     LengthConfig,
     LengthShuffledSampler,
     LengthSortedSampler,
     check_lengths,
     length_sampler,
-    reading_order,
     sample_lengths,
 )
 
@@ -150,6 +150,6 @@ def test_order_of_other_loaders_is_the_datas():
 
 
 def test_ranks_get_long_and_short_samples_alike():
-    order = LengthSortedSampler(LENGTHS[:100], world_size=2).order
+    order = LengthSortedSampler(LENGTHS[:100], world_size=2).reading_order
     halves = [LENGTHS[order[:50]].sum(), LENGTHS[order[50:]].sum()]
     assert abs(halves[0] - halves[1]) < 0.05 * sum(halves)

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from hftrain import Trainer
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
+from hftrain.data.limits import make_limits
+from hftrain.extras.limits import FirstBatches, LimitedFeed
 
 
 @pytest.mark.parametrize(
@@ -28,40 +29,40 @@ from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
 )
 def test_impossible_limits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        Limits(**options)
+        make_limits(**options)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3), (1, 1), (1000, 100), (1.0, 100), (0.29, 29), (0.019, 1)])
 def test_whole_numbers_are_batches_and_fractions_shares(value: float, expected: int) -> None:
-    assert Limits(limit_train_batches=value).num_train(100) == expected
-    assert Limits(overfit_batches=value).num_train(100) == expected
-    assert len(Limits(limit_eval_batches=value).for_evaluation([[0]] * 100)) == expected
+    assert make_limits(limit_train_batches=value).num_train(100) == expected
+    assert make_limits(overfit_batches=value).num_train(100) == expected
+    assert len(make_limits(limit_eval_batches=value).for_evaluation([[0]] * 100)) == expected
 
 
 def test_share_of_less_than_a_batch_or_of_unknown_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="less than one"):
-        Limits(limit_train_batches=0.001).num_train(100)
+        make_limits(limit_train_batches=0.001).num_train(100)
     with pytest.raises(ConfigError, match="no length"):
-        Limits(limit_eval_batches=0.5).for_evaluation(iter([]))
-    assert Limits(limit_train_batches=5).num_train(None) == 5
+        make_limits(limit_eval_batches=0.5).for_evaluation(iter([]))
+    assert make_limits(limit_train_batches=5).num_train(None) == 5
 
 
 def test_without_limits_nothing_is_wrapped() -> None:
     loader = DataLoader(range(4))
-    assert Limits().for_evaluation(loader) is loader
-    assert Limits().num_train(None) is None
-    assert Limits().facts == Limits().of_training == Limits(sanity_eval_batches=2).of_evaluation == {}
+    assert make_limits().for_evaluation(loader) is loader
+    assert make_limits().num_train(None) is None
+    assert make_limits().facts == make_limits().of_training == make_limits(sanity_eval_batches=2).of_evaluation == {}
 
 
 def test_overfitting_limits_evaluations_unless_told_otherwise() -> None:
-    assert len(Limits(overfit_batches=2).for_evaluation([[0]] * 9)) == 2
-    assert len(Limits(overfit_batches=2, limit_eval_batches=4).for_evaluation([[0]] * 9)) == 4
-    assert isinstance(Limits(overfit_batches=2).for_evaluation(iter([])), FirstBatches)
+    assert len(make_limits(overfit_batches=2).for_evaluation([[0]] * 9)) == 2
+    assert len(make_limits(overfit_batches=2, limit_eval_batches=4).for_evaluation([[0]] * 9)) == 4
+    assert isinstance(make_limits(overfit_batches=2).for_evaluation(iter([])), FirstBatches)
 
 
 @pytest.mark.parametrize("overfits", [False, True])
 def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
-    limits = Limits(overfit_batches=3) if overfits else Limits(limit_train_batches=3)
+    limits = make_limits(overfit_batches=3) if overfits else make_limits(limit_train_batches=3)
     whole = TrainFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5)
     feed = LimitedFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5, limits=limits)
     assert feed.num_batches == 3
@@ -73,7 +74,7 @@ def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
 
 def test_data_with_a_position_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="position"):
-        LimitedFeed(DataLoader(Lines(range(10))), seed=0, limits=Limits(limit_train_batches=3))
+        LimitedFeed(DataLoader(Lines(range(10))), seed=0, limits=make_limits(limit_train_batches=3))
 
 
 def test_limit_with_workers_that_draw_on_names_them(tmp_path: Path) -> None:

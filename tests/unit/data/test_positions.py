@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.positions import OffsetStream, begin_at, has_own_shares, num_batches_from, samples_per_round
+from hftrain.data.states import OffsetStream, begin_at, has_own_shares, num_batches_from, samples_per_round
 
 
 class Count(IterableDataset[int]):

@@ -14,11 +14,11 @@ from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
 from hftrain.core.errors import TaskError
-from hftrain.data.datasets import has_state
+from hftrain.data.datasets import epoch_stream, has_state
 from hftrain.data.feed import TrainFeed
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.states import Stamped, StatefulLoader, resumable_loader
-from hftrain.data.streams import EpochStream, EvenedStream, epoch_stream
+from hftrain.extras.streams import EpochStream, EvenedStream
 
 
 def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:

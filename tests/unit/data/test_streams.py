@@ -8,7 +8,8 @@ from support.loading import stream_share
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.streams import EpochStream, set_dataset_epoch
+from hftrain.data.datasets import set_dataset_epoch
+from hftrain.extras.streams import EpochStream
 
 
 class Stream(IterableDataset):

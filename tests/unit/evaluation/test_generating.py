@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hftrain.evaluation.configured import switch_cache_off
+from hftrain.evaluation.preparation import switch_cache_off
 
 
 @pytest.mark.parametrize("value", [None, False])

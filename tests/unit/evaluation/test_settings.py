@@ -23,7 +23,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.evaluation.casting import cast_weights, full_eval_dtype
+from hftrain.evaluation.preparation import cast_weights, full_eval_dtype
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:

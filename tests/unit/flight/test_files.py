@@ -19,7 +19,7 @@ from hftrain.cli.blame import show_blame
 from hftrain.cli.replay import show_replay
 from hftrain.extras.flight.files import Ledger
 from hftrain.extras.flight.reading import flight_folder, read_ledger, read_sessions
-from hftrain.storage.remote import mirror_of
+from hftrain.storage.files import mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 

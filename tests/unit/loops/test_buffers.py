@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.loops.buffers import PADDING, Rows
-from hftrain.loops.gather import Kept, KeptBatches
+from hftrain.extras.predictions.buffers import PADDING, Rows
+from hftrain.extras.predictions.gather import Kept, KeptBatches
 
 
 @pytest.mark.parametrize("num_expected", [0, 3, 20, 500])
@@ -100,7 +100,7 @@ def test_batches_of_all_ranks_stand_in_the_datas_order(
 def test_ranks_gather_piece_by_piece(
     run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_sample: int
 ) -> None:
-    monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 64)
+    monkeypatch.setattr("hftrain.extras.predictions.gather._CHUNK_BYTES", 64)
     data = torch.arange(41 * per_sample * 3).reshape(41 * per_sample, 3)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).tolist()
 

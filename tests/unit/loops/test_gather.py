@@ -13,8 +13,8 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.tree import as_array, map_tensors
-from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, put_back
+from hftrain.extras.predictions.buffers import PADDING
+from hftrain.extras.predictions.gather import Kept, KeptBatches, put_back
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.loops.gather import Kept
-from hftrain.loops.objects import Objects, decode, encode, to_plain
+from hftrain.extras.predictions.gather import Kept
+from hftrain.extras.predictions.objects import Objects, decode, encode, to_plain
 from hftrain.strategies.single import SingleDeviceStrategy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.optim.in_backward import LayerWise
+from hftrain.optim.extras.in_backward import LayerWise
 
 
 class LayerWiseAdamW(LayerWise, torch.optim.AdamW):

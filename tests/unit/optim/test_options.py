@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hftrain.core.errors import ConfigError
-from hftrain.optim.options import cast_options, parse_options
+from hftrain.optim.optimizers import cast_options, parse_options
 
 
 @pytest.mark.parametrize("text", [None, "", "  ", {}])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hftrain.optim.weight_modes import evaluation_weights, training_weights
+from hftrain.task.modes import evaluation_weights, training_weights
 
 
 class TwoKinds(torch.optim.SGD):

@@ -15,7 +15,7 @@ from hftrain import TaskModule, Trainer
 from hftrain.rules.constructor import check_parts
 from hftrain.rules.data import check_eval_data
 from hftrain.rules.evaluation import best_metric_key, check_best_metric
-from hftrain.rules.optimizer import check_optimizer, read_optimizers
+from hftrain.rules.functions import check_optimizer, read_optimizers
 from hftrain.rules.task import check_task
 from hftrain.task.model_task import ModelTask
 

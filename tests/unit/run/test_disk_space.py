@@ -27,7 +27,7 @@ from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.run import contents
 from hftrain.run import saving as room
-from hftrain.storage import files, space
+from hftrain.storage import files
 from hftrain.storage.tensors import tree_bytes
 
 MODES = pytest.mark.parametrize("save_async", [False, True], ids=["now", "later"])
@@ -112,7 +112,7 @@ def say_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def free(folder: Path) -> int:
             return answer(len(list_checkpoints(folder))) if callable(answer) else answer
 
-        for module in (space, manager, writer):
+        for module in (files, manager, writer):
             monkeypatch.setattr(module, "free_bytes", free)
 
     return set_answer

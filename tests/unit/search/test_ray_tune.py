@@ -12,7 +12,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import BestRun, Trainer, TrainerCallback
-from hftrain.callbacks import ProgressCallback
+from hftrain.extras.progress.bars import ProgressCallback
 from hftrain.extras.search.config import SearchConfig
 from hftrain.extras.search.ray_tune import search_with_ray
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.types import Owns
-from hftrain.optim.in_backward import LayerWise
+from hftrain.optim.extras.in_backward import LayerWise
 from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward

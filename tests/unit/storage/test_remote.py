@@ -11,7 +11,8 @@ import pytest
 from support.remote import URL, failing, listing, read, write
 
 from hftrain import ConfigError, MissingDependencyError
-from hftrain.storage.remote import Mirror, RemoteFolder, check_url, is_url, local_folder, mirror_of
+from hftrain.extras.remote.folders import Mirror, RemoteFolder
+from hftrain.storage.files import check_url, is_url, local_folder, mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrain.storage.space import free_bytes, is_disk_full, readable_bytes
+from hftrain.storage.files import free_bytes, is_disk_full, readable_bytes
 from hftrain.storage.tensors import save_containers
 
 

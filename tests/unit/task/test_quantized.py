@@ -10,8 +10,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
-from hftrain.task.introspect import is_on_several_devices
-from hftrain.task.quantized import check_quantized, has_adapters, is_quantized
+from hftrain.task.introspect import check_quantized, has_adapters, is_on_several_devices, is_quantized
 
 
 def make_model(**flags: Any) -> Net:

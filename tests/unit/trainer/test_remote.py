@@ -23,7 +23,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.checkpoint.weights import load_weights
-from hftrain.storage.remote import mirror_of
+from hftrain.storage.files import mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.extras.flight.reading import FOLDER, MIN_STEPS, WINDOW, limit_of
-from hftrain.storage.remote import RemoteFolder, is_url, local_folder
+from hftrain.storage.files import is_url, local_folder
 
 
 class Ledger:
@@ -34,7 +35,7 @@ class Ledger:
         self.name = f"rank{strategy.rank}"
         self._path = self.folder / f"{self.name}.jsonl"
         self._rotate_bytes = rotate_bytes
-        self._remote = RemoteFolder(output_dir) if is_url(output_dir) else None
+        self._remote = extra("remote").RemoteFolder(output_dir) if is_url(output_dir) else None
         self._sends = self._remote is not None and strategy.rank != strategy.local_rank
         if self._remote is not None:
             with quiet(self.folder):
@@ -59,7 +60,7 @@ class Ledger:
                 for path in self.folder.glob(f"*{self.name}.*"):
                     self._remote.upload(path, f"{FOLDER}/{path.name}")
 
-    def _continue(self, remote: RemoteFolder) -> None:
+    def _continue(self, remote: Any) -> None:
         """Fetch what the run has written on another machine: a file only ever grows."""
         for name, size in remote.sizes(FOLDER).items():
             path = self.folder / name

@@ -16,7 +16,6 @@ from hftrain.core.errors import HFTrainError, listed
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
-from hftrain.data.grouping import LengthShuffledSampler
 from hftrain.data.samplers import (
     EpochShuffleSampler,
     EvenedSampler,
@@ -27,7 +26,7 @@ from hftrain.data.samplers import (
 from hftrain.extras.flight.samples import open_batches_of
 
 # Samplers that draw each sample once in a pass, and what shares their samples and fills up the last batches.
-_ONCE = (SequentialSampler, RandomSampler, EpochShuffleSampler, GlobalShuffleSampler, LengthShuffledSampler)
+_ONCE = (SequentialSampler, RandomSampler, EpochShuffleSampler, GlobalShuffleSampler)
 _AROUND = (BatchSampler, RankBatches, EvenedSampler)
 _NUM_LOOKS = 3
 _TOLERANCE = 1e-3
@@ -217,8 +216,13 @@ def draws_once(loader: Any) -> bool:
         return False
     samplers = samplers_of(noted)
     last, num = samplers[-1], len(loader.dataset)
-    is_plain = type(last) in _ONCE and not getattr(last, "replacement", False)
-    return is_plain and len(last) <= num and all(type(part) in (*_AROUND, *_ONCE) for part in samplers)
+    is_plain = _draws_once(last) and not getattr(last, "replacement", False)
+    return is_plain and len(last) <= num and all(type(part) in _AROUND or _draws_once(part) for part in samplers)
+
+
+def _draws_once(sampler: Any) -> bool:
+    # Not of a subclass, which may draw in another way.
+    return type(sampler) in _ONCE or "draws_once" in vars(type(sampler))
 
 
 def _copies(rows: Mapping[int, Sequence[Sequence[Any]]]) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hftrain.core.extras import extra
 from hftrain.core.optional import require
-from hftrain.storage.remote import RemoteFolder, is_url, mirror_of
+from hftrain.storage.files import is_url, mirror_of
 
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -29,7 +30,7 @@ def flight_folder(run: str | Path) -> Path:
     """Return the folder of a run's flight log; of a remote run that of a local copy, brought up to date."""
     if not is_url(run):
         return Path(str(run).removeprefix("file://")) / FOLDER
-    mirror, remote = mirror_of(str(run).rstrip("/")), RemoteFolder(str(run))
+    mirror, remote = mirror_of(str(run).rstrip("/")), extra("remote").RemoteFolder(str(run))
     folder = mirror.with_name(f"{mirror.name}-read") / FOLDER
     for name, size in remote.sizes(FOLDER).items():
         if not (folder / name).exists() or (folder / name).stat().st_size != size:

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import extra
 from hftrain.data.datasets import has_state, tell_epoch
-from hftrain.data.grouping import LengthConfig, sample_lengths
 from hftrain.data.samplers import is_rank_aware
 from hftrain.extras.packing.checks import check_packed_rows
 
@@ -95,7 +95,8 @@ class PackedDataset(_Rows, Dataset[Row]):
 
     def __init__(self, dataset: Any, length: int, *, packing: str) -> None:
         self.dataset, self.length = dataset, length
-        lengths = sample_lengths(dataset, LengthConfig())
+        grouping = extra("grouping")
+        lengths = grouping.sample_lengths(dataset, grouping.LengthConfig())
         rows = _fill(lengths, length, packing)
         # Flat arrays: lists of tuples would take ten times the memory.
         self._pieces = numpy.array([piece for row in rows for piece in row], dtype=numpy.int64).reshape(-1, 3)

@@ -18,7 +18,7 @@ from hftrain.core.extras import extra
 from hftrain.core.preserve import temporarily
 from hftrain.precision.base import Precision
 from hftrain.run.parts import TrainerHooks
-from hftrain.storage.space import readable_bytes
+from hftrain.storage.files import readable_bytes
 
 # The first step allocates the optimizer state and the second rebuilds DDP's buckets; the third is like all others.
 _NUM_STEPS = 3

@@ -13,15 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hftrain.callbacks import (
-    EarlyStoppingCallback,
-    PrinterCallback,
-    ProgressCallback,
-    SummaryCallback,
-    TrainerCallback,
-)
-from hftrain.callbacks.progress import is_notebook_table
+from hftrain.callbacks import PrinterCallback, TrainerCallback
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.optional import require
 from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
@@ -33,8 +27,6 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
 from hftrain.trainer.parts import TrainerParts
 
-# They show or judge a run, which a trial is not.
-_LEFT_OUT = (EarlyStoppingCallback, PrinterCallback, ProgressCallback, SummaryCallback)
 _SMOOTHING, _DIVERGED = 0.9, 4.0
 
 
@@ -182,15 +174,20 @@ class Tuner:
                 for setting, value in {**quiet, **settings}.items():
                     setattr(trainer.args, setting, value)
                 handler = trainer.callback_handler
-                handler.callbacks[:] = [
-                    each for each in handler.callbacks if not (isinstance(each, _LEFT_OUT) or is_notebook_table(each))
-                ]
+                handler.callbacks[:] = filter(_is_of_trials, handler.callbacks)
                 handler.refresh()
                 yield
         finally:
             if strategy.is_main:
                 clear(folder, output_dir, found=found)
             strategy.barrier()
+
+
+def _is_of_trials(callback: Any) -> bool:
+    """Return whether a trial keeps a callback: not if it shows or judges a run."""
+    bars, judges = extra("progress"), extra("early_stopping").EarlyStoppingCallback
+    left_out = (PrinterCallback, bars.ProgressCallback, bars.SummaryCallback, judges)
+    return not (isinstance(callback, left_out) or bars.is_notebook_table(callback))
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import CallbackHandler, ProgressCallback
-from hftrain.callbacks.progress import is_notebook_table
+from hftrain.callbacks import CallbackHandler
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
@@ -314,14 +314,14 @@ def _portable(handler: CallbackHandler) -> Iterator[None]:
     """Remove callbacks that cannot be pickled, and replace the notebook's progress bar; restore them at the end."""
     from ray import cloudpickle
 
-    callbacks, travelling = list(handler.callbacks), []
+    callbacks, travelling, bars = list(handler.callbacks), [], extra("progress")
     for callback in callbacks:
         try:
             cloudpickle.dumps(callback)
         except Exception as error:
             logger.warning("Ray's trials run without %s, which cannot be pickled: %s", type(callback).__name__, error)
         else:
-            travelling.append(ProgressCallback() if is_notebook_table(callback) else callback)
+            travelling.append(bars.ProgressCallback() if bars.is_notebook_table(callback) else callback)
     handler.callbacks[:] = travelling
     handler.refresh()
     try:

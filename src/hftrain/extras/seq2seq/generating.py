@@ -14,7 +14,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.signatures import accepts
-from hftrain.evaluation.configured import generates
+from hftrain.evaluation.preparation import generates
 from hftrain.strategies.base import Strategy
 from hftrain.task.items import IGNORED_LABEL
 from hftrain.task.model_task import ModelTask

@@ -14,7 +14,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
-from hftrain.evaluation.configured import generates
+from hftrain.evaluation.preparation import generates
 from hftrain.extras.seq2seq.generating import (
     check_taken,
     fill_with,

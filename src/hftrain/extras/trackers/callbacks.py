@@ -14,7 +14,7 @@ from hftrain.core.state import TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
 from hftrain.loggers.handed_on import HandedOnTracker
 from hftrain.loggers.registry import create_logger, installed_tracker
-from hftrain.storage.remote import is_url, local_folder
+from hftrain.storage.files import is_url, local_folder
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from hftrain.extras.trackers.callbacks import TrackerCallback, reports_to_tracke
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers
 from hftrain.loggers.registry import loggers as known_loggers
-from hftrain.storage.remote import is_url
+from hftrain.storage.files import is_url
 
 logger = get_logger(__name__)
 

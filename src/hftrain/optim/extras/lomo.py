@@ -11,7 +11,7 @@ from torch import nn
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
-from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.optim.extras.in_backward import UpdatesInBackward
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, check_cuda, load, read_options
 
 logger = get_logger(__name__)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
-import re
 import tempfile
 import threading
 import time
@@ -14,53 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, MissingDependencyError
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.storage.files import walk_files
+from hftrain.storage.files import check_url, mirror_of, walk_files
 
-CACHE_VARIABLE = "HFTRAIN_CACHE"
-
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://(?P<path>.+)", re.IGNORECASE)
-# fsspec chains such as simplecache::s3://..., and URLs mangled by pathlib.
-_SPOILT = re.compile(r"[a-z][a-z0-9+.-]+(::.*|:/[^/].*)", re.IGNORECASE)
 # Seconds between attempts, in addition to retries of the store's package.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
 
 logger = get_logger(__name__)
-
-
-def is_url(folder: str | Path) -> bool:
-    """Tell whether a folder is remote; a ``file://`` URL is a local path.
-
-    Example:
-        >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
-        (True, False, False)
-    """
-    match = _URL.fullmatch(str(folder))
-    return match is not None and match["protocol"].lower() != "file"
-
-
-def check_url(folder: str | Path) -> None:
-    """Raise unless a folder is a path, or a URL whose store package is installed; does not use the network."""
-    text = str(folder)
-    asked = f"Cannot use the folder {text!r}."
-    if _SPOILT.fullmatch(text):
-        raise ConfigError(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
-    if not is_url(text):
-        return
-    from fsspec.registry import get_filesystem_class, known_implementations
-
-    protocol = text.partition("://")[0].lower()
-    try:
-        get_filesystem_class(protocol)
-    except ValueError as error:
-        raise ConfigError(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
-    except ImportError as error:
-        package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
-        # For some stores, only their own error message names the missing package.
-        remedy = f"Run: pip install {package}." if package not in ("", "fsspec") else "Install what the message names."
-        raise MissingDependencyError(asked, f"{str(error).rstrip('.')}.", remedy) from error
 
 
 class RemoteFolder:
@@ -187,24 +146,6 @@ def _same_random_numbers() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
-
-
-def mirror_of(url: str) -> Path:
-    """Return the local folder for a remote one: always the same for a URL, with the same last name.
-
-    It is in ``mirrors/`` of the folder in the environment variable `HFTRAIN_CACHE`, by default of ``hftrain`` in the
-    user's cache (`XDG_CACHE_HOME`, ``~/.cache``). It may be deleted between two runs.
-    """
-    url = url.rstrip("/")
-    own = os.environ.get(CACHE_VARIABLE)
-    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hftrain"
-    return cache.absolute() / "mirrors" / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rpartition("/")[2]
-
-
-def local_folder(folder: str | Path, *, start: Path) -> Path:
-    """Return where a folder is written: the mirror of a remote one; a local one relative to `start`."""
-    text = str(folder)
-    return mirror_of(text) if is_url(text) else start / text.removeprefix("file://")
 
 
 class Mirror:

@@ -15,21 +15,14 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.geometry import BatchGrid
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
+from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, UNCOMMITTED, rng_name
 from hftrain.checkpoint.manifest import Manifest
 from hftrain.checkpoint.state_files import load_part, load_rng, load_trainer_state
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
-# In the state that an override of `_save_checkpoint` lets a process write.
-UNCOMMITTED = "uncommitted"
 # The limit of counters.
 _END = 1 << 53
-
-
-def is_foreign(folder: Path) -> bool:
-    """Tell whether a folder looks like a checkpoint of transformers' Trainer, or of an override."""
-    return not (folder / MANIFEST).exists() and (folder / TRAINER_STATE).is_file()
 
 
 def check_foreign(folder: Path) -> None:

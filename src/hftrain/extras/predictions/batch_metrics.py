@@ -12,8 +12,8 @@ from hftrain.core.errors import TaskError
 from hftrain.core.notes import add_note, describe
 from hftrain.core.tree import detach, pytree, tensors_of
 from hftrain.core.types import EvalPrediction
+from hftrain.extras.predictions.gather import Kept, as_tensors
 from hftrain.loops.contract import Group
-from hftrain.loops.gather import Kept, as_tensors
 
 
 class BatchMetrics:

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from hftrain.core.errors import ConfigError
 from hftrain.core.seed import preserved_rng
 from hftrain.data.columns import removable_columns
-from hftrain.data.samplers import ArraySampler, samplers_of, shuffled
+from hftrain.data.samplers import ArraySampler, shuffled
 
 # Batches that are sorted together: more means less padding, fewer means more randomness.
 _MOST_BATCHES = 50
@@ -54,6 +54,8 @@ class LengthShuffledSampler(ArraySampler):
         >>> next(iter(sampler)), sorted(sampler)
         (1, [0, 1, 2, 3])
     """
+
+    draws_once = True
 
     def __init__(self, lengths: Any, *, batch_size: int, seed: int, shuffles_batches: bool = False) -> None:
         self.lengths = _as_array(lengths)
@@ -120,7 +122,7 @@ class LengthSortedSampler(ArraySampler):
         unit: Samples that stay together; an incomplete last unit (the shortest samples) is left out.
 
     Example:
-        >>> LengthSortedSampler([1, 3, 2], world_size=1).order.tolist()
+        >>> LengthSortedSampler([1, 3, 2], world_size=1).reading_order.tolist()
         [1, 2, 0]
     """
 
@@ -131,15 +133,16 @@ class LengthSortedSampler(ArraySampler):
         bounds = numpy.arange(world_size + 1) * num_units // world_size * unit
         places = numpy.arange(num_units * unit) - numpy.repeat(bounds[:-1], numpy.diff(bounds))
         dtype = numpy.int32 if len(lengths) < 2**31 else numpy.int64
-        self.order: Lengths = numpy.empty(num_units * unit, dtype=dtype)
-        self.order[numpy.argsort(places, kind="stable")] = numpy.argsort(-lengths, kind="stable")[: len(self.order)]
+        order: Lengths = numpy.empty(num_units * unit, dtype=dtype)
+        order[numpy.argsort(places, kind="stable")] = numpy.argsort(-lengths, kind="stable")[: len(order)]
+        self.reading_order = order
 
     def draw(self) -> Lengths:
         """Return the order, the same in each pass."""
-        return self.order
+        return self.reading_order
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.reading_order)
 
 
 def check_lengths(dataset: Any, config: LengthConfig) -> None:
@@ -180,11 +183,6 @@ def length_sampler(
     return LengthShuffledSampler(
         lengths, batch_size=config.batch_size, seed=config.seed, shuffles_batches=config.shuffles_batches
     )
-
-
-def reading_order(loader: Any) -> Lengths | None:
-    """Return the order of a `LengthSortedSampler` inside a loader; None if there is none."""
-    return next((part.order for part in samplers_of(loader) if isinstance(part, LengthSortedSampler)), None)
 
 
 def _as_array(lengths: Any) -> Lengths:

@@ -13,10 +13,9 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
-from hftrain.data.datasets import has_length, whole_dataset
+from hftrain.data.datasets import has_length, splits_among_workers, whole_dataset
 from hftrain.data.samplers import ContiguousShard, RankBatches, is_rank_aware, samplers_of, share_of_datasets
 from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
-from hftrain.data.streams import BatchShardStream, splits_among_workers
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
@@ -128,7 +127,7 @@ def _is_cut(loader: Any) -> bool:
     """Return whether ranks cut their shares from one dataset."""
     parts = (getattr(loader, "dataset", None), *samplers_of(loader))
     return isinstance(loader, DispatchLoader) or any(
-        isinstance(part, (RankBatches, ContiguousShard, BatchShardStream)) for part in parts
+        isinstance(part, (RankBatches, ContiguousShard)) or getattr(part, "is_cut", False) is True for part in parts
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
+from hftrain.core.optional import is_available
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -116,6 +117,8 @@ class SummaryCallback(TrainerCallback):
         file: The output; standard output by default.
     """
 
+    shows_summary = True
+
     def __init__(self, *, file: TextIO | None = None) -> None:
         self._file = file
 
@@ -129,20 +132,6 @@ class SummaryCallback(TrainerCallback):
         width = max(map(len, rows), default=0)
         lines = [f"  {label:<{width}}  {'  '.join(cells)}" for label, cells in rows.items()]
         print(title, *lines, sep="\n", file=self._file or sys.stdout, flush=True)
-
-
-class PrinterCallback(TrainerCallback):
-    """Print every log entry in full precision, on each machine's first process.
-
-    Source: the documented `PrinterCallback`.
-    """
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
-    ) -> None:
-        """Print the entry, without the count of floating-point operations."""
-        if state.is_local_process_zero and logs:
-            print({name: value for name, value in logs.items() if name != "total_flos"}, flush=True)
 
 
 class ProgressCallback(TrainerCallback):
@@ -290,3 +279,10 @@ class _PlainLines(tqdm):  # type: ignore[type-arg]
         if not self.disable and self.last_print_n != self.n:
             print(self, file=self._output, flush=True)
         super().close()
+
+
+def display() -> Any:
+    """Return the callback's class that shows bars, or in a notebook that of transformers, if it is installed."""
+    if in_notebook() and is_available("transformers"):
+        return importlib.import_module("transformers.utils.notebook").NotebookProgressCallback
+    return ProgressCallback

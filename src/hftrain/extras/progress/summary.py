@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.progress import ProgressCallback, Rows, SummaryCallback, log_texts, number_text, seconds_text
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
-from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.extras.progress.bars import Rows, SummaryCallback, log_texts, number_text, seconds_text
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan
 from hftrain.run.saving import Saver
 
 
@@ -39,7 +34,7 @@ def show_summary(
     state, callbacks = parts.state, parts.events.callbacks
     shown_by: list[Any] = [each for each in callbacks if isinstance(each, SummaryCallback)]
     if not shown_by and not state.is_hyper_param_search:
-        shown_by = [each for each in callbacks if isinstance(each, ProgressCallback) and each.shows_summary]
+        shown_by = [each for each in callbacks if getattr(each, "shows_summary", False)]
     if not state.is_world_process_zero or not shown_by:
         return
     num_steps = parts.progress.step - first.step
@@ -121,35 +116,7 @@ def _steps(steps: list[int]) -> str:
 
 def _stop_reason(callbacks: list[Any]) -> str:
     for each in callbacks:
-        is_early = isinstance(each, EarlyStoppingCallback)
-        if is_early and each.early_stopping_patience_counter >= each.early_stopping_patience:
-            return f"no improvement in {each.early_stopping_patience_counter} evaluations (early stopping)"
+        counter = getattr(each, "early_stopping_patience_counter", 0)
+        if counter and counter >= each.early_stopping_patience:
+            return f"no improvement in {counter} evaluations (early stopping)"
     return "a callback or the loop ended the run"
-
-
-logger = get_logger(__name__)
-
-
-def announce_training(parts: RunParts, plan: RunPlan) -> None:
-    """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
-    limits = ", ".join(f"{name}={value}" for name, value in parts.trainer.limits.facts.items())
-    if limits and parts.strategy.is_main:
-        logger.warning("At most this much of the data is read: %s.", limits)
-    if not logger.isEnabledFor(logging.INFO):
-        # Counting parameters is not free.
-        return
-    args, progress, num_epochs = parts.args, parts.progress, plan.length.num_epochs
-    logger.info("***** Running training *****")
-    logger.info("  Num examples = %s", f"{plan.length.num_examples:,}")
-    logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
-    if plan.length.num_batches is not None:
-        logger.info("  Num update steps per epoch = %s", f"{plan.length.steps_per_epoch:,}")
-    logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
-    logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{plan.total_batch_size:,}")
-    logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)
-    logger.info("  Total optimization steps = %s", f"{plan.max_steps:,}")
-    logger.info("  Number of trainable parameters = %s", f"{parts.trainer.get_num_trainable_parameters():,}")
-    if progress.step:
-        logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
-        if not args.ignore_data_skip:
-            logger.info("  Passing over the first %d batches of that epoch", progress.micro_steps_in_epoch)

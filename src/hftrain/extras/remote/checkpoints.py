@@ -9,11 +9,11 @@ from pathlib import Path
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify, write_manifest
-from hftrain.checkpoint.rotation import Checkpoints, LocalCheckpoints, commit_order
+from hftrain.checkpoint.rotation import Checkpoints, LocalCheckpoints, UnreachableError, commit_order
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
+from hftrain.extras.remote.folders import RemoteFolder
 from hftrain.storage import files
-from hftrain.storage.remote import RemoteFolder
 
 # The folders in which machines without shared storage hand over their files.
 _PARCEL = ".parcel-"
@@ -22,10 +22,6 @@ _CLAIM = ".incomplete-"
 _MAX_MANIFEST_BYTES = 1 << 28
 
 logger = get_logger(__name__)
-
-
-class UnreachableError(CheckpointError):
-    """A store cannot be used; its checkpoints may be intact."""
 
 
 class RemoteCheckpoints(Checkpoints):

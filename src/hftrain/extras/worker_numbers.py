@@ -29,6 +29,8 @@ def check_worker_seeds(value: str) -> str:
 class DrawingOn(Dataset[Any]):
     """Map-style data whose state holds the generators of its worker, which then reads its next batches as before."""
 
+    draws_on = True
+
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         if hasattr(dataset, "__getitems__"):

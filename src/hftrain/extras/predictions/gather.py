@@ -12,9 +12,9 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
-from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
+from hftrain.extras.predictions.buffers import Array, Rows, allocate, common_kind, padded
+from hftrain.extras.predictions.objects import Objects, decode, encode, to_plain
 from hftrain.loops.contract import Group
-from hftrain.loops.objects import Objects, decode, encode, to_plain
 
 # How much all ranks together send at once.
 _CHUNK_BYTES = 1 << 22

@@ -8,20 +8,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from hftrain.core.errors import TaskError
-from hftrain.data.datasets import StreamWrapper, has_state, tell_epoch
-from hftrain.data.samplers import even_out, is_rank_aware
+from hftrain.data.datasets import StreamWrapper, has_state, set_dataset_epoch
+from hftrain.data.samplers import even_out
 from hftrain.data.seeding import derive_seed, seed_process
-
-
-def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Set a dataset's epoch: reseed a stream's `generator`, call `set_epoch`, as documented; mutates the dataset."""
-    generator = getattr(dataset, "generator", None)
-    if isinstance(dataset, IterableDataset) and isinstance(generator, torch.Generator):
-        generator.manual_seed(seed + epoch)
-    tell_epoch(dataset, epoch)
 
 
 class EpochStream(StreamWrapper):
@@ -33,6 +25,8 @@ class EpochStream(StreamWrapper):
     A stream with a state begins each epoch in the state of a new worker's copy, also in persistent workers. A
     `generator` of the stream is seeded with `seed + epoch`; the workers of each rank draw different numbers.
     """
+
+    seeds_workers = True
 
     def __init__(self, dataset: Any, *, seed: int, rank: int) -> None:
         super().__init__(dataset)
@@ -127,6 +121,8 @@ class BatchShardStream(StreamWrapper):
         [[0, 1, 4], [2, 3]]
     """
 
+    is_cut = passes_batches_on = True
+
     def __init__(self, dataset: Any, *, batch_size: int, rank: int, world_size: int, drops_rest: bool = False) -> None:
         super().__init__(dataset)
         self._batch_size = batch_size
@@ -154,6 +150,8 @@ class EvenedStream(StreamWrapper):
 
     The first samples of a stream with a state are read again; those of others are kept in memory.
     """
+
+    passes_batches_on = True
 
     def __init__(self, dataset: Any, *, unit: int) -> None:
         super().__init__(dataset)
@@ -221,20 +219,3 @@ class EvenedStream(StreamWrapper):
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self._unit) * self._unit
-
-
-def is_cut_stream(dataset: Any) -> bool:
-    """Return whether ranks cut their shares from this stream, which must then be the same on all of them."""
-    return isinstance(dataset, BatchShardStream) or is_rank_aware(dataset)
-
-
-def splits_among_workers(dataset: Any) -> bool:
-    """Recognise a `datasets.IterableDataset`, which distributes its shards to the workers."""
-    return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))
-
-
-def epoch_stream(dataset: Any) -> EpochStream | None:
-    """Return the wrapper that seeds a stream's workers, at any depth of the wrappers."""
-    while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
-        dataset = dataset.dataset
-    return dataset if isinstance(dataset, EpochStream) else None

@@ -1,0 +1,164 @@
+"""Loops of users: which features of a run they may not support, and whether a run uses one of those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.errors import ConfigError, TaskError, a_kind, check_known
+from hftrain.core.signatures import check_overrides
+from hftrain.core.types import Owns
+from hftrain.loops.contract import Loop
+from hftrain.loops.evaluate import EvaluateLoop
+from hftrain.loops.fit import FitLoop
+from hftrain.loops.registry import loops
+from hftrain.precision.base import Precision
+from hftrain.strategies.base import Strategy
+
+# Features that a loop may not support, and what to do instead.
+FEATURES = {
+    "accelerator": "Do not use trainer.accelerator, or run one process.",
+    "accumulation": "Set gradient_accumulation_steps=1.",
+    "auto_find_batch_size": "Leave auto_find_batch_size out and set per_device_train_batch_size.",
+    "batch_eval_metrics": "Set batch_eval_metrics=False.",
+    "engines": "Use a strategy without an engine of its own, such as 'ddp' or 'fsdp'.",
+    "loss_scaling": "Use precision='bf16' or '32'.",
+    "ranks": "Run one process.",
+    "reshaping": "Resume with the number of processes and the batch sizes of the checkpoint.",
+    "resume": "Start a new run: leave resume_from_checkpoint out.",
+    "saving": "Set save_strategy='no'.",
+    "sharded_models": "Use a strategy that keeps the model whole, such as 'ddp'.",
+    "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
+    "streams": "Pass a dataset that has a length and no override of its data loader.",
+}
+
+_BASES: dict[str, type[Loop[Any]]] = {"fit": FitLoop, "evaluate": EvaluateLoop, "predict": EvaluateLoop}
+
+
+def used_in_training(
+    args: Any, strategy: Strategy, precision: Precision, policy: SavePolicy, *, dataset: Any, resume: Any
+) -> dict[str, str]:
+    """Map each feature that a training uses, and that a loop may not support, to the setting that requests it.
+
+    Args:
+        policy: When the run saves, in addition to the arguments.
+        dataset: The training dataset; None if the loader is overridden.
+        resume: The checkpoint to resume from, if any.
+    """
+    saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
+    has_length = dataset is not None and not isinstance(dataset, IterableDataset)
+    accumulation = args.gradient_accumulation_steps
+    asked = {
+        **_of_both(strategy),
+        "accumulation": (accumulation > 1, f"gradient_accumulation_steps={accumulation}"),
+        "auto_find_batch_size": (
+            bool(args.auto_find_batch_size),
+            f"{args.auto_find_batch_size=}".removeprefix("args."),
+        ),
+        "loss_scaling": (precision.policy.name == "fp16", "precision='fp16'"),
+        "resume": (resume is not None, "resume_from_checkpoint"),
+        "saving": (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}"),
+        "signals": (
+            policy.on_signal or policy.every_s is not None,
+            "SavePolicy(on_signal=True), the default," if policy.on_signal else saves_by_clock,
+        ),
+        "streams": (not has_length, "a stream" if dataset is not None else "an overridden get_train_dataloader"),
+    }
+    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+
+
+def used_in_evaluation(
+    args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
+) -> dict[str, str]:
+    """Return the optional loop features that an evaluation uses, each with the setting that requests it.
+
+    Args:
+        takes_turns: Whether steps may communicate with other processes.
+        is_per_batch: Whether metrics are computed batch by batch.
+    """
+    asked = {
+        **_of_both(strategy),
+        "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
+        "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
+        "streams": (isinstance(dataset, IterableDataset), "a stream"),
+    }
+    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+
+
+def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
+    named = f"strategy={strategy.name!r}"
+    return {
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), named),
+        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
+        "sharded_models": (strategy.shards_model, named),
+    }
+
+
+def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
+    """Raise if a run uses features that its loop does not support.
+
+    Args:
+        loop: Any loop.
+        used: The features in use, each with the setting that selects it.
+
+    Raises:
+        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
+    """
+    for feature, reason in loop.unsupported.items():
+        asked = f"Cannot read {type(loop).__name__}.unsupported:"
+        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
+        if feature in used:
+            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
+            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])
+
+
+def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
+    """Return the chosen loops, by the stage that each runs.
+
+    Args:
+        chosen: A name, a class, an instance, or a sequence of those.
+
+    Raises:
+        ConfigError: A name is unknown, a class needs options, or two loops run the same stage.
+        TaskError: A value is not a loop.
+    """
+    found: dict[str, Loop[Any]] = {}
+    is_several = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    for each in chosen if is_several else [chosen]:
+        loop = _create(each)
+        other = found.get(loop.stage)
+        if other is not None:
+            raise ConfigError(
+                f"Cannot use {type(other).__name__} and {type(loop).__name__} in one Trainer:",
+                f"both run the stage {loop.stage!r}.",
+                "Pass one loop per stage.",
+            )
+        check_features(loop, {})
+        found[loop.stage] = loop
+    return found
+
+
+def _create(chosen: Any) -> Loop[Any]:
+    kind = loops.resolve(chosen)[0] if isinstance(chosen, str) else chosen
+    try:
+        loop: Any = loops.create(chosen) if isinstance(chosen, str) else kind() if isinstance(kind, type) else kind
+    except TypeError as error:
+        raise ConfigError(
+            f"Cannot make the loop {kind.__name__}: {error}.",
+            "A class or a name is called without arguments.",
+            f"Pass an instance: loop={kind.__name__}(...).",
+        ) from error
+    base = _BASES.get(getattr(loop, "stage", ""))
+    if base is None or not isinstance(loop, base):
+        raise TaskError(
+            f"Cannot use {a_kind(loop)} as a loop:",
+            "it is not a loop." if base is None else f"it runs the stage {loop.stage!r} but is not a {base.__name__}.",
+            f"Derive it from {base.__name__}."
+            if base
+            else "Pass a loop or a list of loops; derive your own from FitLoop, EvaluateLoop or PredictLoop.",
+        )
+    check_overrides(type(loop), base)
+    return loop
