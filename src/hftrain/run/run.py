@@ -25,7 +25,7 @@ from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.data.shares import check_pass
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import as_number, merge_reports
+from hftrain.loops.window import LiveLossWindow, as_number, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
@@ -219,6 +219,7 @@ class Run:
         fires reset their flags.
         """
         parts, self._act = self._parts, act
+        assert isinstance(parts.losses, LiveLossWindow)  # as for every run with this override
         if parts.control.should_log:
             self.counts.read()
             # The norm of an engine, or a sharded one, is not a plain tensor.
@@ -240,10 +241,11 @@ class Run:
     def act(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
         parts = self._parts
+        assert isinstance(parts.losses, LiveLossWindow)
         parts.events.answers = False
-        parts.losses.give(loss)
+        parts.losses.logged_sum = loss
         self._act()
-        parts.losses.give(None)
+        parts.losses.logged_sum = None
         parts.events.answers = True
 
     def _restore_rng(self) -> bool:
