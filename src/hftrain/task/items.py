@@ -9,11 +9,15 @@ import torch
 
 LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
 KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
+OWN_ITEMS = "items"  # what a task or a function of the user's own counts
 IGNORED_LABEL = -100
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of labels that count, without synchronising; boolean labels are classes and all count."""
+    """Return the number of labels that count, without synchronising; boolean labels are classes and all count.
+
+    A loss is recognised by the mean over these (`trainer.loss_kinds`): what is counted here also decides what it is.
+    """
     flags = labels != IGNORED_LABEL
     return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
 

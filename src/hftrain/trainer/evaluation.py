@@ -287,7 +287,7 @@ class Evaluation:
         """Return loss, outputs and labels of one batch (each may be None), without gradients."""
         trainer, task, mean, computing = self._trainer, self._trainer.task, self.mean, self._computing
         inputs = self._hooks.prepare_inputs(inputs)
-        count = self._steps.shares.count_for_evaluation(inputs)
+        count = self._steps.shares.count_to_tell([inputs])
         if mean is not None:
             mean.open(inputs)
 

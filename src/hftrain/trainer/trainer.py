@@ -432,23 +432,24 @@ class Trainer:
         Source: the documented `Trainer.training_step`.
         """
         parts, steps = self._trainer_parts, self._trainer_parts.steps
-        mode, shares = steps.mode, steps.shares if steps.shares.is_on else None
+        mode, shares = steps.mode, steps.shares
         if mode is None:
             model.train()
         elif model is not mode.model or not all(map(is_on, mode.flags)):
             mode.enter(model)
         if mode is not None and mode.train_weights is not None:
-            mode.train_weights()
+            mode.train_weights()  # schedule-free optimizers keep other weights for evaluation
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
-        share = None if shares is None else shares.share_of(inputs)
+        share = shares.share_of(inputs) if shares.is_on else None
         inputs = self._prepare_inputs(inputs)
-        if shares is not None:
+        if share is not None:
             shares.open(inputs)
         with self.compute_loss_context_manager():
             loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = parts.computing
         try:
-            weighed = loss if share is None else steps.shares.weigh(loss, share, num_items_in_batch)
+            weighed = loss if share is None else shares.weigh(loss, share, num_items_in_batch)
+            # A library may have assigned the accelerator a backward of its own, which then runs.
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
                 computing.backward(weighed)
             else:
@@ -476,9 +477,10 @@ class Trainer:
                 past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
                 self._trainer_parts.computing.past = past
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            num_ranks = self._trainer_parts.steps.shares.num_ranks
+            num_ranks = self._trainer_parts.steps.shares.num_counted_ranks
             if num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = loss * num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
+                # As documented, DDP's mean over ranks, which an evaluation has not, is undone here: `times_ranks`.
+                loss = loss * num_ranks
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
