@@ -17,6 +17,7 @@ from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
+from hftrain.step.stepper import has_own_steps
 
 logger = get_logger(__name__)
 
@@ -81,7 +82,7 @@ class Salvage:
 
         self._step, self._go_back = self._parts.progress.step, go_back
         optimizer = self._parts.optimizer
-        self._is_updating = isinstance(optimizer, UpdatesInBackward) or hasattr(optimizer, "assemble")
+        self._is_updating = isinstance(optimizer, UpdatesInBackward) or has_own_steps(optimizer)
 
     def _save_after(self, error: BaseException) -> None:
         step, saver, control = self._parts.progress.step, self._saver, self._parts.control

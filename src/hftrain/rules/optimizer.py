@@ -14,6 +14,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.optim.groups import members_of
 from hftrain.rules.functions import check_call
+from hftrain.step.stepper import has_own_steps
 from hftrain.task.module import TaskModule
 
 
@@ -27,7 +28,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
             "Make it from model.parameters() of the model that you pass; after replacing the model, set "
             "trainer.optimizer and trainer.lr_scheduler to None.",
         )
-    if not hasattr(optimizer, "assemble"):
+    if not has_own_steps(optimizer):
         for member in members_of(optimizer):
             check_step(type(member))
     if getattr(schedule, "optimizer", optimizer) is not optimizer:

@@ -31,7 +31,7 @@ from hftrain.run.data import RunData
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.trained_parameters import TrainedParameters
-from hftrain.step.stepper import Computing, Stepper
+from hftrain.step.stepper import StepCalls, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule
@@ -73,7 +73,7 @@ class RunParts:
     save_policy: SavePolicy
     strategy: Strategy
     precision: Precision
-    computing: Computing
+    computing: StepCalls
     loops: Mapping[str, Loop[Any]]
     output: Output
     state: TrainerState

@@ -297,7 +297,7 @@ class Run:
                 parts.hooks.evaluate_in_training(parts.hooks.trial, parts.ignore_keys, skip_scheduler=True)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def marked_as_evaluation(self) -> Iterator[None]:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
         self._parts.is_evaluating = True

@@ -28,7 +28,7 @@ from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.step.stepper import Computing
+from hftrain.step.stepper import StepCalls, has_own_steps
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
@@ -70,7 +70,7 @@ class TrainingChecks:
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
-        if is_split or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "assemble"):
+        if is_split or not isinstance(optimizer, torch.optim.Optimizer) or has_own_steps(optimizer):
             return
         self._frozen = [(name, p) for name, p in parts.model.named_parameters() if not p.requires_grad]
         # Of a wrapper that never called Optimizer.__init__, torch runs the hooks of the optimizer inside.
@@ -189,7 +189,7 @@ class KeptGraphs:
         progress: The position of the run.
     """
 
-    def __init__(self, computing: Computing, pending: list[Callable[[], None]], progress: Progress) -> None:
+    def __init__(self, computing: StepCalls, pending: list[Callable[[], None]], progress: Progress) -> None:
         self._computing, self._pending, self._progress = computing, pending, progress
         self._num_steps = 0
         self._mark = _Mark()

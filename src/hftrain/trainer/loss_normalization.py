@@ -289,13 +289,12 @@ class LossShares:
             rule.warn("It is averaged over micro-batches and processes, whatever they hold")
 
     def _is_even(self, share: Share, num_parts: int) -> bool:
-        """Return whether all micro-batches until now held equally many items, as far as the host knows; notes this one.
+        """Return whether all micro-batches until now held equally many items, and note this one's.
 
-        Args:
-            num_parts: The micro-batches of the step.
+        What is on a device is not read for this.
         """
-        labels, samples = _on_host(share.items.get(LABELS)), _on_host(share.items.get(SAMPLES))
-        total = _on_host(known_count(self._items.totals.get(LABELS)))
+        counts = share.items.get(LABELS), share.items.get(SAMPLES), known_count(self._items.totals.get(LABELS))
+        labels, samples, total = (None if isinstance(count, torch.Tensor) else count for count in counts)
         self._sizes.add((labels, samples, share.part))
         is_whole = not labels or not total or labels * num_parts * self.num_counted_ranks == total
         return len(self._sizes) < 2 and bool(share.items) and is_whole
@@ -304,11 +303,6 @@ class LossShares:
         """Return whether a step's losses were weighted, here or by the model, which divides by the item count."""
         is_told = num_items is not None and self.model_task is not None and self.model_task.gives_count
         return self.has_weighed or is_told
-
-
-def _on_host(count: Any) -> Any:
-    """Return a count that the host knows, None for one that would have to be read from a device."""
-    return None if isinstance(count, torch.Tensor) else count
 
 
 def _weighted(loss: torch.Tensor, items: Any, total: Any) -> torch.Tensor:

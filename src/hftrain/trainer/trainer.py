@@ -615,7 +615,7 @@ class Trainer:
         chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
-            _, metrics = evaluation.over(
+            _, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
@@ -657,7 +657,7 @@ class Trainer:
             with parts.activity.running("predict"), chosen_weights:
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._trainer_parts.activity.evaluating("predict"):
-            output, metrics = self._trainer_parts.evaluation.over(
+            output, metrics = self._trainer_parts.evaluation.run_and_time(
                 self._trainer_parts.data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
                 description="Prediction",
                 ignore_keys=ignore_keys,
@@ -776,7 +776,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
         session, evaluation = self._running_session("_evaluate"), self._trainer_parts.evaluation
-        with session.evaluating():
+        with session.marked_as_evaluation():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
             if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
                 metrics = evaluation.metrics_of_main(metrics)

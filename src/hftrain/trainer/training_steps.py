@@ -16,7 +16,7 @@ from hftrain.core.signatures import Hooks, accepts
 from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow
 from hftrain.run.parts import Take, TrainerHooks, TrainerPart
-from hftrain.step.stepper import Computing
+from hftrain.step.stepper import StepCalls
 from hftrain.task.introspect import base_model
 from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import ModelTask
@@ -39,7 +39,7 @@ class TrainingSteps(TrainerPart):
     shares: LossShares
     items_check: CountItemsCheck
 
-    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing) -> None:
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: StepCalls) -> None:
         super().__init__(trainer, hooks)
         self.computing = computing
         self.mode: TrainingMode | None = None
@@ -65,7 +65,7 @@ class TrainingSteps(TrainerPart):
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
         trainer, step, shares = self._trainer, self._hooks.training_step, self.shares
         optimizer: Any = trainer.optimizer
-        if hasattr(optimizer, "stepping"):
+        if hasattr(optimizer, "stepping"):  # see `has_own_steps`
             return shares.take, optimizer.stepping(step, shares.weighing)
         if trainer.args.auto_find_batch_size is not True:
             return shares.take, step
