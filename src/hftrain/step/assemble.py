@@ -72,8 +72,7 @@ def assemble_stepper(
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
-    # An object that reads the norm of the last update when it is converted to a float, so that it is fetched once.
-    norm = getattr(strategy, "last_norm", None) if max_grad_norm else None
+    norm = getattr(strategy, "last_norm", None) if max_grad_norm else None  # its float() reads the last update's
     clip: Callable[[], Any] = (
         _make_clip(
             strategy,

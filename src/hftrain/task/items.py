@@ -14,10 +14,8 @@ IGNORED_LABEL = -100
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of labels that count, without synchronising; boolean labels are classes and all count.
-
-    A loss is recognised by the mean over these (`trainer.loss_kinds`): what is counted here also decides what it is.
-    """
+    """Return the number of labels that count, without synchronising; boolean labels are classes and all count."""
+    # What is counted here also decides which kind of mean a loss is recognised as: see `trainer.loss_kinds`.
     flags = labels != IGNORED_LABEL
     return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
 

@@ -141,7 +141,7 @@ class LossShares:
             )
             totals = dict(zip(totals, summed, strict=True))
         told = totals.pop(_TOLD, None)
-        self._items = StepItems(totals, batches, shares)
+        self._items = StepItems(totals, list(batches), shares)
         if told is None:
             # Not read before the loss is weighted, so the reduction and the forward pass overlap.
             return totals[ITEMS.what] if self.model_task is None else None

@@ -173,8 +173,10 @@ def test_filter_counts_over_a_long_window() -> None:
     assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
 
 
-def test_state_holds_no_functions() -> None:
-    assert not any(callable(value) for value in make_window().state_dict().values())
+def test_state_holds_every_public_attribute_and_no_function() -> None:
+    window = make_window()
+    assert list(window.state_dict()) == [name for name in vars(window) if not name.startswith("_")]
+    assert not any(callable(value) for value in window.state_dict().values())
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
