@@ -14,7 +14,7 @@ from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import TrainerControl
+from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.signatures import without
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import is_alike
@@ -93,8 +93,8 @@ class CallbackHandler:
         self.state = TrainerState() if state is None else state
         self.control = TrainerControl() if control is None else control
         self.callbacks: list[Any] = []
-        # The number of events fired, from which a thread detects progress; in a list, because that is fast.
-        self.num_fired = [0]
+        # Events fired, from which a thread detects progress; not an attribute of its own, whose setting is slow here.
+        self.num_fired = Counter()
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
@@ -192,7 +192,7 @@ class CallbackHandler:
             TaskError: A callback returned something other than control flags.
         """
         control = self.control
-        self.num_fired[0] += 1
+        self.num_fired.value += 1
         if self.answers:
             _answer(event, control)
         handlers = self._handlers[event]

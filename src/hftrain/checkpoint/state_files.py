@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hftrain.checkpoint.layout import (
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
+from hftrain.core.progress import PER_RANK, WindowState
 from hftrain.core.state import HistoryText, TrainerState, find_misfit
 from hftrain.core.tree import map_tensors
 from hftrain.optim.schedules import refresh_rate
@@ -42,8 +44,8 @@ Keep = Callable[[Any], Any]
 
 # An entry of the log history has about ten values, so this allows ten million entries.
 _HISTORY_SCALE = 10
-# Values of a logging window that each process has for itself, and that are averaged over processes when read.
-_MEANS = ("sum", "pending", "num_finite")
+# The fields of a logging window that each process has for itself.
+_PER_RANK = [field.name for field in fields(WindowState) if field.metadata == PER_RANK]
 
 logger = get_logger(__name__)
 
@@ -246,7 +248,7 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
     own.pop("data", None)
     losses = [state["loss_window"] for state in states if "loss_window" in state]
     if losses:
-        own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _MEANS}}
+        own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _PER_RANK}}
     logs = [state["log_window"] for state in states if "log_window" in state]
     if logs:
         total = {part: _sum([window.get(part, {}) for window in logs]) for part in ("sums", "counts")}

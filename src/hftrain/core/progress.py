@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+import torch
 
 from hftrain.core.errors import suggest
 from hftrain.core.log import warn_once
@@ -100,6 +102,35 @@ def check_flags(control: TrainerControl) -> None:
             if name.startswith("should_"):
                 meant = name.replace("should_stop", "should_training_stop")
                 warn_once(f"A callback set control.{name}, which nothing reads. {suggest(meant, known)}")
+
+
+# Marks what each process has for itself: another number of processes resumes with the mean.
+PER_RANK = {"is_per_rank": True}
+
+
+@dataclass(kw_only=True, eq=False)
+class WindowState:
+    """What a logging window has summed up: a checkpoint holds these fields, of these types, and no others."""
+
+    sum: torch.Tensor | None = field(default=None, metadata=PER_RANK)  # of the losses that are not pending
+    pending: list[torch.Tensor] = field(default_factory=list, metadata=PER_RANK)
+    num_finite: torch.Tensor | int = field(default=0, metadata=PER_RANK)  # of the losses in the sum
+    num_nonfinite: int = 0  # of the losses of the run that were read
+    num_micro_steps: int = 0  # since the last reading, like the next
+    num_steps: int = 0
+    run_total: float | int = 0.0  # of the losses that were read, in the steps that the next counts
+    run_steps: int = 0
+    grad_norm: torch.Tensor | float | int | None = None  # of the last step, like the next
+    learning_rate: torch.Tensor | float | int | None = None
+
+
+class Counter:
+    """A number that its owner counts up, and that others see."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

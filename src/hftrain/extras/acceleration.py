@@ -15,7 +15,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
 from hftrain.precision.base import Precision
-from hftrain.step.stepper import Computing
+from hftrain.step.stepper import StepCalls
 from hftrain.strategies.base import Strategy, has_engine
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
@@ -25,7 +25,7 @@ _ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
 _LOADER_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing) -> Any:
+def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Precision, computing: StepCalls) -> Any:
     """Return an `Accelerator` that agrees with the strategy and the precision; launches the strategy. Collective.
 
     Creating it converts and wraps nothing. Its `gather` takes tensors with different numbers of rows. Its state is not
@@ -66,7 +66,7 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
 
 
 def adopt_accelerator(
-    accelerator: Any, args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing
+    accelerator: Any, args: TrainingArguments, strategy: Strategy, precision: Precision, computing: StepCalls
 ) -> Any:
     """Return the user's `Accelerator` after setting its `backward`, `gather` and `sync_gradients` to the run's.
 
@@ -99,7 +99,7 @@ def adopt_accelerator(
     return accelerator
 
 
-def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: Computing) -> None:
+def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: StepCalls) -> None:
     """Replace the accelerator's methods by the run's; mutates it."""
     from accelerate import Accelerator
 
@@ -113,7 +113,7 @@ def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing:
     tell_accelerate_sync(accelerator, computing.syncs)
 
 
-def _backward(computing: Computing, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
+def _backward(computing: StepCalls, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
     """Accumulate gradients like the run, with its loss scaling and through its engine."""
     if computing.optimizer is None:
         type(accelerator).backward(accelerator, loss, **options)
@@ -124,7 +124,7 @@ def _backward(computing: Computing, accelerator: Any, loss: torch.Tensor, **opti
 
 
 def _unscale(
-    strategy: Strategy, precision: Precision, computing: Computing, accelerator: Any, optimizer: Any = None
+    strategy: Strategy, precision: Precision, computing: StepCalls, accelerator: Any, optimizer: Any = None
 ) -> None:
     """Unscale the gradients of the run's optimizer, or of others, once per update.
 
@@ -150,7 +150,7 @@ def _unscale(
 
 def _clip_norm(
     strategy: Strategy,
-    computing: Computing,
+    computing: StepCalls,
     accelerator: Any,
     parameters: Any,
     max_norm: float,

@@ -16,6 +16,7 @@ from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.counting import RunCounts
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import Saver
+from hftrain.step.stepper import has_own_steps
 
 logger = get_logger(__name__)
 
@@ -79,7 +80,7 @@ class Salvage:
 
         self._step, self._go_back = self._parts.progress.step, go_back
         optimizer = self._parts.optimizer
-        self._is_updating = any(hasattr(optimizer, name) for name in ("update_in_backward", "assemble"))
+        self._is_updating = hasattr(optimizer, "update_in_backward") or has_own_steps(optimizer)
 
     def _save_after(self, error: BaseException) -> None:
         step, saver, control = self._parts.progress.step, self._saver, self._parts.control

@@ -19,6 +19,7 @@ from hftrain.data.datasets import has_length
 from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.window import LogWindow, merge_reports
+from hftrain.task.items import OWN_ITEMS
 from hftrain.task.module import checked_count
 
 _END = object()
@@ -85,7 +86,7 @@ class EvaluateHooks:
 
     evaluate_batch: Callable[[Any], StepOutput]
     count_items: Callable[[Any], int | torch.Tensor | Mapping[str, tuple[Any, Any]]]
-    kinds: tuple[str, ...] = ("",)
+    kinds: tuple[str, ...] = (OWN_ITEMS,)
     choose_mean: Callable[[Mapping[str, float]], float | None] | None = None
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
@@ -113,6 +114,14 @@ class EvaluateParts:
     events: Events
 
 
+@dataclass(slots=True)
+class LossSum:
+    """The weighted losses of all batches, and the items that they are the mean over."""
+
+    total: Any = 0.0
+    num_items: Any = 0.0
+
+
 class EvaluateLoop(Loop[EvaluateParts]):
     """Run every batch of a loader once and reduce the results of the steps.
 
@@ -136,10 +145,9 @@ class EvaluateLoop(Loop[EvaluateParts]):
                 finish_outputs=hooks.finish_outputs,
             )
         self._logs = LogWindow(gather_object=group.gather_object)
-        # For each kind: the sum of the losses, and the items; in double precision if the device has it, because the
-        # sum must not depend on the batch size.
+        # In double precision if the device has it, because the sum must not depend on the batch size.
         self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
-        self._loss_sums: dict[str, list[Any]] = {kind: [0.0, 0.0] for kind in hooks.kinds}
+        self._loss_sums = {kind: LossSum() for kind in hooks.kinds}
         self._num_samples = 0
         self._order: Any = None
 
@@ -167,6 +175,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self._open(num_expected)
         num_read = self._run_batches(iter(loader))
         if num_read is not None and has_length(loader) and num_read != len(loader):
+            # Raises if batches are missing, which the dataset, its collator or its sampler has lost.
             extra("shares").check_pass(loader, num_read, len(loader), is_training=False)
         if hooks.finish is not None:
             hooks.finish()
@@ -221,7 +230,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
                 output = self.run_batch(batch)
                 if metrics is not None:
                     parts = self._batch_parts(batch, output)
-                self._tell(output)
+                self._fire_prediction_step(output)
             elif hooks.repeat_batch is not None:
                 hooks.repeat_batch(_copied(last))
             if takes_turns and hooks.finish is not None:
@@ -255,7 +264,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
             self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
-    def _tell(self, output: StepOutput) -> None:
+    def _fire_prediction_step(self, output: StepOutput) -> None:
         """Call the callbacks after a batch."""
         self.parts.events.fire("on_prediction_step")
 
@@ -312,23 +321,23 @@ class EvaluateLoop(Loop[EvaluateParts]):
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         loss = loss.reshape(()).to(self._sum_dtype)
-        for kind, sums in self._loss_sums.items():
+        for kind, loss_sum in self._loss_sums.items():
             factor, count = counts[kind] if isinstance(counts, Mapping) else (counts, counts)
             if isinstance(count, torch.Tensor):
                 count = count.reshape(()).to(loss, non_blocking=True)
                 factor = factor.reshape(()).to(loss, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
                 # The mean loss of a batch without items is NaN, which must not reach the sum.
-                sums[0] += torch.where(count > 0, loss * factor, 0.0)
+                loss_sum.total += torch.where(count > 0, loss * factor, 0.0)
             elif count:
-                sums[0] += loss * factor
-            sums[1] += count
+                loss_sum.total += loss * factor
+            loss_sum.num_items += count
 
     def _mean_loss(self) -> dict[str, float]:
         hooks, device = self.parts.hooks, self.parts.group.device
-        flat = [each for sums in self._loss_sums.values() for each in sums]
-        numbers = [torch.as_tensor(each, dtype=self._sum_dtype, device=device) for each in flat]
-        totals = iter(self._sum_over_ranks(torch.stack(numbers)).tolist())
-        means = {kind: total / count for kind, total, count in zip(hooks.kinds, totals, totals, strict=True) if count}
+        pairs = [number for each in self._loss_sums.values() for number in (each.total, each.num_items)]
+        sums = torch.stack([torch.as_tensor(number, dtype=self._sum_dtype, device=device) for number in pairs])
+        per_kind = zip(hooks.kinds, self._sum_over_ranks(sums).reshape(-1, 2).tolist(), strict=True)
+        means = {kind: total / num_items for kind, (total, num_items) in per_kind if num_items}
         loss = means.get(hooks.kinds[0]) if hooks.choose_mean is None else hooks.choose_mean(means)
         return {} if loss is None else {"loss": loss}
 
@@ -349,7 +358,7 @@ class PredictLoop(EvaluateLoop):
         config = replace(parts.config, keeps_predictions=True)
         super().attach(replace(parts, config=config))
 
-    def _tell(self, output: StepOutput) -> None:
+    def _fire_prediction_step(self, output: StepOutput) -> None:
         """Also pass the batch's predictions to callbacks, such as writers."""
         self.parts.events.fire("on_prediction_step", outputs=output.outputs, labels=output.labels)
 

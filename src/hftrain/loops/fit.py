@@ -40,6 +40,10 @@ class FitConfig:
     empty_cache_every: int | None = None
 
 
+# In place of an event: the loop has acted on the flags, and cleared them.
+AFTER_ACTING = ""
+
+
 def pass_flags(event: str) -> None:
     """Accept the control flags of a process that has no others to agree with."""
 
@@ -70,7 +74,7 @@ class FitHooks:
         check_pass: (batches read, batches in a pass), called if they differ: a pass ended early, or goes on.
             None costs nothing.
         check_flags: (event) -> None; called before the loop acts on flags of the control, with the event that may have
-            set them, and with "" after it has acted.
+            set them, and with `AFTER_ACTING` after it has acted.
         read_rate: Returns the learning rate that a step used, before the schedule's step; None reads the optimizer's.
     """
 
@@ -210,6 +214,7 @@ class FitLoop(Loop[FitParts]):
         hooks.before_epoch()
         batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         num_batches = self.num_batches = self._pass_length()
+        # Without a length, the run is one pass, so that `state.epoch` grows to 1.
         self._batches_per_epoch = num_batches or max_steps * accumulation
         is_over = hooks.restore_rng()
         num_steps = 0
@@ -265,7 +270,7 @@ class FitLoop(Loop[FitParts]):
         self.parts.events.fire("on_epoch_end")
         self.parts.hooks.check_flags("on_epoch_end")
         self.end_step()
-        self.parts.hooks.check_flags("")
+        self.parts.hooks.check_flags(AFTER_ACTING)
 
     def run_step(self, window: list[Any], num_items: Any) -> None:
         """Run one optimizer step: accumulate the gradients of its micro-batches, then update.
@@ -326,7 +331,7 @@ class FitLoop(Loop[FitParts]):
         if parts.config.empty_cache_every and progress.step % parts.config.empty_cache_every == 0:
             parts.hooks.empty_cache()
         self.end_step()
-        self.parts.hooks.check_flags("")
+        self.parts.hooks.check_flags(AFTER_ACTING)
 
     def _hand_to_override(self) -> None:
         assert self.parts.hooks.act is not None

@@ -2,95 +2,54 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections.abc import Callable, Mapping
-from operator import itemgetter
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
-from hftrain.core.progress import Progress
+from hftrain.core.progress import WindowState
 from hftrain.core.tree import map_tensors
-from hftrain.step.stepper import Computing
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64
 
-# `KeptGraphs`: steps of a session after which marking starts and ends, and the step after which it checks the marks. A
-# program may keep its first results, or those of a few recent steps.
-_BEGIN, _END, _CHECK = 2, 5, 8
-_MAX_NODES = 200
-_NODE = itemgetter(0)
-
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-# Types of the values in a window's state.
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("num_nonfinite", "num_micro_steps", "num_steps", "run_steps"), (int,)),
-    "sum": (torch.Tensor, type(None)),
-    "pending": (list,),
-    "num_finite": (torch.Tensor, int),
-    "run_total": (float, int),
-    **dict.fromkeys(("grad_norm", "learning_rate"), (torch.Tensor, float, int, type(None))),
-}
+# By field of a window's state, the type that a file may hold.
+_TYPES = get_type_hints(WindowState)
 
 
-class LossWindow:
+class LossWindow(WindowState):
     """Sum step losses on the device; reading them is the only synchronisation.
 
-    It also holds the last step's `grad_norm` and `learning_rate`, which are logged with them, and `num_steps`, the
-    optimizer updates since the last reading, which the loop counts.
+    The loop counts `num_steps`, and sets `grad_norm` and `learning_rate`.
 
     Args:
-        filters_nonfinite: Replace a NaN or infinite loss by the window's running mean in the logged loss (gradients do
-            not change). Each one is counted, the count is logged, and the first one warns.
+        hides_nonfinite: Replace a NaN or infinite loss by the window's mean in the logged loss (gradients do not
+            change). Each one is counted, the count is logged, and the first one warns.
         reduce: Mean over ranks; collective.
-        is_live: Keep the sum up to date, for code that reads and resets it itself (`open_sum`, `leave`).
 
     Source: the documented `logging_nan_inf_filter`.
     """
 
-    def __init__(self, *, filters_nonfinite: bool, reduce: Reduce, is_live: bool = False) -> None:
-        self._filters = filters_nonfinite
+    _has_replaced = False  # whether the sum holds what replaces the hidden losses
+
+    def __init__(self, *, hides_nonfinite: bool, reduce: Reduce) -> None:
+        super().__init__()
+        self._hides_nonfinite = hides_nonfinite
         self._reduce = reduce
-        self._is_live = is_live
-        self._given: Any = None
-        self._is_told = False
-        self.sum: torch.Tensor | None = None
-        self.pending: list[torch.Tensor] = []
-        self.num_finite: torch.Tensor | int = 0
-        self.num_nonfinite = 0
-        self.num_micro_steps = 0
-        self.num_steps = 0
-        self.run_total = 0.0
-        self.run_steps = 0
-        self.grad_norm: torch.Tensor | float | None = None
-        self.learning_rate: Any = None
+        self._has_warned = False
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of one micro-step, scaled to its share of the step: a detached 0-d tensor."""
         self.num_micro_steps += 1
-        if self._is_live:
-            self._add_to_sum(loss)
-            return
         self.pending.append(loss)
         if len(self.pending) == _FOLD_EVERY:
             self._fold()
-
-    def _add_to_sum(self, loss: torch.Tensor) -> None:
-        loss = loss.detach()
-        total = torch.zeros_like(loss) if self.sum is None else self.sum
-        is_finite = loss.isfinite()
-        self.num_finite = self.num_finite + is_finite
-        if self._filters:
-            # Replaced by the window's mean so far, as documented.
-            loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
-        self.sum = total + loss
 
     def _fold(self) -> None:
         """Sum the pending losses: a few operations for many micro-steps instead of a few for each."""
@@ -99,53 +58,35 @@ class LossWindow:
             self.pending = []
             is_finite = losses.isfinite()
             self.num_finite = self.num_finite + is_finite.sum()
-            if self._filters:
+            if self._hides_nonfinite:
                 losses = torch.where(is_finite, losses, 0.0)
             total = losses.sum()
             self.sum = total if self.sum is None else self.sum + total
 
-    def open_sum(self) -> torch.Tensor:
-        """Return the sum since the last reading; for a live window, the tensor itself, which may be reset."""
-        self._fold()
-        if self.sum is None:
-            self.sum = torch.zeros(())
-        return self.sum
-
-    def give(self, total: Any) -> None:
-        """Set a value to read in place of the sum; None resets it."""
-        self._given = None if total is self.sum else total
-
     def leave(self, num_steps: int) -> None:
-        """Count all but the last `num_steps` steps as read, for code that resets a live window's sum."""
-        if self._is_live:
-            self._count_nonfinite()
-            self.run_steps += self.num_steps - num_steps
-            self.num_steps = num_steps
+        """Count all but the last `num_steps` steps as read; does nothing unless the window is live."""
 
     def read(self) -> dict[str, float]:
         """Return the window's mean loss per step and start a new window; synchronises, collective."""
         logs: dict[str, float] = {}
         self._fold()
-        given = self.sum if self._given is None else torch.as_tensor(self._given).detach()
-        if given is not None and self.num_steps:
-            total = float(self._reduce(self._filled_up(given)))
+        if self.sum is not None and self.num_steps:
+            total = float(self._reduce(self._filled_up(self.sum)))
             logs["loss"] = total / self.num_steps
-            if math.isfinite(total) or not self._filters:
+            if math.isfinite(total) or not self._hides_nonfinite:
                 self.run_total += total
                 self.run_steps += self.num_steps
         if self.num_hidden:
             logs["nonfinite_losses"] = self.num_hidden
-            self._tell(is_shown=not math.isfinite(logs.get("loss", 0.0)))
-        if self._is_live and given is not None:
-            given.zero_()  # as code that holds it expects
+            self._warn_nonfinite(is_shown=not math.isfinite(logs.get("loss", 0.0)))
         self.sum = None
         self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
 
-    def _tell(self, *, is_shown: bool) -> None:
+    def _warn_nonfinite(self, *, is_shown: bool) -> None:
         """Warn of the run's first non-finite losses, of which the logged mean may consist entirely."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn_once(
                 "The loss was NaN or infinite in every step since the last log; 'nonfinite_losses' counts such losses."
                 if is_shown
@@ -154,10 +95,10 @@ class LossWindow:
             )
 
     def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
-        """Replace losses that are not finite by the mean of the others; NaN if none is finite."""
+        """Replace the hidden losses by the mean of the others; NaN if none is finite."""
         num_micro_steps, num_finite = self.num_micro_steps, self.num_finite
-        if self._count_nonfinite() and self._filters:
-            total = total if self._is_live else total * (num_micro_steps / num_finite)
+        if self._count_nonfinite() and self._hides_nonfinite:
+            total = total if self._has_replaced else total * (num_micro_steps / num_finite)
             return torch.where(torch.as_tensor(num_finite) > 0, total, float("nan"))
         return total
 
@@ -171,7 +112,7 @@ class LossWindow:
     @property
     def num_hidden(self) -> int:
         """The number of non-finite losses that the logged mean leaves out."""
-        return self.num_nonfinite if self._filters else 0
+        return self.num_nonfinite if self._hides_nonfinite else 0
 
     def total_nonfinite(self) -> int:
         """Return how many losses of the run were not finite, including those not read yet; synchronises."""
@@ -181,10 +122,10 @@ class LossWindow:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""
-        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         norm = _whole(self.grad_norm)
         # An engine may return an object that reads its norm on conversion to float.
-        return {**own, "grad_norm": norm if norm is None or isinstance(norm, torch.Tensor) else float(norm)}
+        norm = norm if norm is None or isinstance(norm, torch.Tensor) else float(norm)
+        return {**{name: getattr(self, name) for name in _TYPES}, "grad_norm": norm}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Restore the state that `state_dict` returned; mutates the object.
@@ -192,8 +133,9 @@ class LossWindow:
         Raises:
             ValueError: The state is not valid.
         """
-        if not all(name in _KINDS and _is_of(value, _KINDS[name]) for name, value in state.items()):
-            raise ValueError(f"The state of a logging window does not hold {sorted(map(str, state))} as these are.")
+        for name, value in state.items():
+            if name not in _TYPES or not _is_of(value, _TYPES[name]):
+                raise ValueError(f"The state of a logging window cannot hold {name!r}: {describe(value)}.")
         vars(self).update(map_tensors(dict(state), lambda tensor: tensor.to(device)))
 
     def mean_over_run(self) -> float:
@@ -201,6 +143,55 @@ class LossWindow:
         if not self.run_steps:
             return math.nan if self.num_hidden else 0.0
         return self.run_total / self.run_steps
+
+
+class LiveLossWindow(LossWindow):
+    """A window whose sum is always up to date, for an override of `_maybe_log_save_evaluate`: it may read and reset it.
+
+    So a hidden loss is replaced at once, by the mean so far, and not when the window is read, by the mean of all.
+
+    Attributes:
+        logged_sum: What the override passed on to be logged in place of the sum; None if it passed none.
+    """
+
+    logged_sum: Any = None
+    _has_replaced = True
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of one micro-step to the sum."""
+        self.num_micro_steps += 1
+        loss = loss.detach()
+        total = torch.zeros_like(loss) if self.sum is None else self.sum
+        is_finite = loss.isfinite()
+        self.num_finite = self.num_finite + is_finite
+        if self._hides_nonfinite:
+            # As documented.
+            loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
+        self.sum = total + loss
+
+    def open_sum(self) -> torch.Tensor:
+        """Return the sum since the last reading: the tensor itself, which may be reset in place."""
+        self._fold()  # what a checkpoint of a run without the override has left
+        if self.sum is None:
+            self.sum = torch.zeros(())
+        return self.sum
+
+    def leave(self, num_steps: int) -> None:
+        """Count all but the last `num_steps` steps as read, for code that resets the sum."""
+        self._count_nonfinite()
+        self.run_steps += self.num_steps - num_steps
+        self.num_steps = num_steps
+
+    def read(self) -> dict[str, float]:
+        """Log what the override passed on, or the sum, which is set to 0 as code that holds it expects."""
+        self._fold()
+        if self.logged_sum is not None:
+            self.sum = torch.as_tensor(self.logged_sum).detach()
+        read = self.sum
+        logs = super().read()
+        if read is not None:
+            read.zero_()
+        return logs
 
 
 def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -273,70 +264,6 @@ class LogWindow:
         return {name: value / count for name, (value, count) in merged.items()}
 
 
-class _Mark:
-    """An object that lives as long as the graph of a step."""
-
-
-class KeptGraphs:
-    """Warn once if the graphs of earlier steps stay in memory, as in a list of losses that are not detached.
-
-    Marks are attached to the graphs of a few early steps. Some steps later it checks which are still alive.
-
-    Args:
-        computing: Its `backward` is replaced in these steps.
-        pending: Functions that are called at the end of each step.
-        progress: The position of the run.
-    """
-
-    def __init__(self, computing: Computing, pending: list[Callable[[], None]], progress: Progress) -> None:
-        self._computing, self._pending, self._progress = computing, pending, progress
-        self._num_steps = 0
-        self._mark = _Mark()
-        self._marks: list[weakref.ref[_Mark]] = []
-        self._backward = self._computing.backward
-        pending.append(self._end_step)
-
-    def close(self) -> None:
-        """Stop checking; safe to call twice."""
-        if self._computing.backward == self._mark_and_run:
-            self._computing.backward = self._backward
-        if self._end_step in self._pending:
-            self._pending.remove(self._end_step)
-
-    def _end_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps == _BEGIN:
-            self._backward, self._computing.backward = self._computing.backward, self._mark_and_run
-        elif self._num_steps == _END:
-            self._computing.backward = self._backward
-        elif self._num_steps == _CHECK:
-            self.close()
-            if self._are_alive() and gc.collect() >= 0 and self._are_alive():
-                step = self._progress.step
-                warn_once(
-                    f"The graphs of steps {step - _CHECK + _BEGIN + 1} to {step - _CHECK + _END} are still in memory "
-                    f"after step {step}: something keeps the losses or outputs of each step. Keep loss.detach() or "
-                    "loss.item() instead; otherwise memory use grows from step to step."
-                )
-        if _BEGIN < self._num_steps <= _END:
-            self._marks.append(weakref.ref(self._mark))
-        self._mark = _Mark()
-
-    def _are_alive(self) -> bool:
-        return bool(self._marks) and all(mark() is not None for mark in self._marks)
-
-    def _mark_and_run(self, loss: torch.Tensor, **options: Any) -> None:
-        self._backward(loss, **options)
-        nodes: list[Any] = [loss.grad_fn]
-        for node in nodes:  # grows
-            # The node of a parameter lives as long as the parameter.
-            if node is None or hasattr(node, "variable"):
-                continue
-            node.metadata[_Mark] = self._mark
-            if len(nodes) < _MAX_NODES:
-                nodes += map(_NODE, node.next_functions)
-
-
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
@@ -348,11 +275,12 @@ def _number(name: str, value: Any) -> float:
         raise TaskError(f"Cannot log {name!r}:", f"it is {found}, but logs hold only numbers.", remedy) from error
 
 
-def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    is_one = not isinstance(value, torch.Tensor) or value.dim() == 0
-    members = value if isinstance(value, list) else []
-    is_one = is_one and not (isinstance(value, int) and abs(value) >= 1 << 63)
-    return is_one and isinstance(value, kinds) and all(_is_of(each, (torch.Tensor,)) for each in members)
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value of a state has a field's type, without tensors of several numbers and oversized ones."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(each, *get_args(kind)) for each in value)
+    is_one = value.dim() == 0 if isinstance(value, torch.Tensor) else True
+    return is_one and isinstance(value, kind) and not (isinstance(value, int) and abs(value) >= 1 << 63)
 
 
 def _is_sum(value: Any) -> bool:

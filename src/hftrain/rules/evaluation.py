@@ -144,7 +144,7 @@ def check_columns(
         raise TaskError("Cannot use compute_metrics.", reason, remedy)
 
 
-def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule) -> None:
+def check_evaluation(args: Any, *, strategy: Strategy, task: TaskModule) -> None:
     """Raise if an evaluation cannot run with these arguments.
 
     Raises:

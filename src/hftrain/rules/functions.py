@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.core.errors import ConfigError, TaskError, a_kind
 from hftrain.core.extras import extra
 from hftrain.optim.groups import members_of
+from hftrain.step.stepper import has_own_steps
 from hftrain.task.module import TaskModule
 
 # Role -> the number of positional arguments, a keyword that may be passed, and the signature for errors.
@@ -84,7 +85,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
             "Make it from model.parameters() of the model that you pass; after replacing the model, set "
             "trainer.optimizer and trainer.lr_scheduler to None.",
         )
-    if not hasattr(optimizer, "assemble"):
+    if not has_own_steps(optimizer):
         for member in members_of(optimizer):
             check_step(type(member))
     if getattr(schedule, "optimizer", optimizer) is not optimizer:

@@ -155,7 +155,7 @@ class Interrupts:
     def pulse(self) -> tuple[Any, ...]:
         """Return a value that changes whenever this process makes progress; fast."""
         parts = self._parts
-        return self._progress.step, parts.losses.num_micro_steps, *self._events.num_fired, parts.phase
+        return self._progress.step, parts.losses.num_micro_steps, self._events.num_fired.value, parts.phase
 
     def share_pulse(self) -> list[str | None]:
         """Post the pulse, the bytes being written and whether it writes, and return the last note of each process."""

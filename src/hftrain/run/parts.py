@@ -24,13 +24,13 @@ from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits
 from hftrain.loops.contract import Loop
 from hftrain.loops.fit import FitLoop
-from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow
 from hftrain.precision.base import Precision
 from hftrain.run.data import RunData
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.trained_parameters import TrainedParameters
-from hftrain.step.stepper import Computing, Stepper
+from hftrain.step.stepper import StepCalls, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule
@@ -73,7 +73,7 @@ class RunParts:
     save_policy: SavePolicy
     strategy: Strategy
     precision: Precision
-    computing: Computing
+    computing: StepCalls
     loops: Mapping[str, Loop[Any]]
     output: Output
     state: TrainerState
@@ -238,9 +238,9 @@ def loss_window(trainer: TrainerHooks, hooks: Hooks) -> LossWindow:
     if hooks.is_overridden("_nested_gather"):
         reduce = lambda loss: hooks.nested_gather(loss).mean()  # noqa: E731
     # Documented: not on XLA.
-    filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
-    is_live = hooks.is_overridden("_maybe_log_save_evaluate")
-    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
+    hides = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
+    kind = LiveLossWindow if hooks.is_overridden("_maybe_log_save_evaluate") else LossWindow
+    return kind(hides_nonfinite=hides, reduce=reduce)
 
 
 def make_manager(trainer: TrainerHooks, hooks: Hooks, output: Output, uploads: Any = None) -> CheckpointManager:

@@ -25,7 +25,7 @@ from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import as_number, merge_reports
+from hftrain.loops.window import LiveLossWindow, as_number, merge_reports
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -218,6 +218,7 @@ class Run:
         fires reset their flags.
         """
         parts, self._act = self._parts, act  # for `act_from_override`
+        assert isinstance(parts.losses, LiveLossWindow)  # as for every run with this override
         if parts.control.should_log:
             self.counts.read()
             # The norm of an engine, or a sharded one, is not a plain tensor.
@@ -239,10 +240,11 @@ class Run:
     def act_from_override(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
         parts = self._parts
+        assert isinstance(parts.losses, LiveLossWindow)
         parts.events.answers = False
-        parts.losses.give(loss)
+        parts.losses.logged_sum = loss
         self._act()
-        parts.losses.give(None)
+        parts.losses.logged_sum = None
         parts.events.answers = True
 
     def _finish_resume(self) -> bool:
@@ -294,7 +296,7 @@ class Run:
                 parts.hooks.evaluate_in_training(parts.hooks.trial, parts.ignore_keys, skip_scheduler=True)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def marked_as_evaluation(self) -> Iterator[None]:
         """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
         self._parts.is_evaluating = True

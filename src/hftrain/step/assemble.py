@@ -20,7 +20,7 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.precision.base import Precision
-from hftrain.step.stepper import Computing, Stepper
+from hftrain.step.stepper import StepCalls, Stepper, has_own_steps
 from hftrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def assemble_stepper(
     args: Any = None,
     unclipped: Sequence[torch.Tensor] = (),
     unheld: Iterable[torch.Tensor] = (),
-    computing: Computing | None = None,
+    computing: StepCalls | None = None,
 ) -> Stepper:
     """Choose the implementation of each part of a step: the precision's, or that of the strategy's own engine.
 
@@ -63,16 +63,16 @@ def assemble_stepper(
     owns = strategy.owns
     engine: Any = strategy
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
-    if hasattr(optimizer, "assemble"):
-        computing = computing or Computing(precision.backward, precision.autocast)
-        own: Stepper = optimizer.assemble(strategy, precision, args, computing)
+    if has_own_steps(optimizer):
+        computing = computing or StepCalls(precision.backward, precision.autocast)
+        own: Stepper = optimizer.assemble(strategy, precision, args, computing)  # type: ignore[attr-defined]
         return own
     max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if hasattr(optimizer, "update_in_backward") and strategy.world_size == 1:
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
-    norm = getattr(strategy, "last_norm", None) if max_grad_norm else None
+    norm = getattr(strategy, "last_norm", None) if max_grad_norm else None  # its float() reads the last update's
     clip: Callable[[], Any] = (
         _make_clip(
             strategy,
@@ -146,7 +146,7 @@ def _make_clip(
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
     unheld: list[torch.Tensor],
-    computing: Computing | None,
+    computing: StepCalls | None,
 ) -> Callable[[], torch.Tensor | None]:
     def clip() -> torch.Tensor | None:
         max_norm = args.max_grad_norm

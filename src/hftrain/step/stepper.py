@@ -35,7 +35,7 @@ class Stepper:
 
 
 @dataclass(slots=True)
-class Computing:
+class StepCalls:
     """The current settings of forward and backward passes.
 
     Attributes:
@@ -61,6 +61,14 @@ class Computing:
     def use(self, how: Precision | Stepper, optimizer: torch.optim.Optimizer | None) -> None:
         """Use the calls of a run's stepper or, between runs, of the precision."""
         self.backward, self.autocast, self.optimizer = how.backward, how.autocast, optimizer
+
+
+def has_own_steps(optimizer: Any) -> bool:
+    """Return whether an optimizer takes the calls of a step over: its `assemble` returns a `Stepper`.
+
+    With `stepping(step, weighing)` it also takes over the training step, and weighs its losses.
+    """
+    return hasattr(optimizer, "assemble")
 
 
 @torch.no_grad()

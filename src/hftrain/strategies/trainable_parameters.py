@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from hftrain.core.errors import StrategyError
+from hftrain.core.progress import Counter
 from hftrain.core.tree import tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.watch import Agreement
@@ -141,7 +142,7 @@ class Follower(Trained):
         self.forget_passes()
         # It counts passes. Ranks may run unequal numbers of them before a synchronising one, from which they count in
         # step again.
-        self._passes = [0]
+        self._passes = Counter()
         self._agreement: Agreement | None = None
 
     @classmethod
@@ -167,8 +168,8 @@ class Follower(Trained):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._follow(outermost)
             self._is_called = True
-            passes = self._passes[0]
-            self._passes[0] = (passes | _WITHIN_UPDATE if vars(outermost).get(self.syncs, True) else passes) + 1
+            passes = self._passes.value
+            self._passes.value = (passes | _WITHIN_UPDATE if vars(outermost).get(self.syncs, True) else passes) + 1
 
     def forget_passes(self) -> None:
         """Forget the passes of an earlier step, or those that exchange nothing."""

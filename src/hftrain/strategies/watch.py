@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hftrain.core.errors import StrategyError, listed
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.preserve import temporarily
+from hftrain.core.progress import Counter
 from hftrain.preemption.board import Board
 from hftrain.preemption.exits import end_process
 from hftrain.strategies.links import Links
@@ -142,7 +143,7 @@ class RankWatch:
                 return
             time.sleep(_MEET_S)
 
-    def agreement(self, position: list[int], *, problem: str, remedy: str) -> Agreement:
+    def agreement(self, position: Counter, *, problem: str, remedy: str) -> Agreement:
         """Return a check that all ranks make the same change; see `Agreement`. Collective."""
         return Agreement(self, self.make_board(), position, problem=problem, remedy=remedy)
 
@@ -287,12 +288,12 @@ class Agreement:
     Args:
         watch: That of the ranks.
         board: One that only this agreement uses, on all ranks.
-        position: A one-element list with this rank's position, which increases in the same way on every rank.
+        position: This rank's position, which increases in the same way on every rank.
         problem: What is wrong if the changes differ.
         remedy: What to do then.
     """
 
-    def __init__(self, watch: RankWatch, board: Board, position: list[int], *, problem: str, remedy: str) -> None:
+    def __init__(self, watch: RankWatch, board: Board, position: Counter, *, problem: str, remedy: str) -> None:
         self._problem, self._remedy = problem, remedy
         self.watch, self._board, self._position = watch, board, position
         self._rank, self._ranks, self._timeout_s = watch.rank, range(watch.world_size), watch.timeout_s
@@ -306,7 +307,7 @@ class Agreement:
         Raises:
             StrategyError: Another rank makes another change, or none.
         """
-        at = self._position[0]
+        at = self._position.value
         with self._lock:
             # Before the note: a rank that has read all notes of a position must not be asked for it again.
             self._board.post("change", str(at))
@@ -331,7 +332,7 @@ class Agreement:
         """Post that this rank has continued without a change; called by the watch's thread."""
         with self._lock:
             at = int(self._board.read("change") or -1)
-            if 0 <= at < self._position[0] and at not in dict(self._notes):
+            if 0 <= at < self._position.value and at not in dict(self._notes):
                 self._post(at, [])
 
 

@@ -9,11 +9,13 @@ import torch
 
 LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
 KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
+OWN_ITEMS = "items"  # what a task or a function of the user's own counts
 IGNORED_LABEL = -100
 
 
 def count_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return the number of labels that count, without synchronising; boolean labels are classes and all count."""
+    # What is counted here also decides which kind of mean a loss is recognised as: see `trainer.loss_kinds`.
     flags = labels != IGNORED_LABEL
     return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
 

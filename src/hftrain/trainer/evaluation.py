@@ -26,8 +26,9 @@ from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.preparation import generates
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
-from hftrain.rules.evaluation import check_cadences, check_evaluating
+from hftrain.rules.evaluation import check_cadences, check_evaluation
 from hftrain.run.parts import TrainerHooks
+from hftrain.task.items import OWN_ITEMS
 from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
@@ -62,7 +63,7 @@ class Evaluation:
     def check(self) -> None:
         """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         trainer, args, owner = self._trainer, self._trainer.args, type(self._trainer).__name__
-        check_evaluating(args, strategy=trainer.strategy, task=trainer.task)
+        check_evaluation(args, strategy=trainer.strategy, task=trainer.task)
         if generates(args) and not self._hooks.is_overridden("prediction_step"):
             warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
@@ -117,7 +118,7 @@ class Evaluation:
         try:
             for name in own if isinstance(own, Mapping) else [None]:
                 with self.own_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
-                    self.over(
+                    self.run_and_time(
                         first_batches(self._data.eval_share(name), trainer.limits.sanity_eval_batches),
                         description="Sanity evaluation",
                         prediction_loss_only=True if trainer.compute_metrics is None else None,
@@ -130,7 +131,9 @@ class Evaluation:
 
     # -- one evaluation ---------------------------------------------------------------------------------------------
 
-    def over(self, loader: Any, *, metric_key_prefix: str, **options: Any) -> tuple[EvalLoopOutput, dict[str, Any]]:
+    def run_and_time(
+        self, loader: Any, *, metric_key_prefix: str, **options: Any
+    ) -> tuple[EvalLoopOutput, dict[str, Any]]:
         """Call the documented loop on this rank's share of a loader; return its output, and its metrics with speed."""
         trainer, args = self._trainer, self._trainer.args
         start_s = time.perf_counter()
@@ -237,10 +240,9 @@ class Evaluation:
     ) -> EvaluateHooks:
         trainer, task, strategy = self._trainer, self._trainer.task, self._trainer.strategy
         mean = self.mean = EvaluationMean(task, self._steps.shares) if isinstance(task, ModelTask) else None
-        is_prediction, compute_metrics = (
-            self._activity.name == "predict",
-            None if loss_only else trainer.compute_metrics,
-        )
+        is_prediction = self._activity.name == "predict"
+        compute_metrics = None if loss_only else trainer.compute_metrics
+        may_communicate = self._steps_may_communicate(has_metrics=compute_metrics is not None)
 
         def step(batch: Any) -> StepOutput:
             found = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
@@ -255,18 +257,18 @@ class Evaluation:
         return EvaluateHooks(
             evaluate_batch=evaluate_batch,
             count_items=task.count_items if mean is None else mean.weights,
-            kinds=("",) if mean is None else mean.kinds,
+            kinds=(OWN_ITEMS,) if mean is None else mean.kinds,
             choose_mean=None if mean is None else mean.choose,
             compute_metrics=compute_metrics,
             preprocess_logits=trainer.preprocess_logits_for_metrics,
             needs_labels=not is_prediction,
-            repeat_batch=step if self._may_talk(has_metrics=compute_metrics is not None) else None,
+            repeat_batch=step if may_communicate else None,
             finish=strategy.finish_forwards,
             read_metrics=None if is_prediction and mean is None else self.read_metrics,
             finish_outputs=finish_outputs,
         )
 
-    def _may_talk(self, *, has_metrics: bool) -> bool:
+    def _steps_may_communicate(self, *, has_metrics: bool) -> bool:
         """Return whether evaluation steps may communicate; every rank must then run the same number of steps."""
         trainer, strategy = self._trainer, self._trainer.strategy
         if strategy.world_size == 1:
@@ -285,7 +287,7 @@ class Evaluation:
         """Return loss, outputs and labels of one batch (each may be None), without gradients."""
         trainer, task, mean, computing = self._trainer, self._trainer.task, self.mean, self._computing
         inputs = self._hooks.prepare_inputs(inputs)
-        count = self._steps.shares.count_for_evaluation(inputs)
+        count = self._steps.shares.count_to_tell([inputs])
         if mean is not None:
             mean.open(inputs)
 

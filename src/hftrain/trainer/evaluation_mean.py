@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 
-from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM
+from hftrain.task.items import KINDS, LABELS, OWN_ITEMS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.loss_kinds import COUNTED, TRUSTED, WEIGHTED, LossKind, row_sizes
-from hftrain.trainer.loss_normalization import ALIKE, ITEMS, LossRule, LossShares
+from hftrain.trainer.loss_kinds import (
+    COUNTED,
+    ITEMS,
+    MICRO_BATCH_MEAN,
+    TRUSTED,
+    WEIGHTED,
+    LossKind,
+    LossRule,
+    row_sizes,
+)
+from hftrain.trainer.loss_normalization import LossShares
 
 
 class EvaluationMean:
@@ -32,9 +41,9 @@ class EvaluationMean:
         self._given, self._counted_items = None, SHIFTED if hooks.shifts_labels else LABELS
         declared, self.kinds = self._rule.kind, tuple[str, ...](KINDS)
         if declared is ITEMS:
-            self.kinds = (task.count_rule if isinstance(task.count_rule, str) else "",)
-        elif declared is not None and (declared == ALIKE or declared.what in KINDS):
-            self.kinds = (SAMPLES if declared == ALIKE else declared.what,)
+            self.kinds = (task.count_rule if isinstance(task.count_rule, str) else OWN_ITEMS,)
+        elif declared is not None and (declared == MICRO_BATCH_MEAN or declared.what in KINDS):
+            self.kinds = (SAMPLES if declared == MICRO_BATCH_MEAN else declared.what,)
 
     def open(self, batch: Any) -> None:
         """Start to observe the loss of a batch, if it can tell more than is known."""
@@ -59,13 +68,16 @@ class EvaluationMean:
 
     def _items_of(self, kind: LossKind) -> str | None:
         """Return the items that a loss of a kind is a mean over, None if they are unknown."""
-        is_trusted = kind.what == TRUSTED and (self._shares.hooks.is_declared or self._shares.hooks.is_trusted)
-        return self._counted_items if is_trusted or kind.what == COUNTED else kind.what if kind.what in KINDS else None
+        hooks = self._shares.hooks
+        if kind.what == COUNTED or (kind.what == TRUSTED and (hooks.is_declared or hooks.is_trusted)):
+            return self._counted_items
+        return kind.what if kind.what in KINDS else None
 
     def weights(self, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """Return, for each of `kinds`, the weight of a batch's loss in the total loss, and its number of items."""
-        if self.kinds == ("",):
-            return {"": (self._task.count_items(batch),) * 2}
+        if self.kinds == (OWN_ITEMS,):
+            count = self._task.count_items(batch)
+            return {OWN_ITEMS: (count, count)}
         unknown = 1 if self._shares.hooks.overrides_loss else None
         counts: dict[str, Any] = {kind: self._task.count_as(kind, batch, unknown=unknown) for kind in self.kinds}
         if self._given is not None and len(self.kinds) > 1:
@@ -81,22 +93,23 @@ class EvaluationMean:
         """
         if len(self.kinds) == 1 or not means:
             return means.get(self.kinds[0])
-        rule, trained = self._rule, self._shares.rule
+        rule, trained, hooks = self._rule, self._shares.rule, self._shares.hooks
+        # 1. Exclude on every process what a batch of any has excluded.
         rule.agree(set(rule.candidates) if self._is_known else None)
-        kinds = [items for items in map(self._items_of, rule.candidates) if items is not None]
-        kinds = [kind for kind in kinds if LossKind(kind) in trained.candidates] or kinds
-        chosen = kinds[0] if kinds else SAMPLES
-        is_trusted = any(each.what == COUNTED for each in rule.candidates) and self._shares.hooks.is_trusted
-        if is_trusted:
-            chosen = self._counted_items
+        # 2. Of the items that are left, those that the losses of the training can be means over come before others.
+        possible = [items for items in map(self._items_of, rule.candidates) if items is not None]
+        possible = [items for items in possible if LossKind(items) in trained.candidates] or possible
+        # 3. Choose: the count's items if a model that is trusted to divide by it did, else the likeliest, else samples.
+        is_trusted = hooks.is_trusted and any(each.what == COUNTED for each in rule.candidates)
+        chosen = self._counted_items if is_trusted else [*possible, SAMPLES][0]
         if chosen not in means:
             return None
-        others = [means[kind] for kind in kinds or (LABELS,) if kind in means]
-        is_same = all(math.isclose(each, means[chosen], rel_tol=1e-6) for each in others)
-        if not is_trusted and not is_same:
+        # 4. Warn if it matters; of a loss of no known kind, if samples and labels weight batches differently.
+        others = [means[items] for items in possible or [LABELS] if items in means]
+        if not is_trusted and not all(math.isclose(each, means[chosen], rel_tol=1e-6) for each in others):
             by = chosen.replace("_", " ")
             treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
-            trained.warn(treatment, is_ambiguous=bool(kinds))
-        # Code that undoes the mean over ranks has multiplied the loss by their number.
+            trained.warn(treatment, is_ambiguous=bool(possible))
+        # 5. Code that undoes the mean over ranks has multiplied the loss by their number.
         kind = next((each for each in rule.candidates if self._items_of(each) == chosen), rule.kind)
-        return means[chosen] / (self._shares.num_ranks if kind is not None and kind.is_scaled else 1)
+        return means[chosen] / (self._shares.num_counted_ranks if kind is not None and kind.times_ranks else 1)

@@ -1,34 +1,43 @@
-"""Recognise what a loss is by its value: a mean over labels or samples, a sum, or a sum divided by a count.
+"""What a loss is: a mean over labels or samples, a sum, or a sum divided by a count. It is, in this order:
 
-No user code is called for it. The outputs and labels of a normal step give the value that each kind of loss would
-have; a loss that equals one of them to rounding is of that kind.
+1. declared, and obeyed (`LossHooks.declared`);
+2. recognised by its value (`LossWatch`) in the first batch that can tell, for the whole run. No user code is called for
+   it: the outputs and labels of a normal step give the value that each kind of loss would have, and a loss that equals
+   one of them to rounding is of that kind. Kinds that give the same value stay possible until a batch tells them apart;
+   a kind that was excluded does not come back (`LossRule`);
+3. followed: treated as transformers does (`LossHooks.followed`), with one warning if that can matter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+from hftrain.checkpoint.registry import Entry, Scope
 from hftrain.core.errors import TaskError
+from hftrain.core.log import get_logger
 from hftrain.core.tree import tensors_of
 from hftrain.core.types import StepOutput
 from hftrain.strategies.base import Strategy
-from hftrain.task.introspect import forward_parameters
-from hftrain.task.items import IGNORED_LABEL, LABELS, SAMPLES, SHIFTED, SUM
+from hftrain.task.introspect import forward_parameters, takes_item_count
+from hftrain.task.items import IGNORED_LABEL, LABELS, OWN_ITEMS, SAMPLES, SHIFTED, SUM
 from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+
+logger = get_logger(__name__)
 
 MEANS = (LABELS, SHIFTED, SAMPLES)
 # A sum divided by the item count that the step was given; a mean with a weight for each class, which labels of a single
 # class or items with equal losses do not show; a model's own loss of an unknown kind, which was given the count, as
 # transformers trusts, or was not.
-COUNTED, WEIGHTED, TRUSTED, PLAIN = "counted", "weighted", "trusted", "plain"
+COUNTED, WEIGHTED, TRUSTED, UNKNOWN = "counted", "weighted", "trusted", "plain"  # as checkpoints hold them
 
 # How far equal losses may be apart, by dtype: sums are taken in another order, and 16 bits are rough.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -39,15 +48,21 @@ class LossKind(NamedTuple):
     """What a loss is, and whether it was multiplied by the number of ranks, to undo the mean over them."""
 
     what: str
-    is_scaled: bool = False
+    times_ranks: bool = False
 
 
 # The likeliest first.
 EVERY_KIND = [
-    LossKind(what, is_scaled)
-    for is_scaled in (False, True)
-    for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, PLAIN)
+    LossKind(what, times_ranks)
+    for times_ranks in (False, True)
+    for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, UNKNOWN)
 ]
+
+
+# A mean over what `count_items` counts, and transformers' treatments of a loss of an unknown kind: use it as it is,
+# trusting that it is divided by the item count and multiplied by the ranks, or average it over micro-batches.
+ITEMS, AS_IS = LossKind(OWN_ITEMS), LossKind(TRUSTED, times_ranks=True)
+MICRO_BATCH_MEAN = LossKind(UNKNOWN)
 
 
 class Call(NamedTuple):
@@ -62,8 +77,8 @@ class Call(NamedTuple):
 class LossWatch:
     """Observe the calls of a plain model while one loss is computed, and recognise the loss."""
 
-    def __init__(self, task: ModelTask, strategy: Strategy, num_ranks: int) -> None:
-        self._task, self._strategy, self._num_ranks = task, strategy, num_ranks
+    def __init__(self, task: ModelTask, strategy: Strategy, num_counted_ranks: int) -> None:
+        self._task, self._strategy, self._num_counted_ranks = task, strategy, num_counted_ranks
         self.model = self._called = strategy.unwrap(task.model)
         self._calls: list[Call] = []
         self._labels: torch.Tensor | None = None
@@ -119,7 +134,7 @@ class LossWatch:
             for smoothing in {0.0, smoothed}
             for each in _values(call, counts, total, smoothing, is_close)
         ]
-        scales = (1, self._num_ranks)[: 1 + (self._num_ranks > 1)]
+        scales = {1, self._num_counted_ranks}
         return {LossKind(what, scale > 1) for each, what in values for scale in scales if is_close(value, each * scale)}
 
 
@@ -134,7 +149,7 @@ def _values(
     if call.loss is not None:
         is_unknown = call.takes_count and not any(is_close(call.loss, mean) for _, mean, _ in means)
         if not (is_unknown and any(is_close(call.loss, each) for each in counted)):
-            yield call.loss, TRUSTED if is_unknown else PLAIN
+            yield call.loss, TRUSTED if is_unknown else UNKNOWN
 
 
 def means_of(logits: torch.Tensor | None, labels: Any, smoothing: float = 0.0) -> Iterator[tuple[str, float, int]]:
@@ -205,6 +220,125 @@ def row_sizes(labels: Any) -> set[tuple[int, ...]]:
         return set()
     marks = (labels != IGNORED_LABEL).reshape(len(labels), -1)
     return set(map(tuple, torch.stack([marks.sum(1), marks[:, 1:].sum(1)], 1).tolist()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossHooks:
+    """The parts of a Trainer that affect the loss of a step."""
+
+    maker: str  # what computes the loss, in messages
+    compute_loss_func: Any  # None, a function, or another library's marker for one
+    overrides_loss: bool  # the class overrides compute_loss
+    accepts_count: bool  # the documented model_accepts_loss_kwargs
+    is_declared: bool  # the class, or its user, has set that
+    is_trusted: bool  # the model declares that it divides by the count, or is one of transformers' decoders
+    divided_for_step: bool | None  # the documented loss_is_scaled_for_ga, if it is set
+    loss_takes_count: bool  # compute_loss takes the count; in its older form it does not
+    shifts_labels: bool  # the attribute _loss_shifts_labels of transformers' Trainer
+    get_batch_samples: Callable[..., Any]
+
+    @property
+    def uses_model_loss(self) -> bool:
+        """Whether the model's loss is used: no user code computes one."""
+        return self.compute_loss_func is None and not self.overrides_loss
+
+    @property
+    def takes_count(self) -> bool:
+        """Whether transformers counts items: for a model that accepts the count, or for a loss function."""
+        return self.accepts_count or self.compute_loss_func is not None
+
+    def declared(self, task: ModelTask | None) -> LossKind | None:
+        """Return what is declared of the loss, None if nothing is."""
+        if task is None or task.count_rule is not None:
+            return ITEMS
+        # Other libraries set a marker in place of a function, and divide the loss themselves.
+        is_marker = self.compute_loss_func is not None and not callable(self.compute_loss_func)
+        if self.divided_for_step is not None or is_marker:
+            return self.followed(has_count=True)
+        if self.is_declared and not self.takes_count:
+            return MICRO_BATCH_MEAN
+        return LossKind(task.smoothed_items) if self.uses_model_loss and task.label_smoothing else None
+
+    def followed(self, *, has_count: bool) -> LossKind:
+        """Return how transformers treats the loss."""
+        if self.divided_for_step is not None:
+            return AS_IS if self.divided_for_step else MICRO_BATCH_MEAN
+        function = self.compute_loss_func
+        is_given = has_count if function is None else not callable(function) or takes_item_count(function)
+        return AS_IS if is_given and self.takes_count and self.loss_takes_count else MICRO_BATCH_MEAN
+
+
+class LossRule:
+    """What a loss is.
+
+    Attributes:
+        kind: None as long as nothing is known, and if no kind was recognised.
+        candidates: What the loss can still be, the likeliest first.
+        is_settled: Whether no further batch is looked at.
+        watch: Observes a plain model.
+        has_warned: Whether its one warning has been given, or is not needed.
+    """
+
+    def __init__(self, hooks: LossHooks, task: ModelTask | None, strategy: Strategy, watch: LossWatch | None) -> None:
+        self.hooks, self.strategy, self.watch = hooks, strategy, watch
+        self.kind, self.candidates = hooks.declared(task), list[LossKind]()
+        self.is_declared = self.is_settled = self.has_warned = self.kind is not None
+
+    def inherit(self, other: LossRule) -> None:
+        """Take over what another rule of the same Trainer knows."""
+        self.has_warned |= other.has_warned
+        if self.hooks.maker == other.hooks.maker and not (self.is_declared or other.is_declared):
+            self.candidates, self.kind, self.is_settled = other.candidates, other.kind, other.is_settled
+
+    def narrow(self, found: set[LossKind] | None) -> None:
+        """Exclude what a loss cannot be by one batch; None excludes nothing."""
+        if found is not None:
+            left = [each for each in self.candidates or EVERY_KIND if each in found]
+            self.candidates = [each for each in left if each.what not in (TRUSTED, UNKNOWN)] or left
+            self.kind, self.is_settled = next(iter(self.candidates), None), len(self.candidates) < 2
+
+    def agree(self, found: set[LossKind] | None) -> bool:
+        """Exclude what a batch excludes on any process; return whether it told anything. Collective."""
+        missing = [int(found is not None and each not in found) for each in EVERY_KIND]
+        flags = torch.tensor([*missing, int(found is not None)], device=self.strategy.device)
+        *missing, is_told = self.strategy.reduce(flags, op="max").tolist()
+        if is_told:
+            self.narrow({each for each, is_missing in zip(EVERY_KIND, missing, strict=True) if not is_missing})
+        return bool(is_told)
+
+    def warn(self, treatment: str, *, is_ambiguous: bool = False) -> None:
+        """Log the one warning about a loss, of an unknown kind or of several possible ones."""
+        if not self.has_warned and self.strategy.is_main:
+            unknown = "which of several equal means it is" if is_ambiguous else "what it is a mean over"
+            logger.warning(
+                f"Cannot prove of the loss of {self.hooks.maker} {unknown}. {treatment}. To choose the weights of "
+                'batches, pass count_items="labels", "samples" or a function of the batch to the Trainer; or set '
+                "loss_is_scaled_for_ga in its class: True if the loss is divided for the whole step already, False if "
+                "it is the mean over a micro-batch."
+            )
+        self.has_warned = True
+
+    @property
+    def entry(self) -> Entry:
+        """What a checkpoint's manifest records, so that a resumed run weights batches as the uninterrupted one."""
+
+        def state() -> dict[str, Any]:
+            is_known = not self.is_declared and (self.is_settled or self.candidates)
+            return {
+                "loss_finding": {"left": list(map(list, self.candidates)), "of": self.hooks.maker} if is_known else None
+            }
+
+        def load(facts: Mapping[str, Any]) -> None:
+            found = facts.get("loss_finding")
+            if found is None or found.get("left") is None or self.is_declared:
+                return
+            if found.get("of", self.hooks.maker) == self.hooks.maker:
+                self.candidates = []
+                self.narrow({LossKind(*each) for each in found["left"]})
+            else:
+                logger.warning("The loss is not that of the checkpoint but that of %s.", self.hooks.maker)
+
+        return Entry(Scope.MANIFEST, state, load)
 
 
 class CountItemsCheck:

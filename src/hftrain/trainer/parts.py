@@ -12,7 +12,7 @@ from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks, TrainerServices, loss_window
-from hftrain.step.stepper import Computing
+from hftrain.step.stepper import StepCalls
 from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
@@ -43,7 +43,7 @@ class TrainerParts:
         if not args.skip_memory_metrics:
             memory, kind = extra("memory"), strategy.device_type
             self.memory = memory.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=kind)
-        self.computing = Computing(precision.backward, precision.autocast)
+        self.computing = StepCalls(precision.backward, precision.autocast)
         self.output = Output(trainer, strategy)
         self.journal = Journal()
         self.losses: LossWindow | None = None

@@ -433,23 +433,24 @@ class Trainer:
         Source: the documented `Trainer.training_step`.
         """
         parts, steps = self._trainer_parts, self._trainer_parts.steps
-        mode, shares = steps.mode, steps.shares if steps.shares.is_on else None
+        mode, shares = steps.mode, steps.shares
         if mode is None:
             model.train()
         elif model is not mode.model or not all(map(is_on, mode.flags)):
             mode.enter(model)
         if mode is not None and mode.train_weights is not None:
-            mode.train_weights()
+            mode.train_weights()  # schedule-free optimizers keep other weights for evaluation
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
-        share = None if shares is None else shares.share_of(inputs)
+        share = shares.share_of(inputs) if shares.is_on else None
         inputs = self._prepare_inputs(inputs)
-        if shares is not None:
+        if share is not None:
             shares.open(inputs)
         with self.compute_loss_context_manager():
             loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = parts.computing
         try:
-            weighed = loss if share is None else steps.shares.weigh(loss, share, num_items_in_batch)
+            weighed = loss if share is None else shares.weigh(loss, share, num_items_in_batch)
+            # A library may have assigned the accelerator a backward of its own, which then runs.
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
                 computing.backward(weighed)
             else:
@@ -477,9 +478,10 @@ class Trainer:
                 past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
                 self._trainer_parts.computing.past = past
             is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            num_ranks = self._trainer_parts.steps.shares.num_ranks
+            num_ranks = self._trainer_parts.steps.shares.num_counted_ranks
             if num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                loss = loss * num_ranks  # undoes DDP's mean over ranks, which an evaluation has not
+                # As documented, DDP's mean over ranks, which an evaluation has not, is undone here: `times_ranks`.
+                loss = loss * num_ranks
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -614,7 +616,7 @@ class Trainer:
         chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
-            _, metrics = evaluation.over(
+            _, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
@@ -656,7 +658,7 @@ class Trainer:
             with parts.activity.running("predict"), chosen_weights:
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._trainer_parts.activity.evaluating("predict"):
-            output, metrics = self._trainer_parts.evaluation.over(
+            output, metrics = self._trainer_parts.evaluation.run_and_time(
                 self._trainer_parts.data.share_of(self.get_test_dataloader(test_dataset), is_training=False),
                 description="Prediction",
                 ignore_keys=ignore_keys,
@@ -775,7 +777,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
         session, evaluation = self._running_session("_evaluate"), self._trainer_parts.evaluation
-        with session.evaluating():
+        with session.marked_as_evaluation():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
             if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
                 metrics = evaluation.metrics_of_main(metrics)

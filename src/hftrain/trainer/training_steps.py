@@ -16,13 +16,13 @@ from hftrain.core.signatures import Hooks, accepts
 from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow
 from hftrain.run.parts import Take, TrainerHooks, TrainerPart
-from hftrain.step.stepper import Computing
+from hftrain.step.stepper import StepCalls
 from hftrain.task.introspect import base_model
 from hftrain.task.model_call import ModelCall
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import TrainingMode
-from hftrain.trainer.loss_kinds import CountItemsCheck
-from hftrain.trainer.loss_normalization import LossHooks, LossShares
+from hftrain.trainer.loss_kinds import CountItemsCheck, LossHooks
+from hftrain.trainer.loss_normalization import LossShares
 
 
 class TrainingSteps(TrainerPart):
@@ -39,7 +39,7 @@ class TrainingSteps(TrainerPart):
     shares: LossShares
     items_check: CountItemsCheck
 
-    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: Computing) -> None:
+    def __init__(self, trainer: TrainerHooks, hooks: Hooks, computing: StepCalls) -> None:
         super().__init__(trainer, hooks)
         self.computing = computing
         self.mode: TrainingMode | None = None
@@ -65,7 +65,7 @@ class TrainingSteps(TrainerPart):
         """Return the functions that take a step's batches and train on one; both split batches if set to."""
         trainer, step, shares = self._trainer, self._hooks.training_step, self.shares
         optimizer: Any = trainer.optimizer
-        if hasattr(optimizer, "stepping"):
+        if hasattr(optimizer, "stepping"):  # see `has_own_steps`
             return shares.take, optimizer.stepping(step, shares.weighing)
         if trainer.args.auto_find_batch_size is not True:
             return shares.take, step
@@ -112,11 +112,12 @@ class TrainingSteps(TrainerPart):
         self.cast = None
 
     def _make_shares(self) -> LossShares:
-        """Return a `LossShares` for the current hooks."""
+        """Return a `LossShares` for the current hooks; sets in the task what they declare of the model."""
         trainer, hooks, task = self._trainer, self._hooks, self._trainer.task
-        is_causal = False
+        accepts_count, is_causal = bool(trainer.model_accepts_loss_kwargs), False
         if isinstance(task, ModelTask):
             is_causal = task.is_causal = task.is_causal or hooks.loss_shifts_labels
+            task.accepts_item_count = accepts_count
         overrides_loss, owner = hooks.is_overridden("compute_loss"), f"{type(trainer).__name__}.compute_loss"
         function = "" if trainer.compute_loss_func is None else "compute_loss_func"
         # FSDP puts its name before that of the model's class.
@@ -126,10 +127,10 @@ class TrainingSteps(TrainerPart):
             maker=owner if overrides_loss else function or model_name,
             compute_loss_func=trainer.compute_loss_func,
             overrides_loss=overrides_loss,
-            accepts_count=bool(trainer.model_accepts_loss_kwargs),
+            accepts_count=accepts_count,
             is_declared=name in vars(trainer) or not isinstance(getattr(type(trainer), name), property),
             is_trusted=getattr(base_model(trainer.model), "accepts_loss_kwargs", None) is True or is_causal,
-            is_scaled=getattr(trainer, "loss_is_scaled_for_ga", None),
+            divided_for_step=getattr(trainer, "loss_is_scaled_for_ga", None),
             loss_takes_count=accepts(trainer.compute_loss, "num_items_in_batch"),
             shifts_labels=hooks.loss_shifts_labels,
             get_batch_samples=hooks.get_batch_samples,

@@ -91,7 +91,7 @@ class Bench:
             state=self.state,
             control=self.control,
             events=self,
-            losses=LossWindow(filters_nonfinite=False, reduce=torch.clone),
+            losses=LossWindow(hides_nonfinite=False, reduce=torch.clone),
         )
         self.loop.attach(self.parts)
 

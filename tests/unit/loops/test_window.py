@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.loops.window import LogWindow, LossWindow, as_number, merge_reports
+from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow, as_number, merge_reports
 
 NAN, INF = math.nan, math.inf
 
 
 def make_window(*, filters: bool = True, reduce: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> LossWindow:
-    return LossWindow(filters_nonfinite=filters, reduce=reduce)
+    return LossWindow(hides_nonfinite=filters, reduce=reduce)
 
 
 def add_steps(window: LossWindow, steps: list[list[float]]) -> None:
@@ -147,7 +147,7 @@ def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
 
 @pytest.mark.parametrize("state", [{"num_steps": 10**30}, {"num_finite": "x"}, {"more": 1}])
 def test_state_that_no_window_has_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="state of a logging window"):
+    with pytest.raises(ValueError, match=f"state of a logging window cannot hold '{next(iter(state))}'"):
         make_window().load_state_dict(state, device=torch.device("cpu"))
 
 
@@ -173,8 +173,10 @@ def test_filter_counts_over_a_long_window() -> None:
     assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
 
 
-def test_state_holds_no_functions() -> None:
-    assert not any(callable(value) for value in make_window().state_dict().values())
+def test_state_holds_every_public_attribute_and_no_function() -> None:
+    window = make_window()
+    assert list(window.state_dict()) == [name for name in vars(window) if not name.startswith("_")]
+    assert not any(callable(value) for value in window.state_dict().values())
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
@@ -298,7 +300,7 @@ def test_norm_that_an_engine_tells_when_asked_is_saved_as_a_number() -> None:
 
 
 def test_steps_that_are_left_in_a_live_window_are_counted_when_they_are_read() -> None:
-    window = LossWindow(filters_nonfinite=False, reduce=torch.clone, is_live=True)
+    window = LiveLossWindow(hides_nonfinite=False, reduce=torch.clone)
     add_steps(window, [[2.0]] * 3)
     total = window.open_sum()
     total -= 4.0

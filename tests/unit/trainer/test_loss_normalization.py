@@ -12,7 +12,7 @@ from support.tiny import Net, make_arguments
 from support.tiny import make_rows as make_single
 
 from hftrain.trainer.loss_kinds import LossWatch
-from hftrain.trainer.loss_normalization import _scaled
+from hftrain.trainer.loss_normalization import _weighted
 
 
 class OnDevice(torch.Tensor):
@@ -44,7 +44,7 @@ def test_loss_is_weighed_in_its_own_precision(
     loss = torch.tensor(3.0, dtype=dtype, requires_grad=True)
     # A share that the host cannot tell comes as a tensor on the device.
     own = share if place == "cpu" else count_on(share, place)
-    weighed = _scaled(loss, own, 2, count_on(total, total_place)).as_subclass(torch.Tensor)
+    weighed = _weighted(loss, own * 2, count_on(total, total_place)).as_subclass(torch.Tensor)
     assert weighed.dtype == dtype
     assert weighed.item() == pytest.approx(3 * 2 * share / total, rel=tolerance)
     weighed.backward()
@@ -56,7 +56,7 @@ def test_loss_is_weighed_in_its_own_precision(
 def test_mean_over_no_item_counts_nothing(place: str, total: int) -> None:
     value = torch.zeros((), dtype=torch.float64, requires_grad=True)
     loss = value * 3 + float("nan")
-    weighed = _scaled(loss, count_on(0, place), 2, count_on(total, place)).as_subclass(torch.Tensor)
+    weighed = _weighted(loss, count_on(0, place), count_on(total, place)).as_subclass(torch.Tensor)
     # The mean over the items of a step that has none is shown as what it is.
     assert weighed.item() == pytest.approx(0.0 if total else float("nan"), nan_ok=True)
     weighed.backward()

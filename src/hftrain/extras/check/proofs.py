@@ -24,8 +24,8 @@ from hftrain.core.devices import device_name, find_device_type
 from hftrain.core.errors import HFTrainError
 from hftrain.core.launcher import read_launch
 from hftrain.extras.check.probes import BATCH, STEPS, batches, make_trainer, new_net, samples, train, train_by_hand
+from hftrain.storage.files import free_bytes, readable_bytes
 from hftrain.storage.locks import FolderLock
-from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.strategies.registry import create_strategy
 
 # How far numbers may be apart, relative to the largest: rounding in another order, with room.

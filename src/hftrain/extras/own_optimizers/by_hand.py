@@ -15,7 +15,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.types import Owns
 from hftrain.extras.own_optimizers.several import Optimizers
 from hftrain.precision.base import Precision
-from hftrain.step.stepper import Computing, Stepper, average_gradients
+from hftrain.step.stepper import StepCalls, Stepper, average_gradients
 from hftrain.strategies.base import Strategy
 
 
@@ -180,7 +180,7 @@ class _Running:
     """What the optimizers need of a run."""
 
     def __init__(
-        self, owner: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, computing: Computing | None
+        self, owner: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, computing: StepCalls | None
     ) -> None:
         self._owner, self._computing = owner, computing
         self.strategy, self.precision, self.args = strategy, precision, args
@@ -260,7 +260,7 @@ class OptimizersByHand(Optimizers):
     def step(self, closure: Any = None) -> Any:
         """Do nothing: each one has stepped in `training_step`."""
 
-    def assemble(self, strategy: Strategy, precision: Precision, args: Any, computing: Computing | None) -> Stepper:
+    def assemble(self, strategy: Strategy, precision: Precision, args: Any, computing: StepCalls | None) -> Stepper:
         """Return the calls of a step, of which the task does the most.
 
         Raises:
