@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -57,14 +56,6 @@ def test_save_commits_the_documented_files(make_manager, save_at, output_dir):
     assert listing(output_dir) == ["checkpoint-5"]
     assert verify(path).facts["progress"] == {"step": 5}
     assert make_manager().latest() == path
-
-
-def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, output_dir):
-    seen: list[list[str]] = []
-    make_manager().save(5, [lambda folder: seen.append(listing(output_dir))], facts={})
-    assert len(seen[0]) == 1
-    assert seen[0][0].startswith(".staging-")
-    assert seen[0][0].endswith("-checkpoint-5")
 
 
 def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):
@@ -192,35 +183,6 @@ def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("absent", "it does not exist"),
-        ("file", "it is a file"),
-        ("empty", "it is empty"),
-        ("full", "it holds a0, a1, a2, a3, a4, a5, a6, a7, ..."),
-    ],
-)
-def test_open_says_what_it_found_and_what_lies_beside(make_manager, output_dir, name, reason):
-    manager = make_manager()
-    save_notes(manager, 5, 10)
-    (output_dir / "file").write_text("")
-    (output_dir / "empty").mkdir()
-    (output_dir / "full").mkdir()
-    for index in range(9):
-        (output_dir / "full" / f"a{index}").touch()
-    with pytest.raises(CheckpointError, match=rf"not a checkpoint: {reason}.*checkpoint-5, .*checkpoint-10"):
-        manager.open(output_dir / name)
-
-
-def test_open_lists_the_checkpoints_inside_the_folder(make_manager, output_dir, tmp_path):
-    save_notes(make_manager(), 5)
-    with pytest.raises(CheckpointError, match=r"it holds checkpoint-5\. Checkpoints found there: .*checkpoint-5"):
-        make_manager().open(output_dir)
-    with pytest.raises(CheckpointError, match="No checkpoint lies"):
-        make_manager().open(tmp_path / "elsewhere" / "x")
-
-
-@pytest.mark.parametrize(
     ("limit", "best", "expected"),
     [
         (None, None, [1, 2, 3, 4, 5, 6, 10]),
@@ -296,27 +258,6 @@ def test_keep_only_deletes_nothing_for_the_sake_of_a_damaged_one(make_manager, o
 def test_rotate_before_the_first_save_does_nothing(make_manager, output_dir):
     make_manager(save_total_limit=1).rotate()
     assert not output_dir.exists()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rotation_over_random_histories_keeps_its_promises(make_manager, output_dir, seed):
-    choose = random.Random(seed)
-    limit = choose.randint(1, 4)
-    manager, step, best = make_manager(save_total_limit=limit), 0, None
-    saved: list[int] = []
-    for _ in range(12):
-        step += choose.randint(1, 50)
-        save_notes(manager, step)
-        saved.append(step)
-        best = step if best is None or choose.random() < 0.3 else best
-        manager.rotate(best=output_dir / f"checkpoint-{best}")
-        left = sorted(map(checkpoint_step, output_dir.iterdir()))
-        newest = [each for each in saved if each != best][-max(limit - 1, 1) :]
-        assert set(left) <= set(saved)
-        assert {best, step} <= set(left)
-        assert len(left) == min(len(saved), max(limit, len({best, step})))
-        assert set(left) - {best} >= set(newest[-(len(left) - 1) :]) if len(left) > 1 else left == [step]
-        assert manager.latest() == output_dir / f"checkpoint-{step}"
 
 
 def test_a_kill_before_any_file_operation_loses_nothing_committed(make_manager, output_dir, monkeypatch):

@@ -46,13 +46,6 @@ def age(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_rotation_keeps_the_newest_within_a_run(make_manager, output_dir):
-    save(make_manager(save_total_limit=2), 1, 2, 3, 4)
-    assert steps_in(output_dir) == [3, 4]
-    assert make_manager().latest() == output_dir / "checkpoint-4"
-
-
-@pytest.mark.usefixtures("clock")
 def test_a_resumed_run_takes_and_keeps_the_newest(make_manager, output_dir):
     first = make_manager(save_total_limit=2)
     save(first, 1, 2)
