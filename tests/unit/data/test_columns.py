@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import logging
-import pickle
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hftrain.core.errors import ConfigError
-from hftrain.data.columns import RemoveColumnsCollator, prune_columns, removable_columns, signature_columns
+from hftrain.data.columns import RemoveColumnsCollator, signature_columns
 
 
 class Net(torch.nn.Module):
@@ -31,17 +29,6 @@ class Adapter(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.base(*args, **kwargs)
-
-
-class Table:
-    """Has of a `datasets.Dataset` what pruning uses; the real one is in the interop tests."""
-
-    def __init__(self, names, format_type=None):
-        self.column_names = names
-        self.format = {"type": format_type}
-
-    def remove_columns(self, names):
-        return Table([name for name in self.column_names if name not in names])
 
 
 def with_config(model):
@@ -73,42 +60,6 @@ def test_signature_columns_keep_all_for_an_unreadable_signature():
         forward = max
 
     assert signature_columns(Opaque(), label_names=[]) is None
-
-
-def test_prune_columns_removes_and_reports_once(caplog):
-    options = {"keep": ["x", "label"], "model_name": "Net", "description": "once"}
-    with caplog.at_level(logging.INFO, logger="hftrain"):
-        for _ in range(2):
-            assert prune_columns(Table(["x", "text", "id"]), **options).column_names == ["x"]
-    assert [(r.levelno, "text, id" in r.message) for r in caplog.records] == [(logging.INFO, True)]
-    whole = Table(["x", "label"])
-    assert prune_columns(whole, **options) is whole
-
-
-@pytest.mark.parametrize("dataset", [[{"x": 1}], Table(None), Table({"train": ["x"]}), Table(["raw"], "custom")])
-def test_prune_columns_leaves_other_datasets_to_the_collator(dataset):
-    assert removable_columns(dataset) is None
-    assert prune_columns(dataset, keep=["x"], model_name="Net", description="training") is dataset
-
-
-def test_prune_columns_with_nothing_left_raises():
-    with pytest.raises(ConfigError, match=r"columns=\['a', 'b'\], signature=\['x'\]"):
-        prune_columns(Table(["a", "b"]), keep=["x"], model_name="Net", description="training")
-
-
-def test_pruner_drops_keys_of_mappings_only(caplog):
-    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="mixed")
-    with caplog.at_level(logging.INFO, logger="hftrain"):
-        assert pruner([{"x": 1, "text": "a"}, (1, 2)]) == [{"x": 1}, (1, 2)]
-        assert pruner([{"x": 1, "text": "a"}]) == [{"x": 1}]
-    assert [r.levelno for r in caplog.records] == [logging.INFO]
-    assert pickle.loads(pickle.dumps(pruner))([{"x": 2, "y": 3}]) == [{"x": 2}]
-
-
-def test_pruner_with_nothing_left_raises():
-    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="training")
-    with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
-        pruner([{"a": 1}])
 
 
 def test_pruner_reports_once_for_all_workers(capfd):

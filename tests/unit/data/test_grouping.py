@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy
 import pytest
@@ -57,25 +56,6 @@ def test_order_is_a_function_of_seed_and_epoch(shuffles):
 
     assert order(1, 0) == order(1, 0) != order(1, 1)
     assert order(1, 1) == order(2, 0)
-
-
-@pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.parametrize("num", [1, 2, 3, 7, 8, 9, 31, 32, 33])
-@pytest.mark.parametrize("size", [1, 4, 50])
-def test_few_samples_are_all_read(num, size, shuffles):
-    sampler = LengthShuffledSampler(LENGTHS[:num], batch_size=size, seed=0, shuffles_batches=shuffles)
-    assert sorted(sampler) == list(range(num))
-
-
-@pytest.mark.parametrize("shuffles", [False, True])
-def test_a_million_lengths_are_ordered_in_seconds(shuffles):
-    lengths = numpy.random.default_rng(0).integers(1, 500, 1_000_000)
-    start_s = time.perf_counter()
-    sampler = LengthShuffledSampler(lengths, batch_size=32, seed=0, shuffles_batches=shuffles)
-    first = next(iter(sampler))
-    assert time.perf_counter() - start_s < 5
-    assert numpy.shares_memory(sampler.lengths, lengths)
-    assert lengths[first] == lengths.max()
 
 
 def test_lengths_are_those_of_the_input():

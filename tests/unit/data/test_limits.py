@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from hftrain import Trainer
 from hftrain.core.errors import ConfigError
-from hftrain.data.feed import TrainFeed
-from hftrain.data.limits import FirstBatches, LimitedFeed, Limits
+from hftrain.data.limits import LimitedFeed, Limits
 
 
 @pytest.mark.parametrize(
@@ -44,31 +43,6 @@ def test_share_of_less_than_a_batch_or_of_unknown_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="no length"):
         Limits(limit_eval_batches=0.5).for_evaluation(iter([]))
     assert Limits(limit_train_batches=5).num_train(None) == 5
-
-
-def test_without_limits_nothing_is_wrapped() -> None:
-    loader = DataLoader(range(4))
-    assert Limits().for_evaluation(loader) is loader
-    assert Limits().num_train(None) is None
-    assert Limits().facts == Limits().of_training == Limits(sanity_eval_batches=2).of_evaluation == {}
-
-
-def test_overfitting_limits_evaluations_unless_told_otherwise() -> None:
-    assert len(Limits(overfit_batches=2).for_evaluation([[0]] * 9)) == 2
-    assert len(Limits(overfit_batches=2, limit_eval_batches=4).for_evaluation([[0]] * 9)) == 4
-    assert isinstance(Limits(overfit_batches=2).for_evaluation(iter([])), FirstBatches)
-
-
-@pytest.mark.parametrize("overfits", [False, True])
-def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
-    limits = Limits(overfit_batches=3) if overfits else Limits(limit_train_batches=3)
-    whole = TrainFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5)
-    feed = LimitedFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5, limits=limits)
-    assert feed.num_batches == 3
-    for epoch in range(3):
-        expected = [batch.tolist() for batch in whole.open(0 if overfits else epoch)][:3]
-        for skip in range(4):
-            assert [batch.tolist() for batch in feed.open(epoch, skip=skip)] == expected[skip:]
 
 
 def test_data_with_a_position_of_its_own_is_refused() -> None:

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 from support.loading import build, stream_share
 from support.resuming import assert_same
 from support.stateful import Drawing, Lines, StatefulRows, StatefulStream
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader
 from hftrain.core.errors import TaskError
 from hftrain.data.datasets import has_state
 from hftrain.data.feed import TrainFeed
-from hftrain.data.seeding import SeededBatches
-from hftrain.data.states import Stamped, StatefulLoader, resumable_loader
-from hftrain.data.streams import EpochStream, EvenedStream, epoch_stream
+from hftrain.data.states import Stamped, resumable_loader
+from hftrain.data.streams import EvenedStream
 
 
 def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:
@@ -87,38 +85,12 @@ def test_map_style_data_with_a_state_goes_on_in_workers(num: int) -> None:
     assert got == xs(make_feed(StatefulRows(26), workers=3).open(0))
 
 
-def test_nothing_is_read_again_without_workers() -> None:
-    def make(kind: Any) -> Any:
-        dataset = kind(26, draws=False)
-        return make_feed(dataset), dataset
-
-    for kind, expected_reads in ((StatefulRows, 14), (StatefulStream, 14)):
-        expected, got, _, dataset = stop_and_go(lambda kind=kind: make(kind), 3)
-        assert got == expected
-        assert dataset.num_read == expected_reads
-
-
 def test_map_style_data_are_skipped_without_being_read() -> None:
     dataset = Drawing(1000)
     iterator = make_feed(dataset).open(3, skip=200)
     assert dataset.num_read == 0
     next(iterator)
     assert dataset.num_read == 4
-
-
-def test_state_may_be_that_of_the_end_and_the_next_epoch_begins_anew() -> None:
-    for starts_over in (True, False):
-        feed = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
-        list(feed.open(0))
-        at_end = feed.state_dict()
-        expected = xs(feed.open(1))
-        resumed = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
-        resumed.load_state_dict(at_end)
-        assert xs(resumed.open(1)) == expected
-        again = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
-        again.load_state_dict(at_end)
-        assert xs(again.open(0, skip=2)) == []
-        assert xs(again.open(1)) == expected
 
 
 @pytest.mark.parametrize("make", [StatefulStream, lambda num: Stream(make_rows(num))])
@@ -132,15 +104,6 @@ def test_other_number_of_workers_is_said(make: Any, caplog: pytest.LogCaptureFix
     assert "cannot go on exactly where it was: num_workers was 0, now 1" in caplog.text
 
 
-def test_map_style_data_take_another_number_of_workers_quietly(caplog: pytest.LogCaptureFixture) -> None:
-    feed = make_feed(make_rows(26))
-    next(feed.open(0))
-    other = make_feed(make_rows(26), workers=1)
-    other.load_state_dict(feed.state_dict())
-    assert xs(other.open(0, skip=1)) == xs(make_feed(make_rows(26)).open(0))[1:]
-    assert caplog.text == ""
-
-
 def test_workers_with_a_state_do_not_persist_for_map_style_data() -> None:
     with pytest.warns(UserWarning, match="they do not persist"):
         feed = make_feed(StatefulRows(26), workers=1, persistent=True)
@@ -148,30 +111,6 @@ def test_workers_with_a_state_do_not_persist_for_map_style_data() -> None:
     first = xs(feed.open(0))
     assert multiprocessing.active_children() == []
     assert len(first) == 7
-
-
-def test_loaders_that_lack_nothing_are_left_alone() -> None:
-    for loader in (
-        DataLoader(make_rows(8), batch_size=2),
-        DataLoader(Stream(make_rows(8)), num_workers=1),
-        DataLoader(make_rows(8), batch_size=None, num_workers=1),
-        build(make_rows(8), batch_size=2, num_workers=1),
-        [1, 2],
-    ):
-        assert resumable_loader(loader, seed=0, rank=0) is loader
-
-
-def test_plain_loader_gets_seeds_for_its_workers() -> None:
-    loader = resumable_loader(DataLoader(make_rows(8), batch_size=2, num_workers=1), seed=0, rank=0)
-    assert isinstance(loader.batch_sampler, SeededBatches)
-    assert len(loader) == 4
-
-
-def test_sampler_of_whole_samples_is_kept() -> None:
-    loader = DataLoader(StatefulRows(6), batch_size=None, num_workers=1)
-    feed = TrainFeed(resumable_loader(loader, seed=0, rank=0), seed=0)
-    assert isinstance(feed.loader, StatefulLoader)
-    assert len(list(feed.open(0, skip=2))) == 4
 
 
 def test_batches_are_pinned_and_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,18 +149,6 @@ def test_share_of_a_rank_goes_on_up_to_its_filled_end() -> None:
                 next(iterator)
             resumed.load_state_dict(stopped.state_dict())
             assert xs(resumed.open(0, skip=num)) == expected[num:], (rank, num)
-
-
-def test_closing_puts_a_dataset_back_to_where_it_was() -> None:
-    stopped, dataset = make_feed(StatefulStream(9)), StatefulStream(9)
-    next(stopped.open(0))
-    before, resumed = dataset.state_dict(), make_feed(dataset)
-    resumed.load_state_dict(stopped.state_dict())
-    next(resumed.open(0, skip=1))
-    assert dataset.state_dict() != before
-    for _ in range(2):
-        resumed.close()
-        assert dataset.state_dict() == before
 
 
 @pytest.mark.parametrize("kind", [StatefulStream, Lines])
@@ -273,13 +200,6 @@ def test_filled_stream_goes_on_in_workers_from_its_end_and_in_later_epochs(
             assert xs(resumed.open(epoch)) == later
 
 
-@pytest.mark.parametrize("num", [26, 18])
-def test_each_epoch_of_a_filled_stream_is_the_same_in_workers_that_persist(num: int) -> None:
-    lasting, new = make_dispatched(num, persistent=True), make_dispatched(num)
-    for epoch in range(3):
-        assert xs(lasting.open(epoch)) == xs(new.open(epoch))
-
-
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_every_pass_of_a_filled_stream_begins_at_its_start(counts: bool, options: Any) -> None:
@@ -309,13 +229,6 @@ def test_stream_that_does_not_lead_back_to_its_start_cannot_be_filled_up() -> No
     with pytest.raises(TaskError, match="it gave none"):
         list(stream)
     assert len(list(EvenedStream(StatefulStream(1), unit=4))) == 4
-
-
-def test_wrappers_have_the_state_of_their_stream() -> None:
-    assert has_state(EpochStream(StatefulStream(4), seed=0, rank=0))
-    assert not has_state(EpochStream(Stream(make_rows(4)), seed=0, rank=0))
-    assert epoch_stream(Stream(make_rows(4))) is None
-    assert torch.is_tensor(next(iter(EpochStream(StatefulStream(4), seed=0, rank=0)))["x"])
 
 
 @pytest.mark.parametrize(("version", "keeps"), [("4.8.0", False), ("5.0.0", True)])
