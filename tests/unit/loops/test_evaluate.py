@@ -12,7 +12,7 @@ import torch
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
@@ -110,17 +110,6 @@ def test_empty_loader_gives_nothing_and_says_so() -> None:
         assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
 
 
-def test_counts_may_be_plain_integers() -> None:
-    loop = make_loop(hooks={"count_items": lambda batch: int(count(batch))})
-    assert loop.run(make_batches([1, 3], [8])).metrics["loss"] == 4.0
-
-
-def test_every_batch_is_told() -> None:
-    diary = Diary()
-    make_loop(events=diary).run(make_batches([1], [2], [3]))
-    assert diary.entries == ["on_prediction_step"] * 3
-
-
 def test_logs_and_own_metrics_join_the_loss() -> None:
     loop = make_loop(hooks={"read_metrics": lambda: {"f1": 0.5}})
     # A log stands for its batch's samples: two of them say 2, one says 1.
@@ -143,18 +132,6 @@ def test_compute_metrics_gets_the_whole_set() -> None:
     assert len(tuple(seen[0])) == 2
 
 
-def test_compute_metrics_gets_inputs_and_losses_on_request() -> None:
-    seen: list[EvalPrediction] = []
-    loop = make_loop(
-        keeps_predictions=True,
-        includes=("inputs", "loss"),
-        hooks={"compute_metrics": lambda prediction: seen.append(prediction) or {}},
-    )
-    loop.run(make_batches([1, 3], [8]))
-    assert seen[0].inputs.tolist() == [-1, -3, -8]
-    assert seen[0].losses.tolist() == [2.0, 2.0, 8.0]
-
-
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("missing", ["outputs", "labels"])
 def test_compute_metrics_needs_predictions_and_labels(missing: str, per_batch: bool) -> None:
@@ -168,11 +145,6 @@ def test_compute_metrics_needs_predictions_and_labels(missing: str, per_batch: b
     assert "loss" in loop.run(make_batches([1])).metrics
 
 
-def test_nothing_is_kept_where_nobody_asks() -> None:
-    output = make_loop().run(make_batches([1, 2]))
-    assert (output.predictions, output.label_ids) == (None, None)
-
-
 def test_logits_are_preprocessed_before_they_are_kept() -> None:
     loop = make_loop(keeps_predictions=True, hooks={"preprocess_logits": lambda logits, labels: logits + labels})
     assert loop.run(make_batches([1, 2], [3])).predictions.tolist() == [1, 4, 7]
@@ -184,12 +156,6 @@ def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
     loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, hooks=hooks)
     with pytest.raises(TaskError, match="it is None, so there is nothing"):
         loop.run(make_batches([1]))
-
-
-def test_batches_may_be_handed_out_unjoined() -> None:
-    output = make_loop(keeps_predictions=True, joins_batches=False).run(make_batches([1, 2], [3]))
-    assert [part.tolist() for part in output.predictions] == [[0, 2], [4]]
-    assert [part.tolist() for part in output.label_ids] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("includes", [(), ("inputs", "loss")])
@@ -211,16 +177,6 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
         assert calls[0][3].tolist() == [1.5, 1.5]
 
 
-def test_metrics_batch_by_batch_need_a_function() -> None:
-    assert "loss" in make_loop(computes_per_batch=True).run(make_batches([1], [2])).metrics
-
-
-def test_prediction_keeps_what_evaluation_need_not() -> None:
-    output = make_loop(PredictLoop, keeps_predictions=False, moves_every=1).run(make_batches([1, 2], [3]))
-    assert output.predictions.tolist() == [0, 2, 4]
-    assert output.label_ids.tolist() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("answer", [3.0, [("f1", 1.0)]])
 def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> None:
@@ -231,11 +187,6 @@ def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> 
     )
     with pytest.raises(TaskError, match=f"what compute_metrics returned: it is a {type(answer).__name__}"):
         loop.run(make_batches([1]))
-
-
-def test_no_metrics_count_as_none() -> None:
-    loop = make_loop(keeps_predictions=True, hooks={"compute_metrics": lambda prediction: None})
-    assert set(loop.run(make_batches([1])).metrics) == {"loss", "size"}
 
 
 @pytest.mark.parametrize(("missing", "named"), [("outputs", "predictions"), ("labels", "labels")])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections import UserDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import as_array, map_tensors
 from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, put_back
+from hftrain.loops.gather import Kept, put_back
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
@@ -108,30 +106,6 @@ def test_concatenation_is_numpys(varies: bool) -> None:
         assert_equal((concatenate(case.batches)), expected(case.batches))
 
 
-@pytest.mark.parametrize("moves_every", [None, 1, 2, 5])
-def test_kept_batches_come_back_joined(moves_every: int | None) -> None:
-    for seed in range(60):
-        case = Case(seed)
-        kept = Kept(moves_every=moves_every)
-        for batch in case.batches:
-            kept.add(batch)
-        assert_equal(kept.joined(Alone(), is_interleaved=False), expected(case.batches))
-
-
-class Named(NamedTuple):
-    logits: torch.Tensor
-    hidden: torch.Tensor
-
-
-@pytest.mark.parametrize("kind", [dict, UserDict, lambda **parts: Named(**parts)])
-def test_mappings_become_dicts_and_sequences_tuples(kind: Any) -> None:
-    batches = [kind(logits=torch.ones(1, 2), hidden=torch.zeros(1)) for _ in range(2)]
-    joined = concatenate(batches)
-    assert type(joined) in (dict, tuple)
-    logits, hidden = joined.values() if isinstance(joined, dict) else joined
-    assert (logits.shape, hidden.shape) == ((2, 2), (2,))
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype: torch.dtype) -> None:
     even = concatenate([torch.ones(1, 2, dtype=dtype)] * 2)
@@ -140,22 +114,7 @@ def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype
     assert uneven.tolist() == [[1, 1, PADDING], [0, 0, 0]]
 
 
-def test_bfloat16_becomes_float32() -> None:
-    array = map_tensors({"a": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)}, as_array)["a"]
-    assert array.dtype == numpy.float32
-    assert array.tolist() == [1.5, 2.5]
-
-
 # -- keeping ---------------------------------------------------------------------------------------------------------
-
-
-def test_scalars_become_rows() -> None:
-    kept = Kept()
-    for value in (1.0, 2.0):
-        kept.add((torch.tensor(value), {"a": torch.tensor(int(value))}))
-    values, more = kept.joined(Alone(), is_interleaved=False)
-    assert values.tolist() == [1.0, 2.0]
-    assert more["a"].tolist() == [1, 2]
 
 
 def test_arrays_and_numbers_are_kept_like_tensors() -> None:
@@ -173,27 +132,6 @@ def test_arrays_and_numbers_are_kept_like_tensors() -> None:
 def test_what_cannot_be_kept_is_named(tree: Any) -> None:
     with pytest.raises(TaskError, match=r"They hold a (str|object), and only tensors, arrays and numbers"):
         Kept().add(tree)
-
-
-def test_nothing_kept_is_none() -> None:
-    kept = Kept()
-    kept.add(None)
-    assert kept.joined(Alone(), is_interleaved=False) is None
-
-
-def test_batches_are_handed_out_one_by_one() -> None:
-    kept = KeptBatches(moves_every=2)
-    for size in (3, 3, 1):
-        kept.add({"a": torch.zeros(size, size)})
-    batches = kept.joined(Alone(), is_interleaved=False)
-    assert batches is not None
-    assert [batch["a"].shape for batch in batches] == [(3, 3), (3, 3), (1, 1)]
-
-
-def test_kept_tensors_hold_no_graph() -> None:
-    kept = Kept()
-    kept.add(torch.ones(2, requires_grad=True) * 2)
-    assert kept.joined(Alone(), is_interleaved=False).tolist() == [2, 2]
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------
@@ -239,36 +177,6 @@ def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: 
     one, other = run_ranks(join, 2)
     numpy.testing.assert_array_equal(one, other)
     numpy.testing.assert_array_equal(one, (concatenate(batches)))
-
-
-def test_ranks_agree_where_none_stood_among_the_tensors(run_ranks: RunRanks) -> None:
-    def join(group: Any) -> Any:
-        kept = Kept()
-        if group.rank == 1:
-            kept.add((None, torch.ones(2), {"nothing": None, "x": torch.zeros(2, 1)}))
-        return kept.joined(group, is_interleaved=False)
-
-    for ones, more in run_ranks(join, 2):
-        assert ones.tolist() == [1, 1]
-        assert list(more) == ["x"]
-        assert more["x"].shape == (2, 1)
-
-
-def test_keys_keep_their_type_over_ranks(run_ranks: RunRanks) -> None:
-    def join(group: Any) -> Any:
-        kept = Kept()
-        kept.add({0: torch.ones(1), "a": torch.zeros(1)})
-        return kept.joined(group, is_interleaved=False)
-
-    assert [list(joined) for joined in run_ranks(join, 2)] == [[0, "a"]] * 2
-
-
-def test_arrays_keep_the_structure() -> None:
-    tree = map_tensors({"a": [torch.ones(1)], "b": (torch.zeros(2), "text")}, as_array)
-    assert isinstance(tree["a"][0], numpy.ndarray)
-    assert tree["a"][0].tolist() == [1.0]
-    assert tree["b"][0].tolist() == [0.0, 0.0]
-    assert tree["b"][1] == "text"
 
 
 def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
