@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from support.tiny import Task, make_arguments, make_rows
 
-from hftrain import ConfigError, MissingDependencyError, Trainer
+from hftrain import MissingDependencyError, Trainer
 from hftrain.cli.commands import main
 from hftrain.cli.curves import show_curves
-from hftrain.cli.runs import read_runs, thinned
+from hftrain.cli.runs import read_runs
 
 
 def train(folder: Path, **settings: Any) -> Trainer:
@@ -70,30 +70,6 @@ def test_picture_of_two_runs_names_each(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == text
 
 
-def test_many_runs_show_one_loss_each_in_the_order_of_their_ends(tmp_path: Path) -> None:
-    for name in "abcd":
-        end = 1.0 / (1 + "cadb".index(name))
-        write_foreign(
-            tmp_path / name,
-            2,
-            [{"loss": end, "step": 1}, {"loss": 9.0, "step": 2}, {"eval_loss": end, "eval_runtime": 1.0, "step": 2}],
-        )
-    panels = show_curves([str(tmp_path / name) for name in "abcd"], output=str(tmp_path / "c.svg")).data["curves"]
-    assert [*panels["loss"]] == [f"{name}: eval_loss" for name in "cadb"]
-
-
-def test_thinned_curve_keeps_its_extremes() -> None:
-    points = [(float(step), math.sin(step)) for step in range(50_000)]
-    points[777] = (777.0, 99.0)
-    points[40_001] = (40_001.0, math.nan)
-    kept = [points[place] for place in thinned([value for _, value in points], 1000)]
-    assert len(kept) <= 1100
-    assert kept == sorted(kept, key=lambda point: point[0])
-    assert (777.0, 99.0) in kept
-    assert any(math.isnan(value) for _, value in kept)
-    assert thinned([value for _, value in points[:1000]], 1000) == list(range(1000))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -127,19 +103,3 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(MissingDependencyError, match=r"pip install 'hftrain\[report\]'"):
         show_curves([str(tmp_path)])
-
-
-def test_run_without_entries_says_so(tmp_path: Path) -> None:
-    write_foreign(tmp_path, 1, [])
-    with pytest.raises(ConfigError, match="Nothing was logged"):
-        show_curves([str(tmp_path)])
-
-
-def test_picture_takes_any_name_and_a_wrong_place_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_foreign(tmp_path / "out", 2, [{"cost_$\\bad{$": 1.0 / step, "step": step} for step in (1, 2)])
-    picture = tmp_path / "picture.svg"
-    show_curves([str(tmp_path / "out")], output=str(picture))
-    assert "cost_$\\bad{$" in picture.read_text()
-    with pytest.raises(ConfigError, match=r"Cannot write .* Give another file with -o"):
-        show_curves([str(tmp_path / "out")], output=str(tmp_path / "none/picture.png"))
