@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from support.tiny import make_arguments
-from torch.utils.data import DataLoader
 
 from hftrain.adapter.data import data_seed, loader_options, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError
@@ -49,19 +48,6 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
     for is_training, is_own, splits in ((True, True, True), (False, True, False), (False, False, True)):
         plan = shard_plan(arguments, SimpleNamespace(rank=1, world_size=2), is_training=is_training, is_own=is_own)
         assert plan == ShardPlan(is_training=is_training, split_batches=splits, **place)
-
-
-def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path)
-    for is_training in (True, False):
-        loader, plain = (
-            DataLoader(range(4), **options)
-            for options in (loader_options(arguments, is_training=is_training), {"batch_size": 4})
-        )
-        for name in ("batch_size", "drop_last", "num_workers", "pin_memory", "prefetch_factor", "timeout"):
-            assert getattr(loader, name) == getattr(plain, name)
-        plan = shard_plan(arguments, SimpleNamespace(rank=0, world_size=1), is_training=is_training)
-        assert plan == ShardPlan(is_training=is_training)
 
 
 @pytest.mark.parametrize(("pins", "has_accelerator"), [(True, False), (False, True)])

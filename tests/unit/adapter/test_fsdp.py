@@ -195,13 +195,6 @@ def test_strategy_by_name_takes_the_config(tmp_path: Path) -> None:
     assert (strategy.sharding, strategy.state_dict_type) == ("shard_grad_op", "FULL_STATE_DICT")
 
 
-def test_name_and_words_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Cannot use strategy='fsdp_hybrid' together with sharding='full_shard'"):
-        Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="fsdp_hybrid")
-    with pytest.raises(ConfigError, match="Cannot use strategy='ddp' together with fsdp"):
-        Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="ddp")
-
-
 def test_optimizer_that_holds_the_whole_parameters_is_refused(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

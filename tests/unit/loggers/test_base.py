@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-import numpy
 import pytest
-import torch
 
 from hftrain.core.errors import ConfigError
-from hftrain.loggers.base import RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
+from hftrain.loggers.base import artifacts_asked, is_set, regroup
 from hftrain.loggers.tensorboard import TensorBoardLogger
 
 
@@ -24,14 +22,6 @@ def test_regroup_names_the_stage() -> None:
         "train/evaluation",
         "train/eval_",
     ]
-
-
-def test_numbers_are_plain_and_the_rest_is_warned_of_once() -> None:
-    logs = {"a": 1, "b": torch.tensor(2.5), "c": numpy.float32(0.5), "d": True, "e": numpy.ones(1)}
-    assert numbers_of(logs) == {"a": 1, "b": 2.5, "c": 0.5, "d": True, "e": 1.0}
-    with pytest.warns(UserWarning, match="'f' is a list and is not reported"):
-        assert numbers_of({"f": [1.0], "g": 1}) == {"g": 1}
-    assert numbers_of({"f": [1.0]}) == {}  # a second warning would be an error
 
 
 @pytest.mark.parametrize(
@@ -60,15 +50,6 @@ def test_artifacts_asked_refuses_another_value(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SOME_MODEL", "everything")
     with pytest.raises(ConfigError, match="It has no such value"):
         artifacts_asked("SOME_MODEL", {"true": "end", "all": "checkpoint"})
-
-
-def test_flatten_joins_names() -> None:
-    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
-
-
-def test_config_holds_model_and_arguments() -> None:
-    facts = RunFacts(name="x", hparams={"a": 1}, model_config={"a": 0, "b": 2})
-    assert facts.config == {"a": 1, "b": 2}
 
 
 def test_users_own_run_is_kept_for_a_second_training() -> None:

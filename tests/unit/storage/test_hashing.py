@@ -104,16 +104,6 @@ def test_file_system_that_keeps_its_times_leaves_no_note(tmp_path, monkeypatch):
     assert written(tmp_path / "a", b"x") == {}
 
 
-def test_notes_are_those_of_one_thread_and_one_block(tmp_path):
-    with noting() as notes:
-        thread = threading.Thread(target=lambda: save_containers({"a": 1}, tmp_path / "a"))
-        thread.start()
-        thread.join()
-    save_containers({"a": 1}, tmp_path / "b")
-    assert notes == {}
-    assert load_containers(tmp_path / "a") == load_containers(tmp_path / "b") == {"a": 1}
-
-
 def test_file_that_is_not_finished_has_no_hash(tmp_path):
     def break_off() -> None:
         with create(tmp_path / "a") as file:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from pathlib import Path
 
 import pytest
 from support.remote import URL, failing, listing, read, write
 
 from hftrain import ConfigError, MissingDependencyError
-from hftrain.storage.remote import Mirror, RemoteFolder, check_url, is_url, local_folder, mirror_of
+from hftrain.storage.remote import Mirror, RemoteFolder, check_url, is_url, mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -59,11 +58,6 @@ def test_check_hands_on_what_a_store_of_fsspec_needs(monkeypatch):
         check_url("sftp://host/run")
 
 
-def test_check_accepts_paths_and_stores_that_are_there():
-    for text in ("runs/a", URL, "file:///runs/a"):
-        check_url(text)
-
-
 def test_a_file_goes_there_and_back(tmp_path):
     folder = RemoteFolder(URL + "/")
     (tmp_path / "a").write_bytes(b"12345")
@@ -80,13 +74,6 @@ def test_a_file_goes_there_and_back(tmp_path):
     for _ in range(2):
         folder.delete_file("b")
         assert folder.names() == []
-
-
-def test_what_is_absent_is_empty_or_not_found(tmp_path):
-    folder = RemoteFolder(URL)
-    assert (folder.names(), folder.sizes("a")) == ([], {})
-    with pytest.raises(FileNotFoundError):
-        folder.download("a", tmp_path / "a")
 
 
 def test_check_writable_leaves_nothing():
@@ -152,13 +139,6 @@ def test_a_mirror_has_the_name_of_its_folder_and_one_place(tmp_path, monkeypatch
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert mirror_of(URL).is_relative_to(tmp_path / "home" / ".cache" / "hftrain" / "mirrors")
-
-
-def test_local_folders_stay_where_they_are(tmp_path):
-    assert local_folder("a", start=tmp_path) == tmp_path / "a"
-    assert local_folder("/a/b", start=tmp_path) == Path("/a/b")
-    assert local_folder("file:///a/b", start=tmp_path) == Path("/a/b")
-    assert local_folder(URL, start=tmp_path) == mirror_of(URL)
 
 
 def test_publish_uploads_what_is_new_or_changed():

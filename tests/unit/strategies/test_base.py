@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hftrain.core.errors import StrategyError
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -45,19 +43,6 @@ def meta() -> Strategy:
     strategy = create_strategy("single", device="meta")
     strategy.launch()
     return strategy
-
-
-def test_device_before_launch_is_refused() -> None:
-    strategy = create_strategy("single", use_cpu=True)
-    with pytest.raises(StrategyError, match=r"Call launch\(\) first"):
-        _ = strategy.device
-    strategy.launch()
-    strategy.launch()
-    assert strategy.device == torch.device("cpu")
-    strategy.close()
-    strategy.close()
-    with pytest.raises(StrategyError):
-        _ = strategy.device
 
 
 def test_to_device_keeps_containers_and_other_leaves(meta: Strategy) -> None:
@@ -103,38 +88,10 @@ def test_setup_makes_the_optimizer_from_the_placed_model(meta: Strategy) -> None
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
 
 
-def test_setup_without_an_optimizer_only_places(meta: Strategy) -> None:
-    model, optimizer = meta.setup(nn.Linear(2, 2), None, POLICY)
-    assert optimizer is None
-    assert model.weight.is_meta
-
-
 def test_place_model_false_leaves_the_model_where_it_is() -> None:
     strategy = create_strategy("single", device="meta", place_model=False)
     strategy.launch()
     assert not strategy.setup(nn.Linear(2, 2), None, POLICY)[0].weight.is_meta
-
-
-def test_unwrap_goes_through_every_wrapper(strategy: Strategy) -> None:
-    model = nn.Linear(2, 2)
-    for wrapped in (
-        model,
-        DataParallel(model),
-        torch.compile(model, backend="eager"),
-        DataParallel(torch.compile(model, backend="eager")),
-    ):
-        assert strategy.unwrap(wrapped) is model
-
-
-def test_model_state_has_the_unwrapped_keys(strategy: Strategy) -> None:
-    wrapped = torch.compile(nn.Linear(2, 2), backend="eager")
-    state = strategy.model_state(wrapped)
-    assert sorted(state) == ["bias", "weight"]
-    fresh = torch.compile(nn.Linear(2, 2), backend="eager")
-    strategy.load_model_state(fresh, state)
-    assert torch.equal(fresh.weight, wrapped.weight)
-    keys = strategy.load_model_state(fresh, {"weight": state["weight"]}, strict=False)
-    assert keys.missing_keys == ["bias"]
 
 
 def test_optimizer_state_round_trips(strategy: Strategy) -> None:
@@ -158,22 +115,3 @@ def test_clip_grad_norm_returns_the_norm_before_clipping(strategy: Strategy) -> 
     assert isinstance(norm, torch.Tensor)
     assert norm == 5.0
     torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))
-
-
-def test_collectives_of_one_process_are_the_identity(strategy: Strategy) -> None:
-    tensor, data = torch.arange(3), {"a": (1, 2)}
-    for op in ("sum", "mean", "max"):
-        assert strategy.reduce(tensor, op) is tensor
-    assert strategy.gather(tensor) is tensor
-    assert strategy.gather(torch.tensor(2.0)).shape == (1,)
-    assert strategy.gather_object(data)[0] is data
-    assert strategy.broadcast_object(data) is data
-    assert strategy.barrier() is None
-    assert strategy.all_true(True) is True
-    assert strategy.all_true(False) is False
-
-
-def test_scaler_factory_suits_the_device(strategy: Strategy) -> None:
-    scaler = strategy.scaler_factory(strategy.device)
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert scaler.is_enabled()

@@ -67,32 +67,6 @@ def test_smoothed_loss_is_torchs(shape: tuple[int, ...], smoothing: float) -> No
         )
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_smoothed_losses_of_micro_batches_add_up_to_the_steps(shift: bool, as_tensor: bool) -> None:
-    logits_BTC, labels_BT = make_case(6, 5)
-    num_items = int((labels_BT[:, 1:] if shift else labels_BT).ne(-100).sum())
-    whole = smoothed_loss(logits_BTC, labels_BT, smoothing=0.1, shift=shift)
-    parts = [
-        smoothed_loss(
-            logits_BTC[rows],
-            labels_BT[rows],
-            smoothing=0.1,
-            shift=shift,
-            num_items=torch.tensor(num_items) if as_tensor else num_items,
-        )
-        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
-
-
-def test_smoothed_loss_of_half_precision_is_taken_in_float32() -> None:
-    logits_BxC, labels_Bx = make_case(8)
-    half = smoothed_loss(logits_BxC.bfloat16(), labels_Bx, smoothing=0.1)
-    assert half.dtype is torch.float32
-    torch.testing.assert_close(half, smoothed_loss(logits_BxC.bfloat16().float(), labels_Bx, smoothing=0.1))
-
-
 def test_smoothed_loss_without_any_label_is_nan_as_torchs_is() -> None:
     labels = torch.full((4,), -100)
     assert smoothed_loss(logits, labels, smoothing=0.1).isnan()
