@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments
+from support.tiny import make_arguments
 
-from hftrain import ConfigError, Trainer
+from hftrain import ConfigError
 from hftrain.adapter.precision import precision_request
 from hftrain.precision.autocast import AutocastPrecision
 from hftrain.precision.base import FullPrecision
@@ -73,11 +73,6 @@ def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeyp
     assert precision_request(make_arguments(tmp_path), "closed") == ("closed", {})
     with pytest.raises(ConfigError, match="Cannot use precision='closed' together with tf32=False"):
         precision_request(make_arguments(tmp_path, tf32=False), "closed")
-
-
-def test_object_is_used_as_it_is(tmp_path: Path) -> None:
-    precision = AutocastPrecision()
-    assert Trainer(Net(), make_arguments(tmp_path, bf16=True), precision=precision).precision is precision
 
 
 @pytest.mark.parametrize(

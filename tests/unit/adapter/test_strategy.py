@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, Task, make_arguments
+from support.tiny import Task, make_arguments
 
 from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.adapter.strategy import strategy_request
-from hftrain.strategies.ddp import DDPStrategy
-from hftrain.strategies.registry import strategies
 from hftrain.strategies.single import SingleDeviceStrategy
 
 ALWAYS = {"use_cpu": True, "place_model": True}
@@ -79,13 +77,6 @@ def test_ddp_of_a_task_searches_for_unused_parameters_only_if_told_to(
     assert ("find_unused_parameters=True" in repr(trainer.strategy)) is expected
 
 
-def test_single_device_takes_no_option_of_a_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert request(tmp_path, is_checkpointing=True) == ("single", ALWAYS)
-    assert not caplog.records
-    assert request(tmp_path, ddp_bucket_cap_mb=5, ddp_backend="gloo") == ("single", ALWAYS)
-    assert "change nothing: backend='gloo', bucket_cap_mb=5." in caplog.text
-
-
 @pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
 def test_fsdp_config_is_said_to_do_nothing_only_where_it_does_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str | None
@@ -116,46 +107,6 @@ def test_keyword_that_contradicts_an_argument_is_refused(
 def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'ddp_find_unused' .* ddp_find_unused_parameters=False"):
         request(tmp_path, "ddp_find_unused", ddp_find_unused_parameters=False)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (DDPStrategy, r"It is a class\. Pass an object \(DDPStrategy\(\)\)"),
-        ("", "neither a name"),
-        ({"name": "ddp"}, "neither a name"),
-    ],
-)
-def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strategy: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        request(tmp_path, strategy)
-
-
-def test_object_is_used_as_it_is_and_needs_no_registered_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = Mine(use_cpu=True)
-    assert request(tmp_path, strategy) == ("mine", {})
-    assert not caplog.records
-    trainer = Trainer(Net(), make_arguments(tmp_path, ddp_backend="gloo"), strategy=strategy)
-    assert trainer.strategy is strategy
-    assert "strategy='mine' was given as an object, so these settings change nothing: backend='gloo'." in caplog.text
-
-
-def test_object_without_a_name_goes_by_its_class(tmp_path: Path) -> None:
-    class Nameless(SingleDeviceStrategy):
-        name = ""
-
-    assert request(tmp_path, Nameless(use_cpu=True)) == ("Nameless", {})
-
-
-def test_factory_with_open_options_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "_entries", dict(strategies._entries))
-    strategies.register("open", lambda **options: Mine(use_cpu=options["use_cpu"]))
-    assert request(tmp_path, "open", ddp_backend="gloo") == ("open", {**ALWAYS, "backend": "gloo"})
-    assert isinstance(Trainer(Net(), make_arguments(tmp_path), strategy="open").strategy, Mine)
-
-
-def test_auto_is_a_name_of_the_trainer_too(tmp_path: Path) -> None:
-    assert Trainer(Net(), make_arguments(tmp_path), strategy="auto").strategy.name == "single"
 
 
 def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:

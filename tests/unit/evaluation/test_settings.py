@@ -23,7 +23,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.evaluation.casting import cast_weights, full_eval_dtype
+from hftrain.evaluation.casting import full_eval_dtype
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -40,13 +40,6 @@ def test_prediction_loss_only_keeps_no_predictions(tmp_path: Path) -> None:
         output = trainer.predict(make_rows(5))
         assert (output.predictions is None) == (output.label_ids is None) == loss_only
         assert "test_loss" in output.metrics
-
-
-def test_metrics_that_the_loss_alone_rules_out_are_warned_of(tmp_path: Path) -> None:
-    args = make_arguments(tmp_path, prediction_loss_only=True)
-    with pytest.warns(UserWarning, match="compute_metrics is never called with prediction_loss_only=True"):
-        trainer = Trainer(Net(), args, compute_metrics=share)
-    assert "eval_share" not in trainer.evaluate(make_rows(5))
 
 
 def test_evaluation_without_metrics_keeps_no_predictions_unless_asked(tmp_path: Path) -> None:
@@ -329,12 +322,6 @@ def test_memory_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert [memory for _, memory in model.seen] == [0, 1, 2, 3]
 
 
-def test_no_memory_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
-    model = Recurrent()
-    train(tmp_path, model, train_dataset=make_rows(12), num_train_epochs=1)
-    assert [memory for _, memory in model.seen] == [0, 0, 0]
-
-
 def test_memory_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no argument called mems"):
         Trainer(Net(), make_arguments(tmp_path, past_index=2))
@@ -415,17 +402,6 @@ def test_full_evaluations_change_no_bit_of_a_training(tmp_path: Path, setting: s
         seen.append({entry[1] for entry in model.seen if entry[0]})
     assert answers[0] == answers[1]
     assert seen == [{torch.float32}, {torch.float32}]
-
-
-def test_full_evaluation_keeps_what_hangs_on_gradients(tmp_path: Path) -> None:
-    model, heard = nn.LSTM(4, 3), []
-    model.weight_ih_l0.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.dtype))
-    loss = model(torch.ones(2, 4))[0].sum()
-    with cast_weights(model, torch.bfloat16):
-        assert model(torch.ones(2, 4).bfloat16())[0].dtype is torch.bfloat16
-    loss.backward()
-    model(torch.ones(2, 4))[0].sum().backward()
-    assert heard == [torch.float32] * 2
 
 
 def test_full_evaluation_puts_the_model_back_after_an_error(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import io
 import itertools
 import mmap
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -91,29 +90,6 @@ def test_changed_file_has_another_mark(tmp_path, kind):
             other.replace(path)
         assert mark(path.stat()) not in notes
     assert mark(path.stat()) not in notes
-
-
-def test_file_system_that_keeps_its_times_leaves_no_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "utime", lambda *args, **options: None)
-    assert written(tmp_path / "a", b"x") == {}
-
-    def refuse(*args: object, **options: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "utime", refuse)
-    assert written(tmp_path / "a", b"x") == {}
-
-
-def test_file_that_is_not_finished_has_no_hash(tmp_path):
-    def break_off() -> None:
-        with create(tmp_path / "a") as file:
-            file.write(random_bytes(PIECE + 1))
-            raise KeyboardInterrupt
-
-    with noting() as notes, pytest.raises(KeyboardInterrupt):
-        break_off()
-    assert notes == {}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hftrain-hash")]
 
 
 class Refusing(io.FileIO):

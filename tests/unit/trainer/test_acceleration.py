@@ -219,15 +219,6 @@ def test_gather_function_is_accelerates_and_takes_both_of_its_forms(tmp_path: Pa
         trainer.gather_function = lambda tensor: tensor
 
 
-def test_override_makes_the_accelerator(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            self.accelerator.even_batches = False
-
-    assert not Own(Net(), make_arguments(tmp_path)).accelerator.even_batches
-
-
 def test_options_of_a_strategy_reach_the_accelerator(tmp_path: Path) -> None:
     class Told(SingleDeviceStrategy):
         name = "told"
