@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.strategies.single import SingleDeviceStrategy
@@ -214,170 +214,4 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_interleaved: bool) -> None:
-    batches = make_batches([1, 2], [-100, -100], [3, -100], [4])
-    seen: list[list[float]] = []
-    options: dict[str, Any] = {
-        "keeps_predictions": True,
-        "includes": ("inputs", "loss"),
-        "hooks": {"compute_metrics": lambda prediction: seen.append(prediction.inputs.tolist()) or {}},
-    }
-    whole = make_loop(**options).run(batches)
-
-    def run(group: Any) -> EvalLoopOutput:
-        share = batches[group.rank :: 3] if is_interleaved else [batches[:3], batches[3:], []][group.rank]
-        return make_loop(group=group, **options).run(share, is_interleaved=is_interleaved)
-
-    for output in run_ranks(run, 3):
-        assert output.metrics == pytest.approx(whole.metrics)
-        assert output.num_samples == 7
-        assert output.predictions.tolist() == whole.predictions.tolist()
-        assert output.label_ids.tolist() == whole.label_ids.tolist()
-    assert seen == [seen[0]] * 4
-
-
-@pytest.mark.filterwarnings("ignore:An evaluation read no sample")
-@pytest.mark.parametrize("shares", [[[0, 1], [2]], [[], [0, 1, 2]], [[0], [], [1, 2]], [[], []]])
-def test_metrics_batch_by_batch_join_the_ranks_batches(
-    run_ranks: Callable[..., list[Any]], shares: list[list[int]]
-) -> None:
-    batches = make_batches([1, 2], [3], [4, 5, 6])
-
-    def run(group: Any) -> Any:
-        seen: list[tuple[list[int], list[float], bool]] = []
-
-        def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
-            seen.append((prediction.label_ids.tolist(), prediction.losses.tolist(), compute_result))
-            return {"total": float(sum(sum(labels) for labels, _, _ in seen))} if compute_result else None
-
-        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), hooks={"compute_metrics": compute})
-        return seen, loop.run([batches[index] for index in shares[group.rank]]).metrics
-
-    (seen, metrics), *others = run_ranks(run, len(shares))
-    assert all(other == (seen, metrics) for other in others)
-    assert sorted(label for labels, _, _ in seen for label in labels) == ([1, 2, 3, 4, 5, 6] if seen else [])
-    assert [is_last for _, _, is_last in seen] == [False] * (len(seen) - 1) + [True] * bool(seen)
-    assert metrics.get("total", 21.0) == 21.0
-    assert all(len(labels) == len(losses) for labels, losses, _ in seen)
-
-
 # -- unequal shares --------------------------------------------------------------------------------------------------
-
-
-class AfterTwo(EvaluateLoop):
-    """Stop once both ranks together have read two batches; the answer is the same in both."""
-
-    def attach(self, parts: EvaluateParts) -> None:
-        super().attach(parts)
-        self.num_asked, self.num_read = 0, torch.tensor(0)
-
-    def should_stop(self, output: StepOutput | None) -> bool:
-        self.num_asked += 1
-        self.num_read += output is not None
-        return bool(self.parts.group.reduce(self.num_read.clone()) >= 2)
-
-
-@pytest.mark.parametrize("shares", [[[0, 1, 2], [3]], [[0], [1, 2, 3]], [[0, 1], [2, 3]]])
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("repeats", [False, True])
-def test_ranks_with_unequal_shares_take_as_many_turns(
-    run_ranks: Callable[..., list[Any]], shares: list[list[int]], stops: bool, per_batch: bool, repeats: bool
-) -> None:
-    batches = make_batches([1, 2], [3], [4, 5, 6], [7])
-
-    def run(group: Any) -> dict[str, Any]:
-        steps: list[Any] = []
-        seen: list[int] = []
-        finished: list[int] = []
-
-        def step(batch: Any) -> StepOutput:
-            steps.append(batch["labels"].tolist())
-            output = mean_of_labels(batch)
-            batch.clear()
-            batch["labels"] = output.labels
-            return output
-
-        def repeat(batch: Any) -> None:
-            # The steps of all ranks talk to each other.
-            steps.append(("again", batch["labels"].tolist(), len(batch)))
-
-        def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-            seen.extend(prediction.label_ids.tolist())
-            return {"result": float(compute_result)}
-
-        loop = make_loop(
-            AfterTwo if stops else EvaluateLoop,
-            group=group,
-            keeps_predictions=not per_batch,
-            computes_per_batch=per_batch,
-            hooks={
-                "evaluate_batch": step,
-                "repeat_batch": repeat if repeats else None,
-                "compute_metrics": compute,
-                "finish": lambda: finished.append(len(steps)),
-            },
-        )
-        output = loop.run([dict(batches[index]) for index in shares[group.rank]])
-        return {
-            "steps": steps, "seen": seen, "num_finished": len(finished), "num_samples": output.num_samples,
-            "result": output.metrics["result"], "num_asked": getattr(loop, "num_asked", 0),
-        }  # fmt: skip
-
-    both = run_ranks(run, 2)
-    for rank, (found, share) in enumerate(zip(both, shares, strict=True)):
-        real = [labels for labels in found["steps"] if isinstance(labels, list)]
-        again = [labels for labels in found["steps"] if not isinstance(labels, list)]
-        # The first turn has a batch of each rank, after which an early stop ends.
-        expected = share[:1] if stops else share
-        assert real == [batches[index]["labels"].tolist() for index in expected], rank
-        assert found["seen"] == both[0]["seen"]
-        assert found["num_samples"] == len(found["seen"])
-        assert found["result"] == 1.0
-        num_turns = 1 if stops else max(map(len, shares))
-        assert found["num_asked"] == (num_turns if stops else 0)
-        takes_turns = stops or per_batch or repeats
-        assert found["num_finished"] == 1 + (num_turns if takes_turns else 0)
-        assert again == [("again", real[-1], 3)] * ((num_turns - len(real)) if repeats else 0)
-
-
-def test_a_rank_without_a_batch_has_nothing_to_repeat(run_ranks: Callable[..., list[Any]]) -> None:
-    def run(group: Any) -> str:
-        loop = make_loop(group=group, hooks={"repeat_batch": lambda batch: None})
-        with pytest.raises(ConfigError, match="Evaluate on at least one sample per process") as caught:
-            loop.run(make_batches([1])[: group.rank])
-        return str(caught.value)
-
-    assert len(set(run_ranks(run, 2))) == 1
-
-
-@pytest.mark.parametrize("per_batch", [False, True])
-def test_a_rank_without_a_batch_takes_part_in_an_early_stop(
-    run_ranks: Callable[..., list[Any]], per_batch: bool
-) -> None:
-    seen: list[tuple[int, bool]] = []
-
-    def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-        seen.append((len(prediction.label_ids), compute_result))
-        return {}
-
-    def run(group: Any) -> tuple[int, int]:
-        hooks = {"compute_metrics": compute}
-        options = {"keeps_predictions": not per_batch, "computes_per_batch": per_batch, "hooks": hooks}
-        loop: Any = make_loop(AfterTwo, group=group, **options)
-        num_samples = loop.run(make_batches([1], [2], [3]) if group.rank else []).num_samples
-        return num_samples, loop.num_asked
-
-    assert run_ranks(run, 2) == [(2, 2), (2, 2)]
-    assert sorted(seen) == ([(1, False)] * 2 + [(1, True)] * 2 if per_batch else [(2, True)] * 2)
-
-
-@pytest.mark.filterwarnings("ignore:An evaluation read no sample")
-def test_no_rank_with_a_batch_is_asked_nothing(run_ranks: Callable[..., list[Any]]) -> None:
-    def run(group: Any) -> int:
-        loop: Any = make_loop(AfterTwo, group=group)
-        loop.run([])
-        return int(loop.num_asked)
-
-    assert run_ranks(run, 2) == [0, 0]

@@ -137,33 +137,6 @@ def test_what_cannot_be_kept_is_named(tree: Any) -> None:
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_ranks_join_to_what_one_rank_keeps(run_ranks: RunRanks, is_interleaved: bool) -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        world_size = rng.randint(2, 4)
-        case = Case(seed, num_batches=rng.randint(1, 6))
-        if is_interleaved:
-            shares = [case.batches[rank::world_size] for rank in range(world_size)]
-        else:
-            cuts = sorted(rng.randint(0, len(case.batches)) for _ in range(world_size - 1))
-            edges = [0, *cuts, len(case.batches)]
-            shares = [case.batches[edges[rank] : edges[rank + 1]] for rank in range(world_size)]
-
-        def join(group: Any, shares: list[list[Any]] = shares) -> Any:
-            kept = Kept(moves_every=2)
-            for batch in shares[group.rank]:
-                kept.add(batch)
-            return kept.joined(group, is_interleaved=is_interleaved)
-
-        for joined in run_ranks(join, world_size):
-            assert_equal(joined, expected(case.batches))
-
-
-def test_ranks_without_a_single_batch_agree_on_none(run_ranks: RunRanks) -> None:
-    assert run_ranks(lambda group: Kept().joined(group, is_interleaved=True), 2) == [None, None]
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("widths", [(2, 2), (2, 3), (3, 2)])
 def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: tuple[int, int]) -> None:

@@ -58,24 +58,6 @@ def test_check_hands_on_what_a_store_of_fsspec_needs(monkeypatch):
         check_url("sftp://host/run")
 
 
-def test_a_file_goes_there_and_back(tmp_path):
-    folder = RemoteFolder(URL + "/")
-    (tmp_path / "a").write_bytes(b"12345")
-    folder.upload(tmp_path / "a", "deep/er/a")
-    folder.write("b", "text")
-    assert listing() == ["b", "deep/er/a"]
-    assert folder.names() == ["b", "deep"]
-    assert folder.sizes("deep") == {"er/a": 5}
-    folder.download("deep/er/a", tmp_path / "new" / "a")
-    assert (tmp_path / "new" / "a").read_bytes() == b"12345"
-    for _ in range(2):  # what is gone already is no error
-        folder.delete_folder("deep")
-        assert folder.names() == ["b"]
-    for _ in range(2):
-        folder.delete_file("b")
-        assert folder.names() == []
-
-
 def test_check_writable_leaves_nothing():
     RemoteFolder(URL).check_writable()
     assert listing() == []
@@ -139,24 +121,6 @@ def test_a_mirror_has_the_name_of_its_folder_and_one_place(tmp_path, monkeypatch
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert mirror_of(URL).is_relative_to(tmp_path / "home" / ".cache" / "hftrain" / "mirrors")
-
-
-def test_publish_uploads_what_is_new_or_changed():
-    mirror_of(URL).mkdir(parents=True)
-    (mirror_of(URL) / "old").write_text("of an earlier process")
-    mirror = make_mirror()
-    mirror.publish()
-    assert listing() == []
-    for name in ("a", "deep/b", ".hidden", "deep/.hidden/c", "skipped/d"):
-        (mirror.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (mirror.folder / name).write_text("1")
-    mirror.publish()
-    assert listing() == ["a", "deep/b"]
-    (mirror.folder / "a").write_text("22")
-    (mirror.folder / "old").write_text("of this process")
-    mirror.publish()
-    assert listing() == ["a", "deep/b", "old"]
-    assert read("a") == b"22"
 
 
 def test_publish_uploads_nothing_twice(monkeypatch):
