@@ -113,6 +113,18 @@ def test_key_of_xla_without_xla_is_refused(tmp_path: Path) -> None:
         options(tmp_path, "full_shard", {"xla_fsdp_grad_ckpt": True})
 
 
+def test_contradictions_are_found_in_a_file_too(tmp_path: Path) -> None:
+    for config, others, reason in (
+        ({"activation_checkpointing": True}, {"gradient_checkpointing": True}, "recomputes the same"),
+        ({"min_num_params": 5, "transformer_layer_cls_to_wrap": "Block"}, {}, "two ways to choose"),
+        ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, {}, "sends out"),
+    ):
+        (tmp_path / "fsdp.json").write_text(json.dumps(config), encoding="utf-8")
+        args = make_arguments(tmp_path, fsdp="shard_grad_op", fsdp_config=str(tmp_path / "fsdp.json"), **others)
+        with pytest.raises(ConfigError, match=reason):
+            Trainer(Net(), args)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"), [(None, "Cannot read fsdp_config="), ("{", "Cannot read fsdp_config="), ("[1]", "a list")]
 )

@@ -96,6 +96,11 @@ def test_sizes_that_cannot_be_are_refused(
         request(tmp_path, monkeypatch, parallelism_config=config, **options)
 
 
+def test_other_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="A dict is neither accelerate's ParallelismConfig"):
+        request(tmp_path, monkeypatch, parallelism_config={"tp_size": 2})
+
+
 def test_launchers_sizes_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False")

@@ -69,6 +69,11 @@ def test_two_numbers_of_accumulation_steps_are_refused(tmp_path: Path, config: A
         resolve_sharing(make_arguments(tmp_path, accelerator_config=config, gradient_accumulation_steps=2))
 
 
+def test_class_in_place_of_settings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Give Config\(\)"):
+        make_arguments(tmp_path, accelerator_config=Config)
+
+
 def test_gradients_are_exchanged_at_each_batch_where_asked_for(tmp_path: Path) -> None:
     entered: list[Any] = []
     for config in (None, with_accumulation(sync_each_batch=True)):

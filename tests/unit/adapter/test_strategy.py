@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Task, make_arguments
+from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.adapter.strategy import strategy_request
+from hftrain.strategies.ddp import DDPStrategy
+from hftrain.strategies.registry import strategies
 from hftrain.strategies.single import SingleDeviceStrategy
 
 ALWAYS = {"use_cpu": True, "place_model": True}
@@ -107,6 +109,26 @@ def test_keyword_that_contradicts_an_argument_is_refused(
 def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'ddp_find_unused' .* ddp_find_unused_parameters=False"):
         request(tmp_path, "ddp_find_unused", ddp_find_unused_parameters=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (DDPStrategy, r"It is a class\. Pass an object \(DDPStrategy\(\)\)"),
+        ("", "neither a name"),
+        ({"name": "ddp"}, "neither a name"),
+    ],
+)
+def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strategy: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        request(tmp_path, strategy)
+
+
+def test_factory_with_open_options_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "_entries", dict(strategies._entries))
+    strategies.register("open", lambda **options: Mine(use_cpu=options["use_cpu"]))
+    assert request(tmp_path, "open", ddp_backend="gloo") == ("open", {**ALWAYS, "backend": "gloo"})
+    assert isinstance(Trainer(Net(), make_arguments(tmp_path), strategy="open").strategy, Mine)
 
 
 def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:

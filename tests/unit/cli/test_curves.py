@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from support.tiny import Task, make_arguments, make_rows
 
-from hftrain import MissingDependencyError, Trainer
+from hftrain import ConfigError, MissingDependencyError, Trainer
 from hftrain.cli.commands import main
 from hftrain.cli.curves import show_curves
-from hftrain.cli.runs import read_runs
+from hftrain.cli.runs import read_runs, thinned
 
 
 def train(folder: Path, **settings: Any) -> Trainer:
@@ -70,6 +70,18 @@ def test_picture_of_two_runs_names_each(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == text
 
 
+def test_thinned_curve_keeps_its_extremes() -> None:
+    points = [(float(step), math.sin(step)) for step in range(50_000)]
+    points[777] = (777.0, 99.0)
+    points[40_001] = (40_001.0, math.nan)
+    kept = [points[place] for place in thinned([value for _, value in points], 1000)]
+    assert len(kept) <= 1100
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert (777.0, 99.0) in kept
+    assert any(math.isnan(value) for _, value in kept)
+    assert thinned([value for _, value in points[:1000]], 1000) == list(range(1000))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -103,3 +115,19 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(MissingDependencyError, match=r"pip install 'hftrain\[report\]'"):
         show_curves([str(tmp_path)])
+
+
+def test_run_without_entries_says_so(tmp_path: Path) -> None:
+    write_foreign(tmp_path, 1, [])
+    with pytest.raises(ConfigError, match="Nothing was logged"):
+        show_curves([str(tmp_path)])
+
+
+def test_picture_takes_any_name_and_a_wrong_place_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_foreign(tmp_path / "out", 2, [{"cost_$\\bad{$": 1.0 / step, "step": step} for step in (1, 2)])
+    picture = tmp_path / "picture.svg"
+    show_curves([str(tmp_path / "out")], output=str(picture))
+    assert "cost_$\\bad{$" in picture.read_text()
+    with pytest.raises(ConfigError, match=r"Cannot write .* Give another file with -o"):
+        show_curves([str(tmp_path / "out")], output=str(tmp_path / "none/picture.png"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hftrain.data.columns import RemoveColumnsCollator, signature_columns
+from hftrain.core.errors import ConfigError
+from hftrain.data.columns import RemoveColumnsCollator, prune_columns, signature_columns
 
 
 class Net(torch.nn.Module):
@@ -29,6 +30,17 @@ class Adapter(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.base(*args, **kwargs)
+
+
+class Table:
+    """Has of a `datasets.Dataset` what pruning uses; the real one is in the interop tests."""
+
+    def __init__(self, names, format_type=None):
+        self.column_names = names
+        self.format = {"type": format_type}
+
+    def remove_columns(self, names):
+        return Table([name for name in self.column_names if name not in names])
 
 
 def with_config(model):
@@ -60,6 +72,17 @@ def test_signature_columns_keep_all_for_an_unreadable_signature():
         forward = max
 
     assert signature_columns(Opaque(), label_names=[]) is None
+
+
+def test_prune_columns_with_nothing_left_raises():
+    with pytest.raises(ConfigError, match=r"columns=\['a', 'b'\], signature=\['x'\]"):
+        prune_columns(Table(["a", "b"]), keep=["x"], model_name="Net", description="training")
+
+
+def test_pruner_with_nothing_left_raises():
+    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="training")
+    with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
+        pruner([{"a": 1}])
 
 
 def test_pruner_reports_once_for_all_workers(capfd):

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain import ConfigError, Mixture, TaskError
 
@@ -51,6 +51,16 @@ def test_shares_that_no_window_can_hold_are_made_up_for() -> None:
     found = [number // 1000 for number in mix(weights={"a": 1, "b": 1, "c": 1}, window=4, epoch_size=200)]
     for stop in range(4, 200, 4):
         assert all(abs(found[:stop].count(number) - stop / 3) < 1.5 for number in range(3))
+
+
+def test_own_loader_reads_with_the_sampler() -> None:
+    mixture = mix()
+    found = [
+        int(number) for batch in DataLoader(mixture, 7, sampler=mixture.train_sampler(seed=42)) for number in batch
+    ]
+    assert found == list(mix())
+    with pytest.raises(ConfigError, match="sampler"):
+        next(iter(DataLoader(mixture, 7)))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,16 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hftrain.core.errors import ConfigError
 from hftrain.data.samplers import (
+    ContiguousShard,
     RankBatches,
 )
+
+
+def test_contiguous_shard_without_length_raises():
+    with pytest.raises(ConfigError, match="__len__"):
+        ContiguousShard(iter([1]), rank=0, world_size=2)
 
 
 class OfAnySize(list):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.tiny import Net, Noisy, make_arguments, make_rows
 
-from hftrain import FlightLog, Trainer, TrainerCallback
+from hftrain import ConfigError, FlightLog, Trainer, TrainerCallback
 from hftrain.cli.hangs import show_hangs
 from hftrain.extras.flight.stacks import Phase, read_phases
 
@@ -215,3 +215,8 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="No space left on device"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_runs_without_stacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SIGQUIT"):
+        show_hangs(str(tmp_path))

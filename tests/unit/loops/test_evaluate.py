@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from hftrain.core.errors import TaskError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.strategies.single import SingleDeviceStrategy
@@ -215,3 +215,13 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
 
 
 # -- unequal shares --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_batch_has_nothing_to_repeat(run_ranks: Callable[..., list[Any]]) -> None:
+    def run(group: Any) -> str:
+        loop = make_loop(group=group, hooks={"repeat_batch": lambda batch: None})
+        with pytest.raises(ConfigError, match="Evaluate on at least one sample per process") as caught:
+            loop.run(make_batches([1])[: group.rank])
+        return str(caught.value)
+
+    assert len(set(run_ranks(run, 2))) == 1

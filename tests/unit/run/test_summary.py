@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import Net, Task, make_arguments, make_rows, share
 
-from hftrain import ProgressCallback, SummaryCallback, Trainer, TrainerCallback
+from hftrain import ProgressCallback, SavePolicy, SummaryCallback, Trainer, TrainerCallback
 
 
 class Terminal(io.StringIO):
@@ -68,6 +70,30 @@ def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     _, rows = summarize(make_trainer(tmp_path), resume_from_checkpoint=True)
     assert rows["title"].startswith("Trained 6 steps")
     assert rows["resumed"] == f"from {tmp_path}/checkpoint-4"
+
+
+class Overflowing(Net):
+    """Its third loss is infinite."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        loss, logits = super().forward(x, labels)
+        self.num_calls += self.training
+        return (loss * (math.inf if self.num_calls == 3 and self.training else 1.0), logits)
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_summary_tells_of_saves_that_were_not_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FillDisk(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                monkeypatch.setattr("hftrain.checkpoint.writer.free_bytes", lambda *args: 0)
+
+    policy = SavePolicy(on_nonfinite="warn", on_full_disk="warn")
+    _, rows = summarize(make_trainer(tmp_path, model=Overflowing(), save_policy=policy, callbacks=[FillDisk]))
+    assert rows["not finite"] == "weights or losses at steps 5, 10: saved all the same"
+    assert rows["not saved"] == "step 10: the disk was full"
 
 
 @pytest.mark.parametrize(("is_terminal", "is_asked"), [(True, False), (False, False), (True, True)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hftrain.core.errors import ConfigError
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import LayerWise
 from hftrain.precision.registry import precisions
@@ -25,6 +26,20 @@ class LayerWiseSGD(LayerWise, torch.optim.SGD):
 def check(optimizer: Any, *, ranks: int = 1, accumulation: int = 1, precision: str = "fp32", owns: Any = None) -> None:
     strategy: Any = SimpleNamespace(world_size=ranks, owns=owns or Owns.NOTHING, name="engine")
     check_in_backward(optimizer, strategy=strategy, precision=precisions.create(precision), accumulation=accumulation)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"ranks": 2}, "2 processes would have to average"),
+        ({"accumulation": 3}, "gradient_accumulation_steps=3 would have to add"),
+        ({"precision": "fp16"}, "precision='fp16' would have to unscale"),
+        ({"owns": Owns.BACKWARD | Owns.STEP}, "strategy='engine' runs the backward"),
+    ],
+)
+def test_check_in_backward_refuses(setting: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"Cannot use LayerWiseSGD.*{reason}"):
+        check(LayerWiseSGD, **setting)
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, LayerWiseSGD([nn.Parameter(torch.ones(1))], lr=0.1)])

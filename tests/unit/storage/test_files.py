@@ -40,6 +40,13 @@ def test_check_writable_names_a_full_disk(tmp_path, monkeypatch):
         files.check_writable(tmp_path)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", Path("gs://bucket/run")])
+def test_check_writable_refuses_urls(url, tmp_cwd):
+    with pytest.raises(ConfigError, match="local folders only"):
+        files.check_writable(url)
+    assert listing(tmp_cwd) == []
+
+
 def test_write_text_replaces_and_leaves_only_the_file(tmp_path):
     files.write_text(tmp_path / "a.json", "old")
     files.write_text(tmp_path / "a.json", "new\n")
@@ -141,6 +148,14 @@ def test_sweep_touches_only_leftovers_of_the_caller(tmp_path):
     (tmp_path / ".trash-target-00000000").symlink_to(tmp_path / ".cache")
     files.sweep(tmp_path, is_ours=lambda name: name == "target")
     assert listing(tmp_path) == sorted([*kept, ".trash-target-00000000"])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_find_staging_wants_exactly_one(tmp_path, count):
+    for _ in range(count):
+        files.begin(tmp_path / "target")
+    with pytest.raises(CheckpointError, match=f"sees {count} staging"):
+        files.find_staging(tmp_path / "target")
 
 
 @pytest.mark.parametrize(("code", "is_fatal"), [(errno.EINVAL, False), (errno.EIO, True)])

@@ -68,6 +68,11 @@ def test_other_models_warn(tmp_path: Path, calls: Any) -> None:
     assert calls == []
 
 
+def test_kind_without_kernels_is_refused(tmp_path: Path, calls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no kernels for model_type='bert'.*Liger knows: llama"):
+        Trainer(Llama("bert"), make_arguments(tmp_path, use_liger_kernel=True))
+
+
 def test_unknown_kernel_is_refused(tmp_path: Path, calls: Any) -> None:
     with pytest.raises(ConfigError, match=r"'ropes'.*Did you mean 'rope'"):
         Trainer(Llama(), make_arguments(tmp_path, use_liger_kernel=True, liger_kernel_config={"ropes": True}))

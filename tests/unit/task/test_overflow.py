@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hftrain import DebugUnderflowOverflow, TaskError
+from hftrain import ConfigError, DebugUnderflowOverflow, TaskError
 
 
 class Scale(nn.Module):
@@ -78,3 +78,8 @@ def test_watch_stops_after_the_batch_that_was_named() -> None:
     with pytest.raises(TaskError, match="abort_after_batch_num=1"):
         model(torch.ones(1, 2))
     watch.remove()
+
+
+def test_report_without_frames_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_frames_to_save=0"):
+        DebugUnderflowOverflow(nn.Linear(1, 1), max_frames_to_save=0)
