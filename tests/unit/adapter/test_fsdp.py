@@ -12,7 +12,7 @@ from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.strategy import strategy_request
-from hftrain.strategies import FSDP1Strategy, FSDPStrategy, create
+from hftrain.strategies import FSDPStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -165,13 +165,6 @@ def test_settings_of_the_older_wrapper_mean_this_one_and_are_named_in_one_warnin
     assert f"have no effect: {', '.join(named)}." in told
 
 
-def test_class_of_the_older_wrapper_is_this_one_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(FSDP1Strategy(use_cpu=True), FSDPStrategy)
-    strategy = create("fsdp1", use_cpu=True, limit_all_gathers=False, sharding="shard_grad_op")
-    assert strategy.name == "fsdp"
-    assert "have no effect: FSDP1Strategy, limit_all_gathers=False." in caplog.messages[1]
-
-
 def test_one_process_without_a_launcher_is_refused_unless_the_strategy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,13 +179,6 @@ def test_generation_is_refused(tmp_path: Path) -> None:
     args.predict_with_generate = True
     with pytest.raises(ConfigError, match="predict_with_generate=True"):
         Trainer(Net(), args, strategy="fsdp")
-
-
-def test_strategy_by_name_takes_the_config(tmp_path: Path) -> None:
-    args = make_arguments(tmp_path, fsdp="shard_grad_op", fsdp_config={"state_dict_type": "FULL_STATE_DICT"})
-    strategy = Trainer(Net(), args, strategy="fsdp").strategy
-    assert isinstance(strategy, FSDPStrategy)
-    assert (strategy.sharding, strategy.state_dict_type) == ("shard_grad_op", "FULL_STATE_DICT")
 
 
 def test_optimizer_that_holds_the_whole_parameters_is_refused(tmp_path: Path) -> None:

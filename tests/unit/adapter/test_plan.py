@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
-import pytest
 from support.tiny import make_arguments
 from torch.utils.data import DataLoader
 
-from hftrain.adapter.plan import TrainPlan, require_max_steps, train_plan
-from hftrain.core.errors import ConfigError
+from hftrain.adapter.plan import TrainPlan, train_plan
 
 
 def count_steps(num_batches: int, accumulation: int, *, epochs: float, max_steps: int | None) -> tuple[int, int]:
@@ -51,27 +48,3 @@ def test_plan_is_what_counting_gives(tmp_path: Path) -> None:
             num_samples=total * steps if max_steps else int(num_examples * epochs),
             is_by_epochs=max_steps is None,
         )
-
-
-def test_data_without_a_length_is_planned_by_steps(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, max_steps=10, gradient_accumulation_steps=2)
-    assert train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=16) == TrainPlan(
-        max_steps=10,
-        num_epochs=sys.maxsize,
-        steps_per_epoch=10,
-        num_batches=None,
-        num_examples=160,
-        num_samples=160,
-        is_by_epochs=False,
-    )
-
-
-@pytest.mark.parametrize("max_steps", [-1, 0])
-def test_data_without_a_length_needs_max_steps(tmp_path: Path, max_steps: int) -> None:
-    arguments = make_arguments(tmp_path, max_steps=max_steps)
-    for ask in (
-        lambda: require_max_steps(arguments),
-        lambda: train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=4),
-    ):
-        with pytest.raises(ConfigError, match=rf"without __len__.*Received: max_steps={max_steps}\."):
-            ask()

@@ -65,16 +65,6 @@ def test_keyword_that_contradicts_an_argument_is_refused(
     assert f"precision='{name}' together with {field}={value}" in str(caught.value)
 
 
-def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precisions, "_entries", dict(precisions._entries))
-    precisions.register("open", lambda **options: FullPrecision(**options))
-    assert precision_request(make_arguments(tmp_path, tf32=False), "open") == ("open", {"matmul": "highest"})
-    precisions.register("closed", lambda: FullPrecision())
-    assert precision_request(make_arguments(tmp_path), "closed") == ("closed", {})
-    with pytest.raises(ConfigError, match="Cannot use precision='closed' together with tf32=False"):
-        precision_request(make_arguments(tmp_path, tf32=False), "closed")
-
-
 @pytest.mark.parametrize(
     ("launched", "precision", "options", "name"),
     [

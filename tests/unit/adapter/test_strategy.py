@@ -91,21 +91,6 @@ def test_fsdp_config_is_said_to_do_nothing_only_where_it_does_nothing(
         assert "fsdp_config has no effect" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("option", "field"),
-    [({"deepspeed": {"zero": 3}}, "deepspeed"), ({"fsdp": "full_shard"}, "fsdp"), ({"sharded_ddp": "simple"}, "fsdp")],
-)
-@pytest.mark.parametrize("strategy", ["ddp", Mine(use_cpu=True)])
-def test_keyword_that_contradicts_an_argument_is_refused(
-    tmp_path: Path, strategy: Any, option: dict[str, Any], field: str
-) -> None:
-    name = getattr(strategy, "name", strategy)
-    with pytest.raises(ConfigError, match=rf"Cannot use strategy='{name}' together with {field}=.*Keep one") as caught:
-        request(tmp_path, strategy, **option)
-    assert f"strategy='{name}' together with {field}=" in str(caught.value)
-
-
 def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'ddp_find_unused' .* ddp_find_unused_parameters=False"):
         request(tmp_path, "ddp_find_unused", ddp_find_unused_parameters=False)

@@ -116,9 +116,3 @@ def test_zero_steps_with_strategy_steps_raise(method):
 def test_wrong_value_raises(method, named):
     with pytest.raises(ConfigError):
         getattr(TrainingArguments("out"), method)(**named)
-
-
-def test_chain_may_pass_through_states_that_do_not_fit():
-    args = TrainingArguments("out", load_best_model_at_end=True, eval_strategy="steps")
-    args.set_evaluate(strategy="epoch").set_save(strategy="epoch")
-    assert args.eval_strategy == args.save_strategy == "epoch"

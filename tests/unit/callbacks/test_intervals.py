@@ -58,32 +58,6 @@ def run(callback: IntervalCallback, state: TrainerState, steps: Any, *, flag: st
     return due
 
 
-def test_passes_and_tokens_are_due_when_a_multiple_is_crossed() -> None:
-    state = TrainerState()
-    assert run(make(should_evaluate="0.5ep"), state, range(1, 9), flag="should_evaluate") == [2, 4, 6, 8]
-    assert run(make(should_save="0.3ep"), TrainerState(), range(1, 9), flag="should_save") == [2, 3, 4, 5, 6, 8]
-    assert run(make(should_save="25tok"), TrainerState(), range(1, 9), flag="should_save") == [3, 5, 8]
-    assert run(make(should_training_stop="55tok"), TrainerState(), range(1, 8), flag="should_training_stop") == [6, 7]
-
-
-def test_time_is_counted_over_sessions_and_not_between_them(clock: Clock) -> None:
-    def steps(first: int, last: int) -> Any:
-        for step in range(first, last):
-            clock.now_s += 20
-            yield step
-
-    callback, state = make(should_save="1min"), TrainerState()
-    assert run(callback, state, steps(1, 6), flag="should_save") == [3]
-    saved = callback.state()["attributes"]
-    assert saved["elapsed_s"] == 100
-    for _ in range(2):  # twice from the same checkpoint
-        clock.now_s += 1e6
-        resumed = make(should_save="1min")
-        vars(resumed).update(saved)
-        resumed.passed = {flag: list(each) for flag, each in saved["passed"].items()}
-        assert run(resumed, TrainerState(global_step=5), steps(6, 12), flag="should_save") == [6, 9]
-
-
 def test_processes_read_the_clock_together_and_seldom(clock: Clock) -> None:
     group = Group(world_size=2)
 

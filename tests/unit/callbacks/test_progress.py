@@ -5,7 +5,6 @@ import re
 
 import pytest
 from support.tiny import Net, make_arguments, make_rows
-from tqdm import tqdm
 
 from hftrain import PrinterCallback, Trainer
 from hftrain.callbacks import CallbackHandler, ProgressCallback
@@ -39,30 +38,6 @@ class Player:
             self.runner.fire("on_prediction_step", eval_dataloader=loader)
         if event:
             self.runner.fire(event, metrics={})
-
-
-def test_terminal_logs_are_written_on_lines_of_their_own() -> None:
-    file = Terminal()
-    player = Player(file)
-    player.train(10, is_ended=False)
-    player.runner.fire("on_log", logs={"loss": 0.123456, "total_flos": 1e15})
-    player.runner.fire("on_train_end")
-    assert "\rstep 10/100  loss 0.1235\n" in file.getvalue()
-    assert "flos" not in file.getvalue()
-    assert "loss 0.1235]" in file.getvalue().splitlines()[-1]
-
-
-def test_terminal_evaluation_bar_vanishes_within_training_and_stays_outside() -> None:
-    file = Terminal()
-    player = Player(file)
-    player.train(1, is_ended=False)
-    player.evaluate(range(5))
-    player.runner.fire("on_train_end")
-    assert "evaluate:   0%" in file.getvalue()
-    assert "5/5" not in file.getvalue().splitlines()[-1]
-    outside = Terminal()
-    Player(outside).evaluate(range(5), event="on_predict")
-    assert "5/5" in outside.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize("file_class", [io.StringIO, Terminal])
@@ -120,30 +95,3 @@ def test_whole_run_on_a_terminal_shows_its_entries_bars_and_summary(tmp_path) ->
     assert steps == [f"step {n}/6" for n in (1, 2, 3, 4, 5, 6, 6, 6)]
     assert "\nTrained 6 steps in " in file.getvalue()
     assert "predict: 100%" in file.getvalue()
-
-
-class OwnBar(ProgressCallback):
-    """As libraries write it for transformers' callback: bars of its own, and lines above them."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.training_bar = self.made = tqdm(total=state.max_steps, file=io.StringIO())
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if self.prediction_bar is None:
-            self.prediction_bar = self.predicted = tqdm(total=len(eval_dataloader), file=io.StringIO())
-        self.prediction_bar.update()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None:
-            self.training_bar.write("own line")
-        super().on_log(args, state, control, logs, **kwargs)
-
-
-def test_bars_that_a_subclass_sets_are_advanced_and_closed(tmp_path) -> None:
-    own = OwnBar()
-    assert own.training_bar is None is own.prediction_bar
-    args = make_arguments(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=3)
-    trainer = Trainer(Net(), args, train_dataset=make_rows(), eval_dataset=make_rows(8), callbacks=[own])
-    trainer.train()
-    assert (own.made.n, own.made.disable, own.predicted.n, own.predicted.disable) == (3, True, 2, True)
-    assert own.training_bar is None is own.prediction_bar

@@ -173,12 +173,6 @@ def test_restore_warns_of_states_without_a_callback(present) -> None:
     assert counters(runner) == [(3, 1)][: len(present)]
 
 
-def test_restore_leaves_callbacks_without_a_saved_state() -> None:
-    runner = make_runner(patient(3, 1))
-    runner.restore({})
-    assert counters(runner) == [(3, 1)]
-
-
 @pytest.mark.parametrize(
     "states",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -111,17 +110,6 @@ def test_norms_of_group_clipping_count_in_any_order(tmp_path: Path, is_first: bo
     norms = [entry["spike_grad_norm"] for entry in trainer.state.log_history if "spike_loss" in entry]
     assert len(norms) == 2
     assert min(norms) > 100
-
-
-def test_warning_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="hftrain"):
-        warned = make(tmp_path / "a", guard("warn"))
-        warned.train()
-    assert listed(warned) == [*SPIKES]
-    assert "Step 9 is a spike: loss" in caplog.text
-    plain = make(tmp_path / "b")
-    plain.train()
-    assert_same(dict(warned.model.state_dict()), dict(plain.model.state_dict()))
 
 
 def test_nan_is_a_spike_and_a_new_level_ends_being_one(tmp_path: Path) -> None:

@@ -146,19 +146,6 @@ def test_training_after_one_that_died_is_a_run_of_its_own(tmp_path: Path) -> Non
     assert first.calls[-1] == "close"
 
 
-def test_training_within_another_does_not_end_its_run(tmp_path: Path) -> None:
-    outer, inner = OneRun(), OneRun()
-
-    class Nested(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                make_trainer(tmp_path / "inner", inner).train()
-
-    make_trainer(tmp_path / "outer", outer, callbacks=[Nested()]).train()
-    assert inner.run_id == outer.run_id
-    assert "close" not in outer.calls
-
-
 def test_tracker_is_closed_with_its_trainer(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder)

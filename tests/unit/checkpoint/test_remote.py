@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 
 import pytest
@@ -149,13 +148,6 @@ def test_a_manifest_of_unreasonable_size_is_not_downloaded(make, save_at, output
         RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
 
 
-def test_fetch_takes_a_foreign_checkpoint_as_it_is(output_dir):
-    write("checkpoint-5/trainer_state.json", json.dumps({"global_step": 5}).encode())
-    write("checkpoint-5/deep/file", b"1")
-    path = RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
-    assert (path / "deep" / "file").read_bytes() == b"1"
-
-
 # -- uploads that fail --------------------------------------------------------------------------------------------
 
 
@@ -237,15 +229,6 @@ def test_rotation_deletes_there_and_keeps_one_copy_here(make, save_at, output_di
         manager.rotate()
     assert {name.partition("/")[0] for name in listing()} == {"checkpoint-10", "checkpoint-15"}
     assert [path.name for path in output_dir.iterdir()] == ["checkpoint-15"]
-
-
-def test_rotation_without_a_limit_keeps_all_there_and_one_copy_here(make, save_at, output_dir):
-    manager = make()
-    for step in (5, 10):
-        save_at(manager, step)
-        manager.rotate()
-    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
-    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-10"]
 
 
 def test_rotation_with_an_empty_mirror_knows_what_is_there(make, save_at, output_dir):

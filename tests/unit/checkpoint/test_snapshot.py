@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -102,27 +101,6 @@ def test_memory_reserved_for_a_gpu_is_pinned() -> None:
     assert all(tensor.is_pinned() and bool((tensor == 1).all()) for tensor in taken.values())
     copies.close()
     assert copies._registered == set()
-
-
-def test_save_that_comes_early_waits_for_one_tensor_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, is_begun, made = HostCopies(), threading.Event(), []
-    make = HostCopies._make
-
-    def make_slowly(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        made.append(threading.current_thread().name)
-        if made == ["hftrain-reserve"]:
-            is_begun.set()
-            assert copies._is_needed.wait(60)
-        return make(self, like, is_pinned=is_pinned)
-
-    monkeypatch.setattr(HostCopies, "_make", make_slowly)
-    state = {name: torch.randn(5) for name in "abc"}
-    copies.reserve(lambda keep: keep(state))
-    assert is_begun.wait(60)
-    copies.begin()
-    taken = copies.copy(state)
-    assert made == ["hftrain-reserve", "MainThread", "MainThread"]
-    assert all(torch.equal(taken[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.cuda

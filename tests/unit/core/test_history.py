@@ -57,17 +57,6 @@ def test_whatever_a_user_changes_comes_out(made: list[Any], seed: int) -> None:
     assert made == []
 
 
-def test_an_entry_with_a_class_of_the_users_may_change() -> None:
-    class Word(str):
-        """What Python's own format does not know."""
-
-    state, history = TrainerState(log_history=[{"phase": Word("warm")}]), HistoryText()
-    for phase in ("warm", "main"):
-        state.log_history[0]["phase"] = Word(phase)
-        history.take(state.log_history)
-        assert "".join(state.json_parts(history)) == dumped(state)
-
-
 def test_an_entry_that_is_no_plain_data_is_refused_until_it_is_gone() -> None:
     state, history = TrainerState(log_history=[entry(0), {"loss": object()}]), HistoryText()
     for _ in range(2):

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
-import numpy
 import pytest
 from support.loading import build
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hftrain.data.feed import TrainFeed
-from hftrain.data.grouping import LengthShuffledSampler, LengthSortedSampler
 from hftrain.data.samplers import (
     ArraySampler,
-    ContiguousShard,
     EpochShuffleSampler,
-    GlobalShuffleSampler,
     Later,
     RankBatches,
     pick,
 )
 from hftrain.data.seeding import SeededBatches
-
-NUM = 50_000
-LENGTHS = numpy.random.default_rng(0).integers(1, 500, NUM)
 
 
 class Counted(ArraySampler):
@@ -87,23 +79,6 @@ def test_every_chain_can_begin_anywhere(make: Any, drop: bool, num: int) -> None
             assert items == whole[start:] == list(Later(chain, start))
             # The random numbers of a batch are those of its place in the epoch.
             assert [getattr(item, "_parts", 0) for item in items] == [getattr(i, "_parts", 0) for i in whole[start:]]
-
-
-@pytest.mark.parametrize("num", [10**12])
-def test_the_last_rank_evaluates_at_once(num: int) -> None:
-    shard = ContiguousShard(SequentialSampler(range(num)), rank=1, world_size=2)
-    assert list(islice(shard, 2)) == [num // 2, num // 2 + 1]
-
-
-def test_an_order_takes_four_bytes_for_each_sample() -> None:
-    for sampler in (
-        EpochShuffleSampler(range(NUM), seed=0),
-        GlobalShuffleSampler(range(NUM)),
-        LengthShuffledSampler(LENGTHS, batch_size=32, seed=0, shuffles_batches=True),
-        LengthSortedSampler(LENGTHS),
-    ):
-        drawn = sampler.draw()
-        assert (len(drawn), drawn.nbytes) == (NUM, 4 * NUM)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.columns import RemoveColumnsCollator, prune_columns, signature_columns
@@ -83,20 +82,3 @@ def test_pruner_with_nothing_left_raises():
     pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="training")
     with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
         pruner([{"a": 1}])
-
-
-def test_pruner_reports_once_for_all_workers(capfd):
-    handler = logging.StreamHandler()
-    logger = logging.getLogger("hftrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="shared")
-        data = [{"x": i, "text": "a"} for i in range(4)]
-        for _ in range(2):
-            batches = list(DataLoader(data, batch_size=1, num_workers=1, collate_fn=pruner))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    assert batches == [[{"x": i}] for i in range(4)]
-    assert capfd.readouterr().err.count("shared set") == 1

@@ -59,12 +59,6 @@ def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch)
     assert list(feed(Stream(), **options).open(1, skip=1)) == whole[1:]
 
 
-@pytest.mark.parametrize("state", [5, "x", [1], torch.ones(()), {"num_workers": torch.ones(2)}])
-def test_state_that_no_feed_has_is_refused(state):
-    with pytest.raises(ValueError, match="none that was saved"):
-        TrainFeed(DataLoader(Items()), seed=1).load_state_dict(state)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_users_shuffling_loader_becomes_reproducible(num_workers):
     def user_feed():
@@ -142,18 +136,3 @@ def test_state_of_a_loader_counts_only_where_it_is_the_one_that_is_read():
     for skip, tells in ((0, True), (1, False)):
         next(data.open(0, skip=skip))
         assert ("loader" in data.state_dict()) is tells
-
-
-def test_accelerate_loaders_are_fed():
-    accelerate = pytest.importorskip("accelerate.data_loader")
-    loader = accelerate.prepare_data_loader(
-        DataLoader(range(11), 2, shuffle=True, collate_fn=list),
-        num_processes=1,
-        process_index=0,
-        use_seedable_sampler=True,
-        data_seed=42,
-    )
-    data = TrainFeed(loader, seed=42)
-    for epoch in (0, 1):
-        assert [i for batch in data.open(epoch) for i in batch] == formula(11, epoch)
-        assert [i for batch in data.open(epoch, skip=2) for i in batch] == formula(11, epoch)[4:]

@@ -51,10 +51,6 @@ def test_training_order_follows_the_formula(num_workers):
     assert flat(loader) == formula(11)
 
 
-def test_training_without_shuffling_reads_in_order():
-    assert flat(train(range(5), shuffle=False)) == list(range(5))
-
-
 def test_unseeded_order_comes_from_the_global_generator():
     loader = train(range(20), use_seedable_sampler=False)
     assert type(loader.sampler) is GlobalShuffleSampler
@@ -96,15 +92,6 @@ def test_random_numbers_do_not_depend_on_the_number_of_workers(build):
 class RandomStream(Stream):
     def __iter__(self):
         return iter([random.random(), float(torch.rand(()))])
-
-
-@pytest.mark.parametrize("persist", [False, True])
-@pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])
-def test_evaluation_workers_draw_the_same_at_each_pass(dataset, persist):
-    loader = evaluate(dataset, num_workers=1, persistent_workers=persist)
-    first, second = list(loader), list(loader)
-    del loader  # which ends workers that persist
-    assert first == second
 
 
 @pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import copy
 import functools
 import os
-import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from support.loading import build
 from torch.utils.data import DataLoader, Dataset
 
-from hftrain.data.columns import RemoveColumnsCollator
 from hftrain.data.feed import TrainFeed
 from hftrain.data.seeding import SeededCollator, start_worker
 
@@ -71,23 +68,3 @@ def test_masks_depend_on_epoch_and_content_alone(num_workers: int) -> None:
     alone = feed()
     assert [read(alone.open(epoch)) for epoch in (0, 1)] == epochs
     assert read(feed(**workers).open(1, skip=2)) == epochs[1][2:]
-
-
-def test_masks_differ_between_epochs_and_seeds() -> None:
-    collator = SeededCollator(Masking())
-    seen = []
-    for epoch in (0, 1, 0):
-        RemoveColumnsCollator(collator, ["input_ids"], None, "Net", description="training").set_epoch(epoch)
-        seen.append(collator(ROWS).tolist())
-    other = SeededCollator(Masking(8))(ROWS).tolist()
-    assert seen[0] == seen[2]
-    assert len({str(each) for each in (seen[0], seen[1], other)}) == 3
-
-
-def test_given_collator_is_left_alone_and_the_wrapper_can_be_pickled() -> None:
-    given = Masking()
-    before = copy.copy(vars(given))
-    collator = SeededCollator(given)
-    first = collator(ROWS).tolist()
-    assert vars(given) == before
-    assert pickle.loads(pickle.dumps(collator))(ROWS).tolist() == first

@@ -4,17 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
-from support.loading import build
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.sharding import ShardPlan, is_plain_loader
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(6))
 
 
 class OwnBatches:
@@ -50,27 +44,6 @@ def loader_of(dataset, **options):
 
 def shard_loader(loader, **plan):
     return ShardPlan(**plan).share(loader)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: [1, 2],
-        lambda: build(range(4), batch_size=2),
-        lambda: loader_of(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
-        lambda: OwnWay(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
-    ],
-)
-def test_sharded_loaders_are_left_alone(make):
-    loader = make()
-    assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
-
-
-def test_shares_of_accelerate_are_left_alone():
-    batches = BatchSamplerShard(loader_of(range(8)).batch_sampler, num_processes=2, process_index=0)
-    stream = IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=0)
-    for loader in (DataLoader(range(8), batch_sampler=batches), DataLoader(stream, batch_size=2)):
-        assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
 
 
 def test_own_batch_samplers_are_shared_out_in_training():

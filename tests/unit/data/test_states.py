@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.loading import build, stream_share
 from support.resuming import assert_same
-from support.stateful import Drawing, Lines, StatefulRows, StatefulStream
+from support.stateful import Lines, StatefulRows, StatefulStream
 from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
@@ -65,15 +65,6 @@ def test_stream_with_a_state_goes_on_in_workers_after_any_batch(num: int, epoch:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
-@pytest.mark.parametrize("num", [1, 3])
-def test_workers_of_unequal_length_go_on(num: int) -> None:
-    # 3 workers have 5, 4 and 4 rows: the first has a second batch.
-    expected, got, *_ = stop_and_go(lambda: (make_feed(StatefulStream(13, draws=False), workers=3), None), num)
-    assert got == expected
-    assert len(expected) == 4 - num
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 @pytest.mark.parametrize("num", [1, 6])
 def test_map_style_data_with_a_state_goes_on_in_workers(num: int) -> None:
     got, state = list[Any](), None
@@ -83,14 +74,6 @@ def test_map_style_data_with_a_state_goes_on_in_workers(num: int) -> None:
         got += xs(islice(feed.open(0, skip=len(got)), number))
         state = feed.state_dict()
     assert got == xs(make_feed(StatefulRows(26), workers=3).open(0))
-
-
-def test_map_style_data_are_skipped_without_being_read() -> None:
-    dataset = Drawing(1000)
-    iterator = make_feed(dataset).open(3, skip=200)
-    assert dataset.num_read == 0
-    next(iterator)
-    assert dataset.num_read == 4
 
 
 @pytest.mark.parametrize("make", [StatefulStream, lambda num: Stream(make_rows(num))])

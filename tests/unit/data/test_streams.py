@@ -42,17 +42,6 @@ def share(dataset, *, rank, world_size, **changes):
     return stream_share(dataset, rank=rank, world_size=world_size, **{"is_training": False, "seed": 0, **changes})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("n", range(1, 18))
-def test_evaluation_shares_are_disjoint_and_complete(n, world_size):
-    parts = [share(Stream(n), rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert [len(part) for part in parts] == [len(list(part)) for part in parts]
-    shares = [[batch.tolist() for batch in DataLoader(part, batch_size=2)] for part in parts]
-    whole = [batch.tolist() for batch in DataLoader(Stream(n), batch_size=2)]
-    assert [shares[i % world_size][i // world_size] for i in range(len(whole))] == whole
-    assert sum(map(len, shares)) == len(whole)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("n", range(1, 18))

@@ -100,21 +100,9 @@ def test_nan_of_a_batch_that_counts_is_shown() -> None:
     assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
 
 
-def test_steps_without_a_loss_report_none() -> None:
-    loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(outputs=batch["x"])})
-    assert loop.run(make_batches([1, 2], [3])) == EvalLoopOutput(None, None, {}, 3)
-
-
 def test_empty_loader_gives_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match="read no sample"):
         assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
-
-
-def test_logs_and_own_metrics_join_the_loss() -> None:
-    loop = make_loop(hooks={"read_metrics": lambda: {"f1": 0.5}})
-    # A log stands for its batch's samples: two of them say 2, one says 1.
-    metrics = loop.run(make_batches([2, 4], [6])).metrics
-    assert metrics == {"loss": 4.0, "size": pytest.approx(5 / 3), "f1": 0.5}
 
 
 def test_compute_metrics_gets_the_whole_set() -> None:

@@ -164,37 +164,13 @@ def test_step_gathers_gradients_and_exchanges_them_last() -> None:
     ]  # fmt: skip
 
 
-def test_data_of_unknown_length_is_reopened_until_max_steps() -> None:
-    bench = run(3, max_steps=4, knows_length=False)
-    assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 0), ("open", 1, 0)]
-    assert bench.state.epoch == pytest.approx(1 + 1 / 4)
-
-
 # -- resuming --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop_after", range(1, 7))
-def test_resumed_run_trains_the_rest(stop_after: int) -> None:
-    whole = run(5, max_steps=6, accumulation=2)
-    first = run(5, max_steps=stop_after, accumulation=2)
-    progress = Progress(**first.progress.state_dict())
-    second = run(5, max_steps=6, accumulation=2, progress=progress, evaluates_first=True)
-    trained = [entry for bench in (first, second) for entry in bench.diary if isinstance(entry, int)]
-    assert trained == [entry for entry in whole.diary if isinstance(entry, int)]
-    assert progress == whole.progress
-    assert second.diary[0] == "evaluate"
 
 
 def test_resume_at_the_end_of_unmeasured_data_goes_on_with_the_next_epoch() -> None:
     bench = run(3, max_steps=4, knows_length=False, progress=Progress(step=3, micro_steps_in_epoch=3))
     assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 3), ("open", 1, 0)]
     assert bench.progress.step == 4
-
-
-def test_checkpoint_at_an_epochs_end_resumes_with_the_next() -> None:
-    seen = []
-    run(2, max_steps=4, hooks={"on_epoch_end": lambda bench: seen.append(bench.progress.state_dict())})
-    assert [(state["epoch"], state["micro_steps_in_epoch"]) for state in seen] == [(1, 0), (2, 0)]
 
 
 # -- what callbacks ask for ------------------------------------------------------------------------------------------
@@ -215,37 +191,10 @@ def test_requests_made_before_a_step_are_void() -> None:
     assert "save" not in bench.diary
 
 
-def test_requests_of_an_epochs_end_are_acted_on() -> None:
-    bench = run(2, max_steps=4, hooks={"on_epoch_end": ask(should_save=True, should_evaluate=True)})
-    assert (bench.count("save"), bench.count("evaluate")) == (2, 2)
-
-
-def test_evaluation_may_ask_for_a_save() -> None:
-    bench = Bench(2, max_steps=1, hooks={"on_step_end": ask(should_evaluate=True)})
-    hooks = bench.parts.hooks
-    object.__setattr__(hooks, "evaluate", ask(should_save=True).__get__(bench))
-    bench.loop.run()
-    assert bench.count("save") == 1
-
-
-def test_log_holds_the_loss_the_norm_and_the_rate_of_the_step_it_ends() -> None:
-    bench = run(3, max_steps=3, hooks={"on_step_end": ask(should_log=True)})
-    assert [logs["loss"] for logs in bench.logs] == [0.0, 1.0, 2.0]
-    assert [logs["learning_rate"] for logs in bench.logs] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert {logs["grad_norm"] for logs in bench.logs} == {0.5}
-
-
 def test_schedule_waits_where_the_update_was_skipped() -> None:
     bench = run(3, max_steps=3, skipped_updates=(1,), hooks={"on_step_end": ask(should_log=True)})
     assert [logs["learning_rate"] for logs in bench.logs] == pytest.approx([1, 1 / 2, 1 / 2])
     assert bench.progress.step == 3
-
-
-def test_stopped_epoch_counts_as_done() -> None:
-    bench = run(4, max_steps=5, hooks={"on_step_end": at_step(1, should_epoch_stop=True)})
-    assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 0), ("open", 1, 0)]
-    assert [entry for entry in bench.diary if isinstance(entry, int)] == [0, 0, 1, 2, 3]
-    assert (bench.progress.epoch, bench.progress.micro_steps_in_epoch) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.loops.window import LogWindow, LossWindow, as_number, merge_reports
+from hftrain.loops.window import LogWindow, LossWindow, as_number
 
 NAN, INF = math.nan, math.inf
 
@@ -26,36 +25,6 @@ def add_steps(window: LossWindow, steps: list[list[float]]) -> None:
         for loss in micro_steps:
             window.add(torch.tensor(loss))
         window.num_steps += 1
-
-
-def from_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
-
-
-def test_window_without_steps_has_no_loss() -> None:
-    window = make_window()
-    assert window.read() == {}
-    assert window.mean_over_run() == 0.0
-    window.add(torch.tensor(1.0))
-    assert window.read() == {}
-
-
-def test_loss_is_reduced_once_per_reading() -> None:
-    calls = []
-
-    def mean(loss: torch.Tensor) -> torch.Tensor:
-        calls.append(float(loss))
-        return loss / 2
-
-    window = make_window(reduce=mean)
-    add_steps(window, [[1.0], [3.0]])
-    assert calls == []
-    assert window.read() == {"loss": 1.0}
-    assert calls == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -82,55 +51,6 @@ def test_filter_puts_the_windows_mean_in_place_of_what_is_not_finite(
     }
 
 
-def test_filter_takes_the_mean_over_micro_steps() -> None:
-    window = make_window()
-    add_steps(window, [[0.5, 1.5], [NAN, 2.0]])
-    with pytest.warns(UserWarning, match="at least once"):
-        assert window.read()["loss"] == pytest.approx((0.5 + 1.5 + 2.0) / 3 * 4 / 2)
-
-
-@pytest.mark.parametrize("num_before", [0, 1, 2, 3, 4, 5])
-@pytest.mark.filterwarnings("ignore:The loss was NaN")
-def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
-    steps = [[1.0, 0.5], [NAN, 2.0], [4.0], [0.25, 0.25], [8.0]]
-    whole, first, second = make_window(), make_window(), make_window()
-    for window, part in ((whole, steps[:2]), (first, steps[: min(2, num_before)])):
-        add_steps(window, part)
-        if window is whole or num_before >= 2:
-            window.read()
-    add_steps(whole, steps[2:])
-    add_steps(first, steps[2:num_before] if num_before > 2 else [])
-    second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
-    if num_before < 2:
-        add_steps(second, steps[num_before:2])
-        second.read()
-    add_steps(second, steps[max(2, num_before) :])
-    assert second.read() == whole.read()
-    assert second.mean_over_run() == whole.mean_over_run()
-
-
-def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
-    losses = [loss.item() for loss in torch.randn(150).exp()]
-    whole = make_window()
-    add_steps(whole, [[loss] for loss in losses])
-    expected = whole.read()
-    assert expected == {"loss": pytest.approx(sum(losses) / len(losses))}
-    for num_before in (1, 63, 64, 65, 128, 149):
-        first, second = make_window(), make_window()
-        add_steps(first, [[loss] for loss in losses[:num_before]])
-        second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
-        add_steps(second, [[loss] for loss in losses[num_before:]])
-        assert second.read() == expected
-
-
-@pytest.mark.filterwarnings("ignore:The loss was NaN")
-def test_filter_counts_over_a_long_window() -> None:
-    window = make_window()
-    add_steps(window, [[NAN if step % 10 == 3 else float(step)] for step in range(200)])
-    finite = [step for step in range(200) if step % 10 != 3]
-    assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
-
-
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
 def test_window_without_a_finite_loss_is_left_out_of_the_run() -> None:
     window = make_window()
@@ -143,26 +63,6 @@ def test_window_without_a_finite_loss_is_left_out_of_the_run() -> None:
 
 
 # -- what steps log --------------------------------------------------------------------------------------------------
-
-
-def alone(value: Any) -> list[Any]:
-    return [value]
-
-
-def test_logs_are_means_over_the_steps_that_gave_them() -> None:
-    window = LogWindow(gather_object=alone)
-    window.add({"a": 1, "b": torch.tensor(2.0)})
-    window.add({"a": 2.0})
-    window.add({})
-    assert window.read() == {"a": 1.5, "b": 2.0}
-    assert window.read() == {}
-
-
-def test_logs_count_by_their_weight() -> None:
-    window = LogWindow(gather_object=alone)
-    window.add({"a": torch.tensor(1.0), "b": 3}, weight=3)
-    window.add({"a": 5.0})
-    assert window.read() == {"a": 2.0, "b": 3.0}
 
 
 def test_logs_of_ranks_are_weighed_by_their_steps(run_ranks: Callable[..., list[Any]]) -> None:
@@ -178,11 +78,6 @@ def test_logs_of_ranks_are_weighed_by_their_steps(run_ranks: Callable[..., list[
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------
-
-
-def test_name_that_is_taken_stays_with_its_first_owner() -> None:
-    with pytest.warns(UserWarning, match="their names are taken: a, b. Rename them"):
-        assert merge_reports({"a": 1, "b": 2}, {"b": 3, "a": 4, "c": 5}) == {"a": 1, "b": 2, "c": 5}
 
 
 def test_number_of_a_sharded_tensor_is_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,24 +61,6 @@ def through_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(buffer, weights_only=True)
 
 
-def test_build_schedule_multiplies_the_rate_of_every_group() -> None:
-    assert rates(make_schedule("linear", warmup=2), 11) == pytest.approx(
-        [0, 0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0]
-    )
-
-
-@pytest.mark.parametrize("name", BY_STEP)
-def test_build_schedule_warms_up(name: str) -> None:
-    used = rates(make_schedule(name), 4)
-    assert used[0] < used[1] < used[2]
-    assert max(used) == pytest.approx(0.1)
-
-
-def test_build_schedule_relates_absolute_rates_to_the_learning_rate() -> None:
-    assert rates(make_schedule("polynomial", lr_end=0.02), 12)[-1] == pytest.approx(0.02)
-    assert rates(make_schedule("cosine_with_min_lr"), 11)[-1] == pytest.approx(0.01)
-
-
 @pytest.mark.parametrize("name", [*BY_STEP, "constant"])
 def test_schedule_state_survives_a_file_read_without_trust(name: str) -> None:
     warmup = 0 if name == "constant" else 3

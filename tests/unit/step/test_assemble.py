@@ -110,23 +110,6 @@ def test_clipping_can_be_turned_off(max_grad_norm: float | None) -> None:
     assert assemble(Engine(Owns.NOTHING), opened("fp32"), max_grad_norm).clip() is None
 
 
-def test_clipping_takes_the_optimizers_parameters() -> None:
-    clipped, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    for parameter in (clipped, other):
-        parameter.grad = torch.full((1,), 10.0)
-    late = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([clipped])
-    stepper = assemble_stepper(
-        strategy=Engine(Owns.NOTHING), precision=opened("fp32"), optimizer=optimizer, max_grad_norm=1.0
-    )
-    assert stepper.clip() == 10.0
-    assert other.grad == 10.0
-    optimizer.add_param_group({"params": [late]})
-    late.grad = torch.full((1,), 5.0)
-    stepper.clip()
-    assert late.grad < 1.0
-
-
 def test_clipping_leaves_out_what_it_is_told_to() -> None:
     clipped, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     for parameter in (clipped, other):
@@ -200,11 +183,6 @@ def test_strategy_that_does_not_hold_together_is_refused(
 ) -> None:
     with pytest.raises(StrategyError, match=reason):
         assemble(strategy(), opened(precision))
-
-
-def test_engine_may_take_over_backward_where_nothing_is_scaled() -> None:
-    strategy = Engine(Owns.BACKWARD)
-    assert assemble(strategy, opened("bf16")).backward == strategy.backward
 
 
 class Reads(TorchDispatchMode):

@@ -12,10 +12,6 @@ from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.storage import files
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing of ours may catch it."""
-
-
 def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -45,13 +41,6 @@ def test_check_writable_refuses_urls(url, tmp_cwd):
     with pytest.raises(ConfigError, match="local folders only"):
         files.check_writable(url)
     assert listing(tmp_cwd) == []
-
-
-def test_write_text_replaces_and_leaves_only_the_file(tmp_path):
-    files.write_text(tmp_path / "a.json", "old")
-    files.write_text(tmp_path / "a.json", "new\n")
-    assert (tmp_path / "a.json").read_bytes() == b"new\n"
-    assert listing(tmp_path) == ["a.json"]
 
 
 def test_write_text_keeps_the_old_text_when_the_rename_fails(tmp_path, monkeypatch):
@@ -87,13 +76,6 @@ def staged_with(target: Path, text: str) -> Path:
     return staged
 
 
-def test_commit_gives_the_name_and_replaces_what_has_it(tmp_path):
-    for text in ("old", "new"):
-        files.commit(staged_with(tmp_path / "target", text), tmp_path / "target")
-        assert (tmp_path / "target" / "sub" / "file").read_text() == text
-        assert listing(tmp_path) == ["target"]
-
-
 def test_commit_flushes_every_file_and_folder_before_the_rename(tmp_path, monkeypatch):
     events: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
@@ -111,32 +93,6 @@ def test_commit_flushes_every_file_and_folder_before_the_rename(tmp_path, monkey
     monkeypatch.setattr(os, "rename", rename)
     files.commit(staged, tmp_path / "target")
     assert events == ["file", "sub", staged.name, "rename", tmp_path.name]
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_commit_killed_at_a_rename_leaves_the_old_or_the_new(tmp_path, monkeypatch, nth):
-    target = tmp_path / "target"
-    files.commit(staged_with(target, "old"), target)
-    staged = staged_with(target, "new")
-    real, calls = os.rename, []
-
-    def rename(old: Path, new: Path) -> None:
-        calls.append(new)
-        if len(calls) == nth:
-            raise Killed
-        real(old, new)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename)
-        if nth <= 2:
-            with pytest.raises(Killed):
-                files.commit(staged, target)
-        else:
-            files.commit(staged, target)
-    files.restore(tmp_path, is_ours=lambda name: name == "target")
-    assert (target / "sub" / "file").read_text() == ("old" if nth <= 2 else "new")
-    files.sweep(tmp_path, is_ours=lambda name: name == "target")
-    assert listing(tmp_path) == ["target"]
 
 
 def test_sweep_touches_only_leftovers_of_the_caller(tmp_path):

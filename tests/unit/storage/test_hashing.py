@@ -13,14 +13,11 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 
 from hftrain.storage import hashing
 from hftrain.storage.hashing import create, mark, noting
-from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors
 
 PIECE = 1 << 22
-SIZES = (1, 4095, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 4096, 5 * PIECE + 17)
 
 
 def random_bytes(num: int) -> bytes:
@@ -32,20 +29,6 @@ def written(path: Path, *parts: bytes) -> dict[hashing.Mark, str]:
         for part in parts:
             assert file.write(part) == len(part)
     return notes
-
-
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("num_parts", [1, 7])
-@pytest.mark.parametrize("has_direct", [True, False])
-def test_hash_is_that_of_the_file(tmp_path, monkeypatch, num_bytes, num_parts, has_direct):
-    if not has_direct:
-        monkeypatch.setattr(hashing, "_DIRECT", 0)
-    data = random_bytes(num_bytes)
-    cuts = sorted({0, num_bytes, *numpy.random.default_rng(0).integers(0, num_bytes + 1, num_parts - 1).tolist()})
-    parts = [data[start:end] for start, end in itertools.pairwise(cuts)]
-    notes = written(tmp_path / "a", *parts)
-    assert (tmp_path / "a").read_bytes() == data
-    assert notes == {mark((tmp_path / "a").stat()): hashlib.sha256(data).hexdigest()}
 
 
 def test_memory_may_change_as_soon_as_it_was_handed_over(tmp_path):
@@ -131,18 +114,3 @@ def test_full_disk_is_an_error_of_the_write(num_bytes):
     with pytest.raises(OSError, match="No space left") as caught, noting(), create(Path("/dev/full")) as file:
         file.write(random_bytes(num_bytes))
     assert caught.value.errno == errno.ENOSPC
-
-
-def test_tensors_and_containers_are_the_same_bytes_with_notes_and_without(tmp_path):
-    tensors = {"big": torch.randn(3 * PIECE // 4), "small": torch.ones(3), "number": torch.tensor(1)}
-    save_tensors(tensors, tmp_path / "a.safetensors")
-    save_containers({"state": tensors}, tmp_path / "a.pt")
-    with noting() as notes:
-        save_tensors(tensors, tmp_path / "b.safetensors")
-        save_containers({"state": tensors}, tmp_path / "b.pt")
-    for name in ("safetensors", "pt"):
-        data = (tmp_path / f"b.{name}").read_bytes()
-        assert data == (tmp_path / f"a.{name}").read_bytes()
-        assert notes[mark((tmp_path / f"b.{name}").stat())] == hashlib.sha256(data).hexdigest()
-    assert torch.equal(load_tensors(tmp_path / "b.safetensors")["big"], tensors["big"])
-    assert torch.equal(load_containers(tmp_path / "b.pt")["state"]["big"], tensors["big"])

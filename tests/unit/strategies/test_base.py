@@ -92,26 +92,3 @@ def test_place_model_false_leaves_the_model_where_it_is() -> None:
     strategy = create_strategy("single", device="meta", place_model=False)
     strategy.launch()
     assert not strategy.setup(nn.Linear(2, 2), None, POLICY)[0].weight.is_meta
-
-
-def test_optimizer_state_round_trips(strategy: Strategy) -> None:
-    def trained(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(0.1)
-    other_model, other = trained(0.2)
-    strategy.load_optimizer_state(other_model, other, strategy.optimizer_state(model, optimizer))
-    assert other.param_groups[0]["lr"] == 0.1
-
-
-def test_clip_grad_norm_returns_the_norm_before_clipping(strategy: Strategy) -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    norm = strategy.clip_grad_norm([weight], 1.0)
-    assert isinstance(norm, torch.Tensor)
-    assert norm == 5.0
-    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))

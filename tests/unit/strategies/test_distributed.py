@@ -23,15 +23,6 @@ def strategy() -> Iterator[DDPStrategy]:
     strategy.close()
 
 
-def test_close_leaves_the_group_and_can_be_repeated(strategy: DDPStrategy) -> None:
-    strategy.launch()
-    strategy.close()
-    strategy.close()
-    assert not dist.is_initialized()
-    strategy.launch()
-    assert dist.is_initialized()
-
-
 @pytest.mark.parametrize("num", [1, 2])
 def test_backend_may_let_go_of_its_tensors_before_the_group_goes(
     strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch, num: int

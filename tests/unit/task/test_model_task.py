@@ -170,41 +170,6 @@ def test_prediction_gives_everything_but_the_loss(form: str) -> None:
     assert not logits.requires_grad
 
 
-class Caching(nn.Module):
-    """Returns a cache under some name, as models that generate do; `get_seq_length` is what all of them have."""
-
-    def __init__(self, name: str, form: str, cache: Any) -> None:
-        super().__init__()
-        self.name, self.form, self.cache, self.scale = name, form, cache, nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        outputs = {"loss": self.scale, "logits": x, self.name: self.cache}
-        return tuple(outputs.values()) if self.form == "tuple" else outputs
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
-def test_cache_is_no_prediction_whatever_its_name_is(form: str, name: str) -> None:
-    batch = make_batch()
-    task = ModelTask(Caching(name, form, SimpleNamespace(get_seq_length=lambda: 4)))
-    assert torch.equal(predict(task, batch).outputs, batch["x"])
-
-
-@pytest.mark.parametrize("given", ["cache", "past_key_values"])
-@pytest.mark.parametrize("returned", ["cache", "past_key_values"])
-def test_ignored_cache_is_found_under_its_other_name(given: str, returned: str) -> None:
-    batch = make_batch()
-    task = ModelTask(Caching(returned, "dict", (torch.zeros(4, 2),)))
-    assert torch.equal(predict(task, batch, ignore=(given,)).outputs, batch["x"])
-    assert len(predict(task, batch).outputs) == 2  # tensors of a model without a config, which nothing names
-
-
-def test_model_may_give_a_loss_without_labels() -> None:
-    output = predict(ModelTask(Blind()), {"x": torch.ones(2, 4)})
-    assert output.loss is not None
-    assert output.outputs.shape == (2, 3)
-
-
 def test_plain_tuples_are_asked_for_a_loss() -> None:
     output = predict(ModelTask(Net()), (torch.ones(2, 4), torch.tensor([0, 1])))
     assert output.loss is not None

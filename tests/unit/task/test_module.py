@@ -19,17 +19,6 @@ batch = {
 }
 
 
-def test_model_may_be_given_or_assigned() -> None:
-    class Late(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net()
-
-    assert [name for name, _ in Late().named_children()] == ["model"]
-    net = Net()
-    assert TaskModule(net).model is net
-
-
 @pytest.mark.parametrize(
     ("batch", "count"),
     [

@@ -191,15 +191,6 @@ def test_batch_that_cannot_be_cut_is_named() -> None:
         split_batch(object(), 2)
 
 
-def test_parts_share_what_has_no_batch_dimension() -> None:
-    batch = {"x": torch.arange(5), "nested": (torch.ones(5, 2), [torch.tensor(3.0)]), "mask": torch.ones(7), "n": 4}
-    parts = split_batch(batch, 2)
-    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [len(part["nested"][0]) for part in parts] == [2, 2, 1]
-    assert all(part["mask"] is batch["mask"] and part["n"] == 4 for part in parts)
-    assert split_batch(batch, 5)[0] is batch
-
-
 def test_lists_with_an_entry_for_each_sample_are_cut_with_the_tensors() -> None:
     names, boxes, layers = list("abcde"), [torch.ones(n, 4) for n in range(5)], [torch.ones(5, 1)] * 5
     batch = {"x": torch.arange(5), "names": names, "boxes": boxes, "layers": layers, "ids": numpy.arange(5), "of": "x"}

@@ -122,18 +122,6 @@ def test_compute_metrics_gets_what_it_asks_for(tmp_path: Path) -> None:
     assert seen["predictions"].shape == (6,)
 
 
-def test_metrics_batch_by_batch(tmp_path: Path) -> None:
-    calls = []
-
-    def count(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
-        calls.append((len(prediction.label_ids), compute_result))
-        return {"seen": float(sum(size for size, _ in calls))} if compute_result else {}
-
-    trainer = Trainer(Net(), make_arguments(tmp_path, batch_eval_metrics=True), compute_metrics=count)
-    assert trainer.evaluate(make_rows(9))["eval_seen"] == 9
-    assert calls == [(4, False), (4, False), (1, True)]
-
-
 def test_metrics_batch_by_batch_get_tensors_as_the_model_gave_them(tmp_path: Path) -> None:
     seen: list[EvalPrediction] = []
 
