@@ -42,6 +42,13 @@ def test_prediction_loss_only_keeps_no_predictions(tmp_path: Path) -> None:
         assert "test_loss" in output.metrics
 
 
+def test_metrics_that_the_loss_alone_rules_out_are_warned_of(tmp_path: Path) -> None:
+    args = make_arguments(tmp_path, prediction_loss_only=True)
+    with pytest.warns(UserWarning, match="compute_metrics is never called with prediction_loss_only=True"):
+        trainer = Trainer(Net(), args, compute_metrics=share)
+    assert "eval_share" not in trainer.evaluate(make_rows(5))
+
+
 def test_evaluation_without_metrics_keeps_no_predictions_unless_asked(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path))
     seen = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import numpy
 import pytest
+import torch
 
 from hftrain.core.errors import ConfigError
-from hftrain.loggers.base import artifacts_asked, is_set, regroup
+from hftrain.loggers.base import artifacts_asked, is_set, numbers_of, regroup
 from hftrain.loggers.tensorboard import TensorBoardLogger
 
 
@@ -22,6 +24,14 @@ def test_regroup_names_the_stage() -> None:
         "train/evaluation",
         "train/eval_",
     ]
+
+
+def test_numbers_are_plain_and_the_rest_is_warned_of_once() -> None:
+    logs = {"a": 1, "b": torch.tensor(2.5), "c": numpy.float32(0.5), "d": True, "e": numpy.ones(1)}
+    assert numbers_of(logs) == {"a": 1, "b": 2.5, "c": 0.5, "d": True, "e": 1.0}
+    with pytest.warns(UserWarning, match="'f' is a list and is not reported"):
+        assert numbers_of({"f": [1.0], "g": 1}) == {"g": 1}
+    assert numbers_of({"f": [1.0]}) == {}  # a second warning would be an error
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Callable
@@ -27,6 +28,14 @@ def add_steps(window: LossWindow, steps: list[list[float]]) -> None:
         window.num_steps += 1
 
 
+def from_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
 @pytest.mark.parametrize(
     ("losses", "filtered"),
     [
@@ -49,6 +58,20 @@ def test_filter_puts_the_windows_mean_in_place_of_what_is_not_finite(
         "loss": pytest.approx(sum(filtered) / len(filtered), nan_ok=True),
         "nonfinite_losses": num_nonfinite,
     }
+
+
+def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
+    losses = [loss.item() for loss in torch.randn(150).exp()]
+    whole = make_window()
+    add_steps(whole, [[loss] for loss in losses])
+    expected = whole.read()
+    assert expected == {"loss": pytest.approx(sum(losses) / len(losses))}
+    for num_before in (1, 63, 64, 65, 128, 149):
+        first, second = make_window(), make_window()
+        add_steps(first, [[loss] for loss in losses[:num_before]])
+        second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
+        add_steps(second, [[loss] for loss in losses[num_before:]])
+        assert second.read() == expected
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")

@@ -40,6 +40,14 @@ def test_policy_says_what_a_strategy_may_know(
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.float32, torch.float32)
 
 
+def test_open_on_a_second_device_is_refused() -> None:
+    precision = opened("fp32")
+    with pytest.raises(ConfigError, match="It is open on 'cpu'"):
+        precision.open(torch.device("meta"), make_scaler)
+    precision.close()
+    precision.open(torch.device("meta"), make_scaler)
+
+
 def test_unknown_matmul_is_refused() -> None:
     with pytest.raises(ConfigError, match="'medium'"):
         precisions.create("fp32", matmul="medium")

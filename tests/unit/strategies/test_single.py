@@ -41,6 +41,12 @@ def test_name_of_the_apple_gpu_takes_it_and_no_other_device(monkeypatch: pytest.
     assert strategy.refuses(policy, "cpu") == "it runs on Apple GPUs only"
 
 
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="train separate copies"):
+        SingleDeviceStrategy(use_cpu=True)
+
+
 @pytest.mark.cuda
 def test_cuda_device_gets_an_index_and_becomes_the_current_one() -> None:
     strategy = SingleDeviceStrategy()
