@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hftrain.checkpoint import manifest
-from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.state_files import load_rng
 from hftrain.core.errors import CheckpointError
@@ -141,27 +140,6 @@ def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
     assert manager.open(path) is None
     assert "without proof" in caplog.text
     assert load_rng(path, rank=0, world_size=1)
-
-
-@pytest.mark.parametrize(
-    ("limit", "best", "expected"),
-    [
-        (None, None, [1, 2, 3, 4, 5, 6, 10]),
-        (0, None, [1, 2, 3, 4, 5, 6, 10]),
-        (3, None, [5, 6, 10]),
-        (5, 2, [2, 4, 5, 6, 10]),
-        (5, 6, [3, 4, 5, 6, 10]),
-        (1, None, [10]),
-        (1, 2, [2, 10]),
-        (2, 2, [2, 10]),
-        (99, 1, [1, 2, 3, 4, 5, 6, 10]),
-    ],
-)
-def test_rotate_keeps_the_newest_and_the_best(make_manager, output_dir, limit, best, expected):
-    manager = make_manager(save_total_limit=limit)
-    save_notes(manager, 1, 2, 3, 4, 5, 6, 10)
-    manager.rotate(best=None if best is None else output_dir / f"checkpoint-{best}")
-    assert [checkpoint_step(path) for path in sorted(output_dir.iterdir(), key=checkpoint_step)] == expected
 
 
 def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir, tmp_path):

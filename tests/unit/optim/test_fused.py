@@ -175,19 +175,6 @@ def unfused(saved: Any) -> list[dict[str, Any]]:
     return [{**group, "fused": False} for group in saved["param_groups"]]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_of_functions_are_taken(name: str) -> None:
-    model = make_model()
-    optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
-    before = model[0].weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        nn.functional.embedding(torch.tensor([1]), model[0].weight, sparse=True).sum().backward()
-        optimizer.step()
-    assert (model[0].weight != before).any(dim=1).tolist() == [row == 1 for row in range(7)]
-
-
 def test_parameters_of_a_class_of_their_own_are_looped_over() -> None:
     class Own(nn.Parameter):
         pass

@@ -230,11 +230,6 @@ def test_an_interrupt_does_not_wait_for_the_write_and_the_next_run_does(
     assert min(later.weights) == (3 if resume else 1)
 
 
-def test_async_save_rotates_after_each_commit(tmp_path: Path) -> None:
-    make_trainer(tmp_path, At(2, 4, 6, 8), policy=ASYNC, save_total_limit=2).train()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-12"]
-
-
 def test_async_save_leaves_an_own_rotation_to_the_main_thread(tmp_path: Path) -> None:
     class Keeping(Trainer):
         def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:

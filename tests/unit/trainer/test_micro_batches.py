@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from support.resuming import StopAt
@@ -189,19 +188,6 @@ def test_other_errors_pass(tmp_path: Path, setting: Any) -> None:
 def test_batch_that_cannot_be_cut_is_named() -> None:
     with pytest.raises(TaskError, match="cannot be cut"):
         split_batch(object(), 2)
-
-
-def test_lists_with_an_entry_for_each_sample_are_cut_with_the_tensors() -> None:
-    names, boxes, layers = list("abcde"), [torch.ones(n, 4) for n in range(5)], [torch.ones(5, 1)] * 5
-    batch = {"x": torch.arange(5), "names": names, "boxes": boxes, "layers": layers, "ids": numpy.arange(5), "of": "x"}
-    parts = split_batch(batch, 2)
-    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [[len(box) for box in part["boxes"]] for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [[len(layer) for layer in part["layers"]] for part in parts] == [[2] * 5, [2] * 5, [1] * 5]
-    assert [part["ids"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [part["of"] for part in parts] == ["x"] * 3
-    pairs = split_batch((torch.arange(5), names), 3)
-    assert [(pair[0].tolist(), pair[1]) for pair in pairs] == [([0, 1, 2], names[:3]), ([3, 4], names[3:])]
 
 
 def test_smaller_batch_starts_again_with_half_the_size(tmp_path: Path) -> None:
