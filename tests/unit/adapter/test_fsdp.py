@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer
@@ -179,22 +178,6 @@ def test_generation_is_refused(tmp_path: Path) -> None:
     args.predict_with_generate = True
     with pytest.raises(ConfigError, match="predict_with_generate=True"):
         Trainer(Net(), args, strategy="fsdp")
-
-
-def test_optimizer_that_holds_the_whole_parameters_is_refused(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="holds the whole ones"):
-        Trainer(model, make_arguments(tmp_path, fsdp="full_shard"), optimizers=(optimizer, None))
-
-
-def test_best_model_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
-    args = make_arguments(
-        tmp_path, fsdp="full_shard", save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch",
-        save_strategy="epoch",
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="save_only_model=True"):
-        Trainer(Net(), args, eval_dataset=[1])
 
 
 def test_fsdp_is_told_from_other_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

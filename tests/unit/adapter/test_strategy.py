@@ -122,16 +122,3 @@ def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
 
     args = Placed(str(tmp_path), use_cpu=True)
     assert strategy_request(args, None, is_checkpointing=False)[1]["place_model"] is False
-
-
-@pytest.mark.parametrize(
-    ("variable", "engine"), [("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")]
-)
-def test_engine_of_the_launcher_that_is_not_the_chosen_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, engine: str
-) -> None:
-    monkeypatch.setenv(variable, "true")
-    assert request(tmp_path)[0] == "single"  # nothing has launched the process
-    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "")
-    with pytest.raises(ConfigError, match=rf"The launcher asked for {engine} \({variable}=true\)"):
-        request(tmp_path, "ddp")

@@ -58,6 +58,13 @@ def test_take_snapshot_copies_what_may_be_written_again(tmp_path: Path) -> None:
     assert (snapshot / "README.md").read_text() == "README.md"
 
 
+def test_take_snapshot_copies_where_links_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stands in for a file system without hard links.
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here")))
+    snapshot = take_snapshot(folder_files(fill(tmp_path / "checkpoint-3", *MODEL)), tmp_path).folder
+    assert folder_files(snapshot).keys() == set(MODEL)
+
+
 def test_take_snapshot_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="absent"):
         take_snapshot({"a": fill(tmp_path, "a") / "a", "b": tmp_path / "absent"}, tmp_path)

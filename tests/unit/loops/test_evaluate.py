@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.strategies.single import SingleDeviceStrategy
@@ -165,18 +165,6 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
         assert calls[0][3].tolist() == [1.5, 1.5]
 
 
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("answer", [3.0, [("f1", 1.0)]])
-def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> None:
-    loop = make_loop(
-        keeps_predictions=not per_batch,
-        computes_per_batch=per_batch,
-        hooks={"compute_metrics": lambda prediction, **rest: answer},
-    )
-    with pytest.raises(TaskError, match=f"what compute_metrics returned: it is a {type(answer).__name__}"):
-        loop.run(make_batches([1]))
-
-
 @pytest.mark.parametrize(("missing", "named"), [("outputs", "predictions"), ("labels", "labels")])
 def test_metrics_that_must_come_need_predictions_and_labels(missing: str, named: str) -> None:
     def step(batch: Any) -> StepOutput:
@@ -203,13 +191,3 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
 
 
 # -- unequal shares --------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_without_a_batch_has_nothing_to_repeat(run_ranks: Callable[..., list[Any]]) -> None:
-    def run(group: Any) -> str:
-        loop = make_loop(group=group, hooks={"repeat_batch": lambda batch: None})
-        with pytest.raises(ConfigError, match="Evaluate on at least one sample per process") as caught:
-            loop.run(make_batches([1])[: group.rank])
-        return str(caught.value)
-
-    assert len(set(run_ranks(run, 2))) == 1

@@ -39,20 +39,6 @@ def test_adamw_hf_is_adamw_torch_with_a_warning() -> None:
     assert legacy == optimizer_class(OptimizerConfig(name="adamw_torch"))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "known"),
-    [
-        ("sgd", "momentun=0.9", "dampening.*momentum, nesterov"),
-        ("sgd", "weight_decay=0.1", "momentum"),
-        ("adamw_torch", "eps=1e-6", "amsgrad"),
-        ("adamw_torch_fused", "fused=False", "amsgrad"),
-    ],
-)
-def test_optimizer_class_refuses_options_that_are_none(name: str, options: str, known: str) -> None:
-    with pytest.raises(ConfigError, match=f"optim='{name}'.*are settings.*It takes: .*{known}"):
-        optimizer_class(OptimizerConfig(name=name, options=options))
-
-
 def test_optimizer_from_class_uses_parameters_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     settings = {"lr": 0.1, "params": [{"params": [model[1].weight]}]}

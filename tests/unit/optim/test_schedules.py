@@ -101,27 +101,6 @@ def test_build_schedule_warns_about_a_warmup_longer_than_the_run(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("linear", {"num_cycles": 1}, "'num_cycles'.*It takes none"),
-        ("constant", {"power": 1}, "It takes none"),
-        ("cosine", {"min_rate": 0.1}, "It takes: num_cycles"),
-        ("polynomial", {"end_rate": 0.1}, "It takes: lr_end, power"),
-        ("cosine_with_min_lr", {"warmup_lr_rate": 0.1}, "It takes: min_lr, min_lr_rate, num_cycles"),
-        ("reduce_lr_on_plateau", {"patients": 1}, "It takes: cooldown, eps, factor"),
-        (
-            "warmup_stable_decay",
-            {"stable": 1},
-            "decay_type, min_lr_ratio, num_cycles, num_decay_steps, num_stable_steps, warmup_type",
-        ),
-    ],
-)
-def test_build_schedule_refuses_options_that_are_none(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_schedule(name, warmup=0, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
         ("warmup_stable_decay", {}, "It needs num_decay_steps"),
         ("cosine_with_min_lr", {}, "exactly one of min_lr"),
         ("cosine_warmup_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "exactly one of min_lr"),

@@ -45,5 +45,10 @@ def test_directions() -> None:
     assert check_directions(["minimize", "maximize"], HPSearchBackend.OPTUNA) == ("minimize", "maximize")
 
 
+def test_several_directions_need_optuna() -> None:
+    with pytest.raises(ConfigError, match="searches for one objective"):
+        check_directions(["minimize", "maximize"], HPSearchBackend.RAY)
+
+
 def test_best_run_is_a_tuple_with_an_empty_summary() -> None:
     assert BestRun("3", 0.5, {"seed": 1}) == ("3", 0.5, {"seed": 1}, None)

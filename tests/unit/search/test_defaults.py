@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hftrain import ConfigError
 from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -29,6 +30,12 @@ def test_objective_is_the_loss_or_the_sum_of_metrics(metrics: dict[str, float], 
     before = dict(metrics)
     assert default_compute_objective(metrics) == objective
     assert metrics == before
+
+
+@pytest.mark.parametrize("metrics", [{"epoch": 1.0}, {"eval_loss": 0.5, "eval_confusion": [[1, 0], [0, 1]]}])
+def test_metrics_without_a_number_are_refused(metrics: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Pass compute_objective"):
+        default_compute_objective(metrics)
 
 
 class Calls:

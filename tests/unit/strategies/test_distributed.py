@@ -73,19 +73,6 @@ def test_processes_that_do_not_meet_are_refused(monkeypatch: pytest.MonkeyPatch,
     assert PartialState().initialized  # somebody else's, so it is left alone
 
 
-def test_machines_that_nothing_names_a_meeting_place_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `mpirun` with a list of hosts, and no scheduler."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what is set in its place is gone after the test
-    monkeypatch.delenv("MASTER_ADDR")
-    said = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    for name, value in said.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=HOST"):
-        DDPStrategy(use_cpu=True).launch()
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("backend", "device_type"), [("gloo", "cpu"), ("gloo", "cuda"), *([("nccl", "cuda")] * dist.is_nccl_available())]
 )

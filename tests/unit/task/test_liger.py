@@ -73,11 +73,6 @@ def test_kind_without_kernels_is_refused(tmp_path: Path, calls: Any) -> None:
         Trainer(Llama("bert"), make_arguments(tmp_path, use_liger_kernel=True))
 
 
-def test_unknown_kernel_is_refused(tmp_path: Path, calls: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'ropes'.*Did you mean 'rope'"):
-        Trainer(Llama(), make_arguments(tmp_path, use_liger_kernel=True, liger_kernel_config={"ropes": True}))
-
-
 @pytest.mark.skipif(is_available("liger-kernel") and is_available("triton"), reason="Liger is installed")
 def test_absent_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingDependencyError, match=r"Cannot use use_liger_kernel=True.*(liger-kernel|triton)"):

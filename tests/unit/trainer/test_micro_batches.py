@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.resuming import StopAt
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainingArguments, set_seed
-from hftrain.core.types import Owns
+from hftrain import ConfigError, StepOutput, TaskError, Trainer, set_seed
 from hftrain.extras.batch_size.micro_batches import split_batch
 
 
@@ -190,6 +190,19 @@ def test_batch_that_cannot_be_cut_is_named() -> None:
         split_batch(object(), 2)
 
 
+def test_lists_with_an_entry_for_each_sample_are_cut_with_the_tensors() -> None:
+    names, boxes, layers = list("abcde"), [torch.ones(n, 4) for n in range(5)], [torch.ones(5, 1)] * 5
+    batch = {"x": torch.arange(5), "names": names, "boxes": boxes, "layers": layers, "ids": numpy.arange(5), "of": "x"}
+    parts = split_batch(batch, 2)
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [[len(box) for box in part["boxes"]] for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [[len(layer) for layer in part["layers"]] for part in parts] == [[2] * 5, [2] * 5, [1] * 5]
+    assert [part["ids"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part["of"] for part in parts] == ["x"] * 3
+    pairs = split_batch((torch.arange(5), names), 3)
+    assert [(pair[0].tolist(), pair[1]) for pair in pairs] == [([0, 1, 2], names[:3]), ([3, 4], names[3:])]
+
+
 def test_smaller_batch_starts_again_with_half_the_size(tmp_path: Path) -> None:
     trainer = train(tmp_path, Limited(3), auto_find_batch_size="smaller_batch", save_strategy="epoch")
     assert trainer.state.global_step == 22  # 11 batches of 2 in each of two epochs
@@ -202,21 +215,3 @@ def test_smaller_batch_starts_again_with_half_the_size(tmp_path: Path) -> None:
     )
     assert resumed.state.global_step == 33
     assert max(model.sizes) == 2
-
-
-def test_smaller_batch_gives_up_at_none(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="No executable batch size found"):
-        train(tmp_path, Limited(0), auto_find_batch_size="smaller_batch")
-
-
-def test_engine_that_counts_micro_batches_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hftrain.strategies.single import SingleDeviceStrategy
-
-    monkeypatch.setattr(SingleDeviceStrategy, "owns", Owns.ACCUMULATION)
-    with pytest.raises(ConfigError, match=r"auto_find_batch_size=True.*counts the micro-batches"):
-        Trainer(Net(), make_arguments(tmp_path, auto_find_batch_size=True))
-
-
-def test_unknown_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="smaller_batch"):
-        TrainingArguments("out", auto_find_batch_size="smaller")
