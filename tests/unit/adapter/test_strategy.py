@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import Net, Task, make_arguments
 
-from hftrain import ConfigError, Trainer, TrainingArguments
+from hftrain import ConfigError, Trainer
 from hftrain.adapter.strategy import strategy_request
 from hftrain.strategies.ddp import DDPStrategy
 from hftrain.strategies.registry import strategies
@@ -25,15 +25,6 @@ class Mine(SingleDeviceStrategy):
 
 def request(folder: Path, strategy: Any = None, *, is_checkpointing: bool = False, **options: Any) -> Any:
     return strategy_request(make_arguments(folder, **options), strategy, is_checkpointing=is_checkpointing)
-
-
-@pytest.mark.parametrize(("world_size", "name"), [("1", "single"), ("2", "ddp")])
-@pytest.mark.parametrize("strategy", [None, "auto"])
-def test_launcher_decides_where_nobody_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str | None, world_size: str, name: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert request(tmp_path, strategy)[0] == name
 
 
 @pytest.mark.parametrize(
@@ -114,11 +105,3 @@ def test_factory_with_open_options_gets_them_all(tmp_path: Path, monkeypatch: py
     strategies.register("open", lambda **options: Mine(use_cpu=options["use_cpu"]))
     assert request(tmp_path, "open", ddp_backend="gloo") == ("open", {**ALWAYS, "backend": "gloo"})
     assert isinstance(Trainer(Net(), make_arguments(tmp_path), strategy="open").strategy, Mine)
-
-
-def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
-    class Placed(TrainingArguments):
-        place_model_on_device = False
-
-    args = Placed(str(tmp_path), use_cpu=True)
-    assert strategy_request(args, None, is_checkpointing=False)[1]["place_model"] is False

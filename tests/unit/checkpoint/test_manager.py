@@ -101,13 +101,6 @@ def test_a_failing_commit_leaves_the_previous_checkpoint_and_nothing_else(
     assert manager.latest() == previous
 
 
-def test_save_sweeps_what_killed_saves_left(make_manager, output_dir):
-    for name in (".staging-checkpoint-3-0123abcd", ".trash-checkpoint-2-0123abcd", ".staging-mine-0123abcd"):
-        (output_dir / name).mkdir(parents=True)
-    save_notes(make_manager(), 5)
-    assert listing(output_dir) == [".staging-mine-0123abcd", "checkpoint-5"]
-
-
 def test_latest_puts_back_what_a_killed_save_had_set_aside(make_manager, output_dir):
     save_notes(make_manager(), 5)
     (output_dir / "checkpoint-5").rename(output_dir / ".replaced-checkpoint-5-0123abcd")

@@ -55,12 +55,6 @@ def test_hostile_parts_are_refused_without_running_them(tmp_path, name):
     assert not boom.exists()
 
 
-def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
-    path = make_manager(only_model=True).save(3, [lambda folder: (folder / "x").write_text("")], facts={})
-    with pytest.raises(CheckpointError, match="save_only_model=True"):
-        state_files.load_optimizer(path)
-
-
 def test_callback_whose_state_came_to_hold_a_tensor_is_named(tmp_path):
     state = TrainerState(stateful_callbacks={"Fine": {"args": {}}, "Average": {"attributes": {"mean": torch.ones(2)}}})
     with pytest.raises(CheckpointError, match=r"cannot hold the state of Average: .*Tensor"):

@@ -37,6 +37,24 @@ class Stream(IterableDataset):
             yield index, random.random(), numpy.random.random(), float(torch.rand(()))
 
 
+class Recorder:
+    def __init__(self, inner=()):
+        self.inner = inner
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        return self.inner[index]
+
+
 def formula(n, epoch, seed=42):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
@@ -57,6 +75,24 @@ def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch)
     whole = list(feed(Stream(), **options).open(1))
     assert generators() == before
     assert list(feed(Stream(), **options).open(1, skip=1)) == whole[1:]
+
+
+def test_open_tells_the_epoch_to_every_part_once():
+    sampler, dataset = Recorder([2, 0, 1]), Recorder([7, 8, 9])
+    data = TrainFeed(DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=list), seed=0)
+    assert [batch for epoch in (0, 5) for batch in data.open(epoch)] == [[9, 7], [8]] * 2
+    assert (sampler.epochs, dataset.epochs) == ([0, 5], [0, 5])
+    assert list(data.open(6, skip=1)) == [[8]]
+    assert (sampler.epochs, dataset.epochs) == ([0, 5, 6], [0, 5, 6])
+
+    batches = Recorder([[0], [2, 1]])
+    data = TrainFeed(DataLoader(dataset, batch_sampler=batches, collate_fn=list), seed=0)
+    assert list(data.open(3, skip=1)) == [[9, 8]]
+    assert batches.epochs == [3]
+
+    loader = Recorder([1, 2, 3])
+    assert list(TrainFeed(loader, seed=0).open(4, skip=2)) == [3]
+    assert loader.epochs == [4]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

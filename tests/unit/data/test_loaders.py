@@ -71,17 +71,6 @@ def test_unseeded_order_is_shared_by_ranks_seeded_alike():
     assert sorted(shares) == list(range(8))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("build", [train, evaluate])
-@pytest.mark.parametrize("dataset", [range(6), Stream()])
-def test_iterating_leaves_the_global_generators_alone(build, dataset, num_workers):
-    loader = build(dataset, num_workers=num_workers)
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
-
-
 @pytest.mark.parametrize("build", [train, evaluate])
 def test_random_numbers_do_not_depend_on_the_number_of_workers(build):
     one, two = ([sorted(batch) for batch in build(RandomItems(), num_workers=n)] for n in (1, 2))

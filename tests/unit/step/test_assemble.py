@@ -105,11 +105,6 @@ def test_engine_does_what_it_takes_over() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0, 0.0, -1.0])
-def test_clipping_can_be_turned_off(max_grad_norm: float | None) -> None:
-    assert assemble(Engine(Owns.NOTHING), opened("fp32"), max_grad_norm).clip() is None
-
-
 def test_clipping_leaves_out_what_it_is_told_to() -> None:
     clipped, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     for parameter in (clipped, other):

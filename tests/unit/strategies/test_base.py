@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -73,19 +72,6 @@ def test_to_device_keeps_a_batch_encoding(meta: Strategy) -> None:
     batch = meta.to_device(BatchEncoding({"input_ids": torch.ones(2)}))
     assert isinstance(batch, BatchEncoding)
     assert batch["input_ids"].is_meta
-
-
-def test_setup_makes_the_optimizer_from_the_placed_model(meta: Strategy) -> None:
-    seen: list[Any] = []
-
-    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        seen.append(next(model.parameters()).device)
-        return torch.optim.SGD(model.parameters())
-
-    model, optimizer = meta.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    assert seen == [torch.device("meta")]
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
 
 
 def test_place_model_false_leaves_the_model_where_it_is() -> None:

@@ -58,13 +58,6 @@ def test_frozen_model_is_refused(strategy: DDPStrategy) -> None:
         strategy.setup(nn.Linear(2, 2).requires_grad_(False), make_optimizer, POLICY)
 
 
-def test_no_sync_holds_the_exchange_back(strategy: DDPStrategy) -> None:
-    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    with strategy.no_sync(wrapped):
-        assert not wrapped.require_backward_grad_sync
-    assert wrapped.require_backward_grad_sync
-
-
 def test_options_reach_ddp(strategy: DDPStrategy) -> None:
     chosen = create_strategy(
         "ddp_find_unused", use_cpu=True, bucket_cap_mb=1, broadcast_buffers=False, gradient_as_bucket_view=True

@@ -11,10 +11,7 @@ from torch import nn
 
 from hftrain.task.introspect import (
     accepts_item_count,
-    base_model,
-    can_return_loss,
     find_label_names,
-    forward_parameters,
     is_causal,
     is_recomputing,
     keys_to_ignore,
@@ -44,15 +41,6 @@ class Adapter(nn.Module):
 transformers_like = {"config": SimpleNamespace(), "save_pretrained": lambda self, folder: None}
 
 
-def test_adapter_wrapper_is_looked_through() -> None:
-    net = Net()
-    wrapped = Adapter(net)
-    assert base_model(wrapped) is net
-    assert base_model(net) is net
-    assert list(forward_parameters(wrapped)) == ["x", "labels"]
-    assert find_label_names(wrapped) == ["labels"]
-
-
 @pytest.mark.parametrize(
     ("model", "names"),
     [
@@ -68,20 +56,6 @@ def test_adapter_wrapper_is_looked_through() -> None:
 )
 def test_label_names_are_read_from_forward(model: nn.Module, names: list[str]) -> None:
     assert find_label_names(model) == names
-
-
-@pytest.mark.parametrize(
-    ("forward", "can"),
-    [
-        (lambda self, x, return_loss=True: 0, True),
-        (lambda self, x, return_loss=False: 0, False),
-        (lambda self, x, return_loss: 0, False),
-        (lambda self, x, **kwargs: 0, False),
-    ],
-)
-def test_loss_without_labels_is_a_default_of_forward(forward: Any, can: bool) -> None:
-    assert can_return_loss(make_model(forward=forward)) is can
-    assert can_return_loss(Adapter(make_model(forward=forward))) is can
 
 
 @pytest.mark.parametrize(

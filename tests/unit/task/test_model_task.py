@@ -85,13 +85,6 @@ def test_label_names_are_found_or_given(model: nn.Module, given: Any, names: lis
 # -- loss ------------------------------------------------------------------------------------------------------------
 
 
-def test_item_count_goes_to_models_that_take_it() -> None:
-    model, net = Answer(), Net()
-    ModelTask(model).compute_loss(model, make_batch(), 8)
-    assert model.calls == [{"labels", "num_items_in_batch"}]
-    ModelTask(net).compute_loss(net, make_batch(), 8)
-
-
 @pytest.mark.parametrize("inputs", [(torch.ones(2, 4), torch.tensor([0, 1])), [torch.ones(2, 4), torch.tensor([0, 1])]])
 def test_sequences_become_positional_arguments(inputs: Any) -> None:
     model = Net()
@@ -149,25 +142,7 @@ def test_own_loss_function_gets_outputs_labels_and_count(is_encoder_decoder: boo
     assert model.calls == [{"labels"} if is_encoder_decoder else set()]
 
 
-def test_own_loss_function_is_called_without_labels_too() -> None:
-    model = Answer()
-    task = ModelTask(model, compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs["logits"].sum())
-    assert task.compute_loss(model, {"x": torch.ones(2, 4)})[0].dim() == 0
-
-
 # -- predictions -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-def test_prediction_gives_everything_but_the_loss(form: str) -> None:
-    batch, model = make_batch(), Answer(form)
-    output = predict(ModelTask(model), batch)
-    logits, hidden = output.outputs
-    assert torch.equal(logits, model.linear(batch["x"]))
-    assert torch.equal(hidden, batch["x"])
-    assert torch.equal(output.labels, batch["labels"])
-    assert not output.loss.requires_grad  # type: ignore[union-attr]
-    assert not logits.requires_grad
 
 
 def test_plain_tuples_are_asked_for_a_loss() -> None:
