@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +71,33 @@ def make_loop(
     loop = kind()
     loop.attach(parts)
     return loop
+
+
+def test_loss_is_the_mean_over_items_however_the_set_is_cut() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        labels = [rng.choice([-100, 0, 1, 2]) for _ in range(rng.randint(1, 20))]
+        kept = [label for label in labels if label != -100]
+        size = rng.randint(1, 6)
+        batches = make_batches(*(labels[start : start + size] for start in range(0, len(labels), size)))
+        output = make_loop().run(batches)
+        assert output.num_samples == len(labels)
+        if kept:
+            assert output.metrics["loss"] == pytest.approx(sum(kept) / len(kept))
+        else:
+            assert "loss" not in output.metrics
+
+
+def test_batches_without_a_label_that_counts_leave_the_loss_alone() -> None:
+    nothing = [-100, -100]
+    output = make_loop().run(make_batches(nothing, [1, 3], nothing, [-100, 8], nothing))
+    assert output.metrics["loss"] == 4.0
+    assert make_loop().run(make_batches(nothing, nothing)).metrics == {"size": 2.0}
+
+
+def test_nan_of_a_batch_that_counts_is_shown() -> None:
+    loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(loss=torch.tensor(math.nan))})
+    assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
 
 
 def test_empty_loader_gives_nothing_and_says_so() -> None:

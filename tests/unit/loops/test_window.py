@@ -60,6 +60,21 @@ def test_filter_puts_the_windows_mean_in_place_of_what_is_not_finite(
     }
 
 
+def test_filter_takes_the_mean_over_micro_steps() -> None:
+    window = make_window()
+    add_steps(window, [[0.5, 1.5], [NAN, 2.0]])
+    with pytest.warns(UserWarning, match="at least once"):
+        assert window.read()["loss"] == pytest.approx((0.5 + 1.5 + 2.0) / 3 * 4 / 2)
+
+
+def test_without_the_filter_nan_is_shown() -> None:
+    window = make_window(filters=False)
+    add_steps(window, [[1.0], [NAN]])
+    logs = window.read()
+    assert list(logs) == ["loss"]
+    assert math.isnan(logs["loss"])
+
+
 def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
     losses = [loss.item() for loss in torch.randn(150).exp()]
     whole = make_window()
@@ -72,6 +87,14 @@ def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
         second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
         add_steps(second, [[loss] for loss in losses[num_before:]])
         assert second.read() == expected
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_filter_counts_over_a_long_window() -> None:
+    window = make_window()
+    add_steps(window, [[NAN if step % 10 == 3 else float(step)] for step in range(200)])
+    finite = [step for step in range(200) if step % 10 != 3]
+    assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
