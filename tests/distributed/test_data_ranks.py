@@ -156,7 +156,7 @@ def assert_alike(one: Any, other: Any, where: str = "") -> None:
         assert one == pytest.approx(other, rel=2e-5, abs=1e-6), where
 
 
-@pytest.mark.parametrize("kind", ["map", "stream", "dispatch"])
+@pytest.mark.parametrize("kind", ["map", "dispatch"])
 def test_runs_count_what_half_as_many_processes_count(tmp_path: Path, run_distributed: Any, kind: str) -> None:
     """Four processes of which pairs read the same samples, and two processes."""
     for resume in (False, True):

@@ -80,8 +80,11 @@ def test_ranks_read_different_samples_with_the_shares_of_all(
     assert [logs[f"mixture_{name}_samples"] for name in SIZES] == [counts[number] for number in range(3)]
 
 
-@pytest.mark.parametrize(("sizes", "ranks"), [((4, 2), (1, 2)), ((2, 3), (2, 1))], ids=str)
-@pytest.mark.parametrize("make", ["rows", "Position", "Stream"])
+@pytest.mark.parametrize(
+    ("make", "sizes", "ranks"),
+    [("rows", (4, 2), (1, 2)), ("Position", (2, 3), (2, 1)), ("Stream", (4, 2), (1, 2))],
+    ids=str,
+)
 def test_other_number_of_ranks_continues_the_draws(
     tmp_path: Path, run_distributed: Any, make: str, sizes: tuple[int, int], ranks: tuple[int, int]
 ) -> None:

@@ -28,8 +28,9 @@ def train_and_resume(folder: str, **options: Any) -> list[Any]:
     return [train(folder, resume=resume, **options) for resume in (None, 3, 5)]
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["both", "turns"])
-@pytest.mark.parametrize("options", [{}, {"fp16": True}, WRAPPED], ids=["ddp", "fp16", "fsdp"])
+@pytest.mark.parametrize(
+    ("options", "turns"), [({}, False), ({"fp16": True}, True), (WRAPPED, True)], ids=["ddp", "fp16", "fsdp"]
+)
 def test_a_gan_trains_on_two_processes_as_on_one(
     tmp_path: Path, run_distributed: Any, options: dict[str, Any], turns: bool
 ) -> None:

@@ -52,14 +52,6 @@ def train(
     }
 
 
-def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float = 1e-5) -> None:
-    assert len(ours["history"]) == len(theirs["history"])
-    for left, right in zip(ours["history"], theirs["history"], strict=True):
-        assert left == pytest.approx(right, rel=rel, abs=1e-6)
-    for left, right in zip(ours["weights"], theirs["weights"], strict=True):
-        assert left == pytest.approx(right, rel=rel, abs=1e-5)
-
-
 def test_two_processes_resume_exactly(tmp_path: Path, run_distributed: Any) -> None:
     options: dict[str, Any] = {
         "per_device_train_batch_size": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 100,
@@ -103,17 +95,6 @@ def test_ragged_end_trains_like_one_process_on_the_samples_it_is_filled_up_with(
     assert both[0] == both[1]
     for ours, theirs in zip(both[0], every_ragged_end(str(tmp_path), 4), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_one_process_goes_on_where_two_stopped(tmp_path: Path, run_distributed: Any) -> None:
-    options: dict[str, Any] = {
-        "rows": 28, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, "max_grad_norm": 0.5,
-        "gradient_accumulation_steps": 2,
-    }  # fmt: skip
-    folder = str(tmp_path / "parts")
-    run_distributed(train, folder=folder, stop=3, per_device_train_batch_size=2, **options)
-    resumed = train(folder, resume=True, per_device_train_batch_size=4, **options)
-    close(resumed, train(str(tmp_path / "whole"), per_device_train_batch_size=4, **options))
 
 
 def override(folder: str, *, is_prepared: bool) -> list[int]:

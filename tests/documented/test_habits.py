@@ -33,14 +33,6 @@ def make(folder: Path, **options: Any) -> Trainer:
     return Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
 
 
-def weights(trainer: Trainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def test_arguments_are_pickled_copied_and_replaced(tmp_path: Path) -> None:
     trainer = Trainer(Net(), own(tmp_path, margin=0.25, tags=["a"]), train_dataset=make_rows())
     trainer.train()
@@ -54,20 +46,6 @@ def test_arguments_are_pickled_copied_and_replaced(tmp_path: Path) -> None:
         Trainer(Net(), again, train_dataset=make_rows()).train()
     changed = dataclasses.replace(trainer.args, learning_rate=1e-4, margin=0.75)
     assert (changed.learning_rate, changed.margin, trainer.args.margin) == (1e-4, 0.75, 0.25)
-
-
-def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
-    alone = make(tmp_path)
-    alone.train()
-    expected = weights(alone)
-    one, two = make(tmp_path), make(tmp_path, bf16=True)
-    two.train()
-    one.train()
-    assert equal(weights(one), expected)
-    one.evaluate()
-    before = two.evaluate()["eval_loss"]
-    one.train()
-    assert two.evaluate()["eval_loss"] == before
 
 
 def test_another_trainer_trains_inside_a_callback(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 
@@ -227,13 +226,3 @@ def test_attribute_that_a_trainer_lacks_is_answered_with_the_one_to_use(tmp_path
     assert not hasattr(trainer, name)
     with pytest.raises(AttributeError, match=re.escape(remedy)):
         getattr(trainer, name)
-
-
-def test_property_that_fails_speaks_for_itself(tmp_path: Path) -> None:
-    class Fails(Trainer):
-        @property
-        def own(self) -> Any:
-            return torch.nothing  # type: ignore[attr-defined]
-
-    with pytest.raises(AttributeError, match="'nothing'"):
-        Fails(Net(), make_arguments(tmp_path)).own  # noqa: B018

@@ -52,27 +52,6 @@ def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-def test_events_come_in_transformers_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers would set it for good
-    options = {"gradient_accumulation_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch"}
-
-    class TheirRecorder(Recorder):
-        """Without the check that the arguments are hftrain's."""
-
-    for event in EVENTS:
-        setattr(TheirRecorder, event, lambda self, *args, event=event, **kwargs: self.events.append(event))
-    ours, theirs = Recorder(), TheirRecorder()
-    make_trainer(tmp_path / "ours", ours, **options).train()
-    transformers.Trainer(
-        make_model("bert"),
-        transformers.TrainingArguments(str(tmp_path / "theirs"), **run_options(**options)),
-        train_dataset=make_rows("bert"),
-        eval_dataset=make_rows("bert", 4, seed=2),
-        callbacks=[theirs],
-    ).train()
-    assert ours.events == theirs.events
-
-
 def test_transformers_early_stopping_stops_and_is_resumed(tmp_path):
     options = {"learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     options |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}

@@ -302,17 +302,6 @@ def test_own_save_checkpoint_saves_resumes_and_rotates(tmp_path: Path, options: 
     assert_same(tmp_path, lambda library, folder: save_and_resume(library, folder, **options), 1e-3)
 
 
-def test_own_save_checkpoint_continues_exactly_within_an_epoch(tmp_path: Path) -> None:
-    """With `_save_rng_state` the folder has this process's whole state."""
-    kind, options = copied(hftrain, []), {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 1}
-    whole = build(hftrain, tmp_path, kind, **options)
-    whole.train()
-    resumed = build(hftrain, tmp_path, kind, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value)
-
-
 def test_save_checkpoint_that_keeps_only_an_adapter(tmp_path: Path) -> None:
     def run(library: Any, folder: Path) -> Any:
         class AdapterOnly(library.Trainer):
@@ -372,21 +361,6 @@ def test_names_that_copied_code_reads(tmp_path: Path) -> None:
         trainer.is_fsdp_enabled = True
 
 
-def test_best_checkpoint_is_sorted_before_the_last(tmp_path: Path) -> None:
-    trainer = build(hftrain, tmp_path, save_strategy="steps", save_steps=2)
-    trainer.train()
-    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-2")
-    names = [Path(path).name for path in trainer._sorted_checkpoints()]
-    assert names == ["checkpoint-4", "checkpoint-6", "checkpoint-2", "checkpoint-8"]
-
-
-def test_keys_of_a_load_result_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = build(hftrain, tmp_path)
-    trainer._issue_warnings_after_load(trainer.model.load_state_dict({"extra": torch.ones(1)}, strict=False))
-    assert "missing keys" in caplog.text
-    assert "unexpected keys in the checkpoint model loaded: ['extra']" in caplog.text
-
-
 def test_memory_tracker_of_a_copied_predict_adds_what_the_trainer_reports(tmp_path: Path) -> None:
     def run(library: Any, folder: Path) -> Any:
         class Tracking(library.Trainer):
@@ -414,16 +388,6 @@ def test_create_optimizer_takes_a_model(tmp_path: Path) -> None:
         return [history(trainer), len(build(library, folder).create_optimizer(trainer.model).param_groups)]
 
     assert_same(tmp_path, run, 1e-4)
-
-
-def test_arguments_have_the_names_of_libraries(tmp_path: Path) -> None:
-    def run(library: Any, folder: Path) -> Any:
-        args = library.TrainingArguments(str(folder), **run_options(bf16=True))
-        found = [args.deepspeed_plugin, args.mixed_precision, args._n_gpu]
-        args._n_gpu = 1
-        return [*found, args.n_gpu]
-
-    assert_same(tmp_path, run)
 
 
 # -- before a run ------------------------------------------------------------------------------------------------------
@@ -490,16 +454,5 @@ def test_memory_error_in_a_callback_ends_the_run(tmp_path: Path, event: str) -> 
         with pytest.raises(torch.OutOfMemoryError) as caught:
             build(library, folder, callbacks=[failing], **strategies).train()
         return str(caught.value)
-
-    assert_same(tmp_path, run)
-
-
-def test_control_is_cleared_by_its_own_methods(tmp_path: Path) -> None:
-    def run(library: Any, folder: Path) -> Any:
-        control, seen = library.TrainerControl(True, True, True, True, True), []
-        for name in ("_new_training", "_new_epoch", "_new_step"):
-            getattr(control, name)()
-            seen.append(dataclasses.asdict(control))
-        return seen
 
     assert_same(tmp_path, run)

@@ -175,9 +175,10 @@ def test_rows_train_as_documents_do_alone_and_as_with_transformers(tmp_path: Pat
             torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("packing", ["bfd", "wrapped"])
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "is_stream", "packing"),
+    [(0, False, "bfd"), (2, True, "bfd"), (2, False, "wrapped"), (0, True, "wrapped")],
+)
 def test_packed_run_resumes_exactly_twice(tmp_path: Path, workers: int, is_stream: bool, packing: str) -> None:
     def trainer(name: str, *callbacks: Any) -> Any:
         source = Stream() if is_stream else DOCUMENTS

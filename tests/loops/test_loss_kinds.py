@@ -304,14 +304,6 @@ def test_what_cannot_be_proved_of_the_users_own_loss_is_said_once(
         assert caplog.text.count(CANNOT) == num, method
 
 
-def test_a_loss_that_cannot_be_proved_is_averaged_over_micro_batches_alike(tmp_path: Path) -> None:
-    expected = make_model(Words)
-    for start in range(0, NUM_ROWS, 2):
-        (expected(**batch_of(make_rows()[start : start + 2]))["logits"].square().mean() / 4).backward()
-    found = gradient(tmp_path, Silent, size=2, trainer=PerPosition)
-    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_mean_that_no_batch_tells_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int) -> None:
     rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in make_rows()]
@@ -460,35 +452,6 @@ def test_a_loss_of_which_nothing_is_known_is_used_as_transformers_does(
     assert caplog.text.count("As in transformers, it is used as it is") == 1
 
 
-class Weighted(Words):
-    """Weights one class, which some batches lack."""
-
-    accepts_loss_kwargs = False
-
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        weight = torch.ones(NUM_CLASSES).double()
-        weight[-1] = 9
-        return cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
-
-
-@pytest.mark.parametrize("method", ["train", "evaluate"])
-def test_labels_of_one_class_do_not_tell_whether_classes_have_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
-) -> None:
-    rows = [{**row, "labels": row["labels"].clamp(max=0)} for row in make_rows() * 2]
-    rows[9]["labels"][:2] = NUM_CLASSES - 1
-
-    arguments = make_arguments(
-        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2, learning_rate=0.0,
-        per_device_eval_batch_size=2,
-    )  # fmt: skip
-    for kind, num in ((Silent, 0), (Weighted, 1)):
-        caplog.clear()
-        trainer = Ordered(make_model(kind), arguments, train_dataset=rows, eval_dataset=rows)
-        getattr(trainer, method)()
-        assert caplog.text.count(CANNOT) == num, kind
-
-
 class Masks(Trainer):
     """Leaves labels out that the batch counts."""
 
@@ -513,55 +476,6 @@ def test_a_mean_over_other_labels_than_those_of_the_batch_is_not_weighted_by_the
     found = gradient(tmp_path, Silent, size=2, trainer=Masks)
     torch.testing.assert_close(found, gradient_of(model), rtol=1e-6, atol=1e-9)
     assert caplog.text.count(CANNOT) == 1
-
-
-class OtherCount(Trainer):
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
-        return torch.tensor(sum(len(batch["labels"]) for batch in batch_samples))
-
-
-def test_a_count_of_the_users_own_that_nothing_divides_by_changes_nothing(tmp_path: Path) -> None:
-    found = gradient(tmp_path, Silent, size=2, trainer=OtherCount)
-    torch.testing.assert_close(found, whole(Silent)[1], rtol=1e-6, atol=1e-9)
-
-
-def test_no_output_of_a_model_is_kept(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1)
-    model = make_model(Divides)
-    trainer = Trainer(model, arguments, train_dataset=make_rows(), eval_dataset=make_rows())
-    trainer.train()
-    trainer.evaluate()
-    assert trainer._trainer_parts.steps.shares.rule.watch is not None
-    assert not trainer._trainer_parts.steps.shares.rule.watch.close()
-    assert model._compiled_call_impl is None
-
-
-class Renews(Trainer):
-    """Gives each batch on as another dict."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return super().training_step(model, dict(inputs), num_items_in_batch)
-
-
-def test_a_batch_that_a_hook_has_copied_keeps_its_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # The later steps tell labels from samples; before, both are the same and each step is compared.
-    rows = full_rows() + make_rows()
-    weights = []
-    for kind in (Trainer, Renews):
-
-        class Ordered(kind):  # type: ignore[misc,valid-type]
-            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-                return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        arguments = make_arguments(
-            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=0.1
-        )
-        model = make_model(Silent)
-        Ordered(model, arguments, train_dataset=rows).train()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    for ours, theirs in zip(*weights, strict=True):
-        assert torch.equal(ours, theirs)
-    assert CANNOT not in caplog.text
 
 
 class Unshifted(Shifts):
@@ -688,41 +602,7 @@ def test_a_batch_that_is_one_object_needs_count_items(
     assert not caplog.records
 
 
-class Excludes(Words):
-    """Excludes a class by its logit, as models with padded vocabularies do."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = self.layer(x).masked_fill(torch.arange(NUM_CLASSES) == NUM_CLASSES - 1, -1e9)
-        return {"loss": self.loss(logits, labels), "logits": logits}
-
-
-class Regresses(Words):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        logits = labels[0].abs() * self.layer(x).mean((1, 2))
-        return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-
-def with_targets(targets: torch.Tensor) -> Rows:
-    return [{"x": row["x"], "labels": target} for row, target in zip(make_rows(), targets.double(), strict=True)]
-
-
-FEW = [{**row, "labels": row["labels"].clamp(max=NUM_CLASSES - 2)} for row in make_rows()]
 SMALL, BELOW = 1e-4 * torch.arange(1, 9), torch.tensor([3.0, -5, 7, -100, -100, 2, 1, 4])
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows"), [(Excludes, FEW), (Regresses, with_targets(SMALL)), (Regresses, with_targets(BELOW))]
-)
-def test_size_of_numbers_does_not_hide_what_a_loss_is(
-    tmp_path: Path, kind: type[Words], rows: Rows, caplog: pytest.LogCaptureFixture
-) -> None:
-    found, model = gradient(tmp_path, kind, size=2, rows=rows, trainer=Ordered), make_model(kind)
-    for start in range(0, NUM_ROWS, 2):
-        batch = batch_of(rows[start : start + 2])
-        share = (batch["labels"] != -100).sum() / sum((row["labels"] != -100).sum() for row in rows)
-        (model(**batch)["loss"] * (share if kind is Excludes else 1 / 4)).backward()
-    torch.testing.assert_close(found, gradient_of(model), rtol=1e-6, atol=1e-12)
-    assert not caplog.records
 
 
 def test_evaluation_uses_what_the_training_has_recognised(tmp_path: Path) -> None:

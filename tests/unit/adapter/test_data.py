@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.tiny import make_arguments
-from torch.utils.data import DataLoader
 
 from hftrain.adapter.data import data_seed, loader_options, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError
 from hftrain.data.sharding import ShardPlan
-
-
-@dataclass
-class Sharing:
-    """Settings as an object, like accelerate's `AcceleratorConfig`."""
-
-    split_batches: bool = True
-    even_batches: bool = False
 
 
 def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
@@ -51,19 +39,6 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
         assert plan == ShardPlan(is_training=is_training, split_batches=splits, **place)
 
 
-def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path)
-    for is_training in (True, False):
-        loader, plain = (
-            DataLoader(range(4), **options)
-            for options in (loader_options(arguments, is_training=is_training), {"batch_size": 4})
-        )
-        for name in ("batch_size", "drop_last", "num_workers", "pin_memory", "prefetch_factor", "timeout"):
-            assert getattr(loader, name) == getattr(plain, name)
-        plan = shard_plan(arguments, SimpleNamespace(rank=0, world_size=1), is_training=is_training)
-        assert plan == ShardPlan(is_training=is_training)
-
-
 @pytest.mark.parametrize(("pins", "has_accelerator"), [(True, False), (False, True)])
 def test_memory_is_pinned_where_asked_for_and_of_use(tmp_path: Path, pins: bool, has_accelerator: bool) -> None:
     arguments = make_arguments(tmp_path)
@@ -74,18 +49,6 @@ def test_memory_is_pinned_where_asked_for_and_of_use(tmp_path: Path, pins: bool,
 @pytest.mark.parametrize(("options", "seed"), [({}, 42), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 0}, 0)])
 def test_data_has_its_own_seed_or_the_runs(tmp_path: Path, options: dict[str, int], seed: int) -> None:
     assert data_seed(make_arguments(tmp_path, **options)) == seed
-
-
-@pytest.mark.parametrize("form", ["dict", "object", "path", "text"])
-def test_accelerator_config_is_read_in_every_form(tmp_path: Path, form: str) -> None:
-    settings = {"split_batches": True, "even_batches": False}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    config: Any = {"dict": settings, "object": Sharing(), "path": path, "text": str(path)}[form]
-    arguments = make_arguments(tmp_path, accelerator_config=config)
-    assert read_accelerator_config(arguments) == settings
-    plan = shard_plan(arguments, SimpleNamespace(rank=0, world_size=1), is_training=True)
-    assert (plan.split_batches, plan.even_batches) == (True, False)
 
 
 @pytest.mark.parametrize("content", [None, "{not json", "[1, 2]", "3"])

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.strategy import strategy_request
-from hftrain.strategies import FSDP1Strategy, FSDPStrategy, create
+from hftrain.strategies import FSDPStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -165,13 +164,6 @@ def test_settings_of_the_older_wrapper_mean_this_one_and_are_named_in_one_warnin
     assert f"have no effect: {', '.join(named)}." in told
 
 
-def test_class_of_the_older_wrapper_is_this_one_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(FSDP1Strategy(use_cpu=True), FSDPStrategy)
-    strategy = create("fsdp1", use_cpu=True, limit_all_gathers=False, sharding="shard_grad_op")
-    assert strategy.name == "fsdp"
-    assert "have no effect: FSDP1Strategy, limit_all_gathers=False." in caplog.messages[1]
-
-
 def test_one_process_without_a_launcher_is_refused_unless_the_strategy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,36 +178,6 @@ def test_generation_is_refused(tmp_path: Path) -> None:
     args.predict_with_generate = True
     with pytest.raises(ConfigError, match="predict_with_generate=True"):
         Trainer(Net(), args, strategy="fsdp")
-
-
-def test_strategy_by_name_takes_the_config(tmp_path: Path) -> None:
-    args = make_arguments(tmp_path, fsdp="shard_grad_op", fsdp_config={"state_dict_type": "FULL_STATE_DICT"})
-    strategy = Trainer(Net(), args, strategy="fsdp").strategy
-    assert isinstance(strategy, FSDPStrategy)
-    assert (strategy.sharding, strategy.state_dict_type) == ("shard_grad_op", "FULL_STATE_DICT")
-
-
-def test_name_and_words_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Cannot use strategy='fsdp_hybrid' together with sharding='full_shard'"):
-        Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="fsdp_hybrid")
-    with pytest.raises(ConfigError, match="Cannot use strategy='ddp' together with fsdp"):
-        Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="ddp")
-
-
-def test_optimizer_that_holds_the_whole_parameters_is_refused(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="holds the whole ones"):
-        Trainer(model, make_arguments(tmp_path, fsdp="full_shard"), optimizers=(optimizer, None))
-
-
-def test_best_model_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
-    args = make_arguments(
-        tmp_path, fsdp="full_shard", save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch",
-        save_strategy="epoch",
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="save_only_model=True"):
-        Trainer(Net(), args, eval_dataset=[1])
 
 
 def test_fsdp_is_told_from_other_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

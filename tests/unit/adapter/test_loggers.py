@@ -59,15 +59,6 @@ def test_report_to_not_given_means_all_and_names_them_in_the_log(
     assert len(trainer.callback_handler.callbacks) == 2
 
 
-def test_report_to_not_given_is_silent_where_nothing_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hftrain.extras.trackers.choice.available_loggers", list)
-    args = make_arguments(tmp_path, report_to=None)
-    Trainer(Net(), args)
-    assert args.report_to == []
-
-
 def test_codecarbon_on_rocm_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     args = make_arguments(tmp_path, report_to=["codecarbon", "tensorboard"])

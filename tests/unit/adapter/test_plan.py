@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
 from support.tiny import make_arguments
 from torch.utils.data import DataLoader
 
-from hftrain.adapter.data import TrainPlan, require_max_steps, train_plan
-from hftrain.core.errors import ConfigError
+from hftrain.adapter.data import TrainPlan, train_plan
 
 
 def count_steps(num_batches: int, accumulation: int, *, epochs: float, max_steps: int | None) -> tuple[int, int]:
@@ -52,49 +48,3 @@ def test_plan_is_what_counting_gives(tmp_path: Path) -> None:
             num_samples=total * steps if max_steps else int(num_examples * epochs),
             is_by_epochs=max_steps is None,
         )
-
-
-@pytest.mark.parametrize(
-    ("num_batches", "accumulation", "options", "expected"),
-    [
-        (6, 1, {"num_train_epochs": 2}, (12, 2, 6)),
-        (6, 4, {"num_train_epochs": 2}, (4, 2, 2)),
-        (6, 1, {"num_train_epochs": 1.5}, (9, 2, 6)),
-        (6, 1, {"num_train_epochs": 0.1}, (1, 1, 6)),
-        (6, 1, {"max_steps": 6}, (6, 1, 6)),
-        (6, 1, {"max_steps": 7, "num_train_epochs": 1}, (7, 2, 6)),
-        (6, 1, {"max_steps": 0, "num_train_epochs": 1}, (6, 1, 6)),
-        (1, 8, {"num_train_epochs": 3}, (3, 3, 1)),
-        (0, 8, {"num_train_epochs": 3}, (3, 3, 1)),
-    ],
-)
-def test_steps_epochs_and_steps_per_epoch(
-    tmp_path: Path, num_batches: int, accumulation: int, options: dict[str, Any], expected: tuple[int, int, int]
-) -> None:
-    arguments = make_arguments(tmp_path, gradient_accumulation_steps=accumulation, **options)
-    plan = train_plan(arguments, num_batches=num_batches, num_examples=24, total_batch_size=4 * accumulation)
-    assert (plan.max_steps, plan.num_epochs, plan.steps_per_epoch) == expected
-
-
-def test_data_without_a_length_is_planned_by_steps(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, max_steps=10, gradient_accumulation_steps=2)
-    assert train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=16) == TrainPlan(
-        max_steps=10,
-        num_epochs=sys.maxsize,
-        steps_per_epoch=10,
-        num_batches=None,
-        num_examples=160,
-        num_samples=160,
-        is_by_epochs=False,
-    )
-
-
-@pytest.mark.parametrize("max_steps", [-1, 0])
-def test_data_without_a_length_needs_max_steps(tmp_path: Path, max_steps: int) -> None:
-    arguments = make_arguments(tmp_path, max_steps=max_steps)
-    for ask in (
-        lambda: require_max_steps(arguments),
-        lambda: train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=4),
-    ):
-        with pytest.raises(ConfigError, match=rf"without __len__.*Received: max_steps={max_steps}\."):
-            ask()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments
+from support.tiny import make_arguments
 
-from hftrain import ConfigError, Trainer
+from hftrain import ConfigError
 from hftrain.adapter.precision import precision_request
 from hftrain.precision.autocast import AutocastPrecision
 from hftrain.precision.base import FullPrecision
@@ -63,21 +63,6 @@ def test_keyword_that_contradicts_an_argument_is_refused(
     with pytest.raises(ConfigError, match=f"Cannot use precision='{name}' together with {field}={value}") as caught:
         precision_request(make_arguments(tmp_path, **options), precision)
     assert f"precision='{name}' together with {field}={value}" in str(caught.value)
-
-
-def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precisions, "_entries", dict(precisions._entries))
-    precisions.register("open", lambda **options: FullPrecision(**options))
-    assert precision_request(make_arguments(tmp_path, tf32=False), "open") == ("open", {"matmul": "highest"})
-    precisions.register("closed", lambda: FullPrecision())
-    assert precision_request(make_arguments(tmp_path), "closed") == ("closed", {})
-    with pytest.raises(ConfigError, match="Cannot use precision='closed' together with tf32=False"):
-        precision_request(make_arguments(tmp_path, tf32=False), "closed")
-
-
-def test_object_is_used_as_it_is(tmp_path: Path) -> None:
-    precision = AutocastPrecision()
-    assert Trainer(Net(), make_arguments(tmp_path, bf16=True), precision=precision).precision is precision
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,6 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, config: dict[str, A
         Trainer(Net(), make_arguments(tmp_path, accelerator_config=config))
 
 
-def test_file_is_checked_like_a_dict(tmp_path: Path) -> None:
-    path = tmp_path / "sharing.json"
-    path.write_text('{"split_batchs": true}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="Did you mean 'split_batches'"):
-        resolve_sharing(make_arguments(tmp_path, accelerator_config=str(path)))
-    path.write_text(json.dumps(with_accumulation(num_steps=3)), encoding="utf-8")
-    arguments = make_arguments(tmp_path, accelerator_config=str(path), gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match="differs from it"):
-        resolve_sharing(arguments)
-
-
 @pytest.mark.parametrize("config", [with_accumulation(num_steps=3), Config()], ids=type)
 def test_two_numbers_of_accumulation_steps_are_refused(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 differs from it"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import Net, Task, make_arguments
 
-from hftrain import ConfigError, Trainer, TrainingArguments
+from hftrain import ConfigError, Trainer
 from hftrain.adapter.strategy import strategy_request
 from hftrain.strategies.ddp import DDPStrategy
 from hftrain.strategies.registry import strategies
@@ -25,15 +25,6 @@ class Mine(SingleDeviceStrategy):
 
 def request(folder: Path, strategy: Any = None, *, is_checkpointing: bool = False, **options: Any) -> Any:
     return strategy_request(make_arguments(folder, **options), strategy, is_checkpointing=is_checkpointing)
-
-
-@pytest.mark.parametrize(("world_size", "name"), [("1", "single"), ("2", "ddp")])
-@pytest.mark.parametrize("strategy", [None, "auto"])
-def test_launcher_decides_where_nobody_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str | None, world_size: str, name: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert request(tmp_path, strategy)[0] == name
 
 
 @pytest.mark.parametrize(
@@ -79,13 +70,6 @@ def test_ddp_of_a_task_searches_for_unused_parameters_only_if_told_to(
     assert ("find_unused_parameters=True" in repr(trainer.strategy)) is expected
 
 
-def test_single_device_takes_no_option_of_a_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert request(tmp_path, is_checkpointing=True) == ("single", ALWAYS)
-    assert not caplog.records
-    assert request(tmp_path, ddp_bucket_cap_mb=5, ddp_backend="gloo") == ("single", ALWAYS)
-    assert "change nothing: backend='gloo', bucket_cap_mb=5." in caplog.text
-
-
 @pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
 def test_fsdp_config_is_said_to_do_nothing_only_where_it_does_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str | None
@@ -96,21 +80,6 @@ def test_fsdp_config_is_said_to_do_nothing_only_where_it_does_nothing(
         assert not caplog.records
     else:
         assert "fsdp_config has no effect" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("option", "field"),
-    [({"deepspeed": {"zero": 3}}, "deepspeed"), ({"fsdp": "full_shard"}, "fsdp"), ({"sharded_ddp": "simple"}, "fsdp")],
-)
-@pytest.mark.parametrize("strategy", ["ddp", Mine(use_cpu=True)])
-def test_keyword_that_contradicts_an_argument_is_refused(
-    tmp_path: Path, strategy: Any, option: dict[str, Any], field: str
-) -> None:
-    name = getattr(strategy, "name", strategy)
-    with pytest.raises(ConfigError, match=rf"Cannot use strategy='{name}' together with {field}=.*Keep one") as caught:
-        request(tmp_path, strategy, **option)
-    assert f"strategy='{name}' together with {field}=" in str(caught.value)
 
 
 def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
@@ -131,49 +100,8 @@ def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strateg
         request(tmp_path, strategy)
 
 
-def test_object_is_used_as_it_is_and_needs_no_registered_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = Mine(use_cpu=True)
-    assert request(tmp_path, strategy) == ("mine", {})
-    assert not caplog.records
-    trainer = Trainer(Net(), make_arguments(tmp_path, ddp_backend="gloo"), strategy=strategy)
-    assert trainer.strategy is strategy
-    assert "strategy='mine' was given as an object, so these settings change nothing: backend='gloo'." in caplog.text
-
-
-def test_object_without_a_name_goes_by_its_class(tmp_path: Path) -> None:
-    class Nameless(SingleDeviceStrategy):
-        name = ""
-
-    assert request(tmp_path, Nameless(use_cpu=True)) == ("Nameless", {})
-
-
 def test_factory_with_open_options_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "_entries", dict(strategies._entries))
     strategies.register("open", lambda **options: Mine(use_cpu=options["use_cpu"]))
     assert request(tmp_path, "open", ddp_backend="gloo") == ("open", {**ALWAYS, "backend": "gloo"})
     assert isinstance(Trainer(Net(), make_arguments(tmp_path), strategy="open").strategy, Mine)
-
-
-def test_auto_is_a_name_of_the_trainer_too(tmp_path: Path) -> None:
-    assert Trainer(Net(), make_arguments(tmp_path), strategy="auto").strategy.name == "single"
-
-
-def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
-    class Placed(TrainingArguments):
-        place_model_on_device = False
-
-    args = Placed(str(tmp_path), use_cpu=True)
-    assert strategy_request(args, None, is_checkpointing=False)[1]["place_model"] is False
-
-
-@pytest.mark.parametrize(
-    ("variable", "engine"), [("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")]
-)
-def test_engine_of_the_launcher_that_is_not_the_chosen_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, engine: str
-) -> None:
-    monkeypatch.setenv(variable, "true")
-    assert request(tmp_path)[0] == "single"  # nothing has launched the process
-    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "")
-    with pytest.raises(ConfigError, match=rf"The launcher asked for {engine} \({variable}=true\)"):
-        request(tmp_path, "ddp")

@@ -70,10 +70,6 @@ def test_keys_become_options(tmp_path: Path, config: dict[str, Any], expected: d
     }
 
 
-def test_dtype_of_settings_may_repeat_the_precision(tmp_path: Path) -> None:
-    assert with_config(tmp_path, xla_fsdp_settings={"compute_dtype": "bfloat16"}, others={"bf16": True})["shards"]
-
-
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
@@ -117,13 +113,6 @@ def test_names_go_with_the_key_and_not_without_it(tmp_path: Path, strategy: str)
     assert (name, options["shards"]) == (strategy, True)
     with pytest.raises(ConfigError, match="Keep one of the two"):
         request_of(tmp_path, strategy=strategy, fsdp="full_shard")
-
-
-def test_other_strategies_contradict_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Keep one of the two"):
-        request_of(tmp_path, strategy="fsdp", fsdp="full_shard", fsdp_config={"xla": True})
-    with pytest.raises(ConfigError, match="tpu_num_cores"):
-        request_of(tmp_path, strategy="single", tpu_num_cores=8)
 
 
 def test_fsdp_on_a_tpu_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,10 +132,3 @@ def test_zero_steps_raise_only_with_strategy_steps(strategy, steps):
     with pytest.raises(ConfigError, match=f"Cannot use {strategy}='steps' with {steps}=0"):
         TrainingArguments("out", **{strategy: "steps", steps: 0})
     assert getattr(TrainingArguments("out", **{strategy: "epoch", steps: 0}), steps) == 0
-
-
-@pytest.mark.parametrize("epochs", [0, -1.0, None])
-def test_run_without_length_raises_unless_steps_are_given(epochs):
-    with pytest.raises(ConfigError, match="num_train_epochs"):
-        TrainingArguments("out", num_train_epochs=epochs)
-    assert TrainingArguments("out", num_train_epochs=epochs, max_steps=5).max_steps == 5

@@ -6,27 +6,7 @@ import pytest
 
 from hftrain.arguments import TrainingArguments
 
-BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
 FSDP = {"fsdp": "full_shard"}
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        BEST,
-        {**BEST, "eval_steps": 100, "save_steps": 300},
-        {**BEST, "eval_steps": 0.1, "save_steps": 0.3},
-        {**BEST, "save_strategy": "best", "metric_for_best_model": "acc"},
-        {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
-        {"dataloader_prefetch_factor": 2, "dataloader_num_workers": 1},
-        {"gradient_accumulation_steps": 2, "accelerator_config": {"gradient_accumulation_kwargs": {}}},
-        {"fsdp": "full_shard offload auto_wrap"},
-        {"fsdp": "hybrid_shard offload"},
-        {**FSDP, "fsdp_config": {"cpu_ram_efficient_loading": True}},
-    ],
-)
-def test_consistent_settings_pass(given):
-    TrainingArguments("out", **given)
 
 
 @pytest.mark.parametrize(

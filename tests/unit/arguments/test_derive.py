@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from hftrain.arguments import TrainingArguments
-from hftrain.arguments.training import resolve
 
 STEPS = {"eval_strategy": "steps"}
 
@@ -45,10 +44,3 @@ def test_open_setting_follows_from_others(given, name, value):
     got = getattr(TrainingArguments("out", **given), name)
     assert got == value
     assert type(got) is type(value) or isinstance(got, str)
-
-
-def test_settling_twice_changes_nothing():
-    args = TrainingArguments("out", **STEPS, load_best_model_at_end=True, torch_compile=True, use_cpu=True)
-    before = args.to_dict()
-    resolve(args)
-    assert args.to_dict() == before

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 
 from hftrain.arguments import (
     DebugOption,
-    EvaluationStrategy,
     FSDPOption,
     HubStrategy,
     IntervalStrategy,
@@ -39,18 +35,5 @@ def test_member_equals_hashes_and_prints_as_its_value(choice):
         assert choice(member.value) is choice(member) is member
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_member_survives_copy_and_pickle(choice):
-    for member in choice:
-        assert copy.deepcopy(member) is member
-        assert pickle.loads(pickle.dumps(member)) is member
-
-
 def test_yaml_no_means_no():
     assert IntervalStrategy(False) is IntervalStrategy.NO
-
-
-def test_counts_are_the_documented_ones():
-    assert len(OptimizerNames) == 43
-    assert len(SchedulerType) == 12  # of transformers 5
-    assert EvaluationStrategy is IntervalStrategy

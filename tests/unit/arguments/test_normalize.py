@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.arguments import AcceleratorConfig, FSDPOption, IntervalStrategy, OptimizerNames, TrainingArguments
+from hftrain.arguments import AcceleratorConfig, TrainingArguments
 from hftrain.core.errors import ConfigError
 
 
@@ -49,13 +49,6 @@ from hftrain.core.errors import ConfigError
 @pytest.mark.filterwarnings("ignore:.*has no effect without")
 def test_value_takes_its_one_form(name, given, kept):
     assert getattr(TrainingArguments(**{name: given}), name) == kept
-
-
-def test_choices_become_members():
-    args = TrainingArguments("out", eval_strategy="epoch", fsdp="full_shard")
-    assert isinstance(args.eval_strategy, IntervalStrategy)
-    assert isinstance(args.optim, OptimizerNames)
-    assert isinstance(args.fsdp[0], FSDPOption)
 
 
 def test_key_of_fsdp_config_that_says_two_things_is_refused():

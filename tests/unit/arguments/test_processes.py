@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -34,13 +33,6 @@ def test_single_process_is_everything():
     assert args.ddp_timeout_delta == timedelta(minutes=1)
 
 
-def test_ranks_are_read_at_call_time(monkeypatch):
-    args = TrainingArguments("out")
-    launch(monkeypatch, rank=3, local_rank=1)
-    assert (args.world_size, args.process_index, args.local_process_index) == (4, 3, 1)
-    assert args.parallel_mode.value == "distributed"
-
-
 @pytest.mark.parametrize(
     ("rank", "local_rank", "each_node", "expected"),
     [(0, 0, True, True), (2, 0, True, True), (2, 0, False, False), (3, 1, True, False), (0, 0, False, True)],
@@ -49,24 +41,6 @@ def test_node_settings_decide_who_logs_and_saves(monkeypatch, rank, local_rank, 
     args = TrainingArguments("out", log_on_each_node=each_node, save_on_each_node=each_node)
     launch(monkeypatch, rank=rank, local_rank=local_rank)
     assert (args.should_log, args.should_save) == (expected, expected)
-
-
-@pytest.mark.parametrize(
-    ("given", "rank", "level"),
-    [
-        ({}, 0, logging.CRITICAL),
-        ({}, 1, logging.WARNING),
-        ({"log_level": "info"}, 0, logging.INFO),
-        ({"log_level": "info"}, 1, logging.WARNING),
-        ({"log_level": "warning", "log_level_replica": "error"}, 1, logging.ERROR),
-        ({"log_level": "debug", "log_level_replica": "passive"}, 1, logging.CRITICAL),
-    ],
-)
-def test_log_level_follows_the_process(monkeypatch, given, rank, level):
-    monkeypatch.setattr(logging.getLogger("hftrain"), "level", logging.CRITICAL)
-    logging.getLogger("hftrain").manager._clear_cache()
-    launch(monkeypatch, rank=rank, local_rank=rank)
-    assert TrainingArguments("out", **given).get_process_log_level() == level
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,6 @@ def test_old_spelling_works_with_a_warning(given, new, value):
 
 
 @pytest.mark.parametrize(
-    "old", sorted({name for given, new, _ in RULES for name in given} - {"optim", "fsdp", "debug"})
-)
-def test_rule_names_a_documented_setting(old):
-    assert hasattr(TrainingArguments("out"), old)
-
-
-@pytest.mark.parametrize("given", [{"sharded_ddp": ""}, {"sharded_ddp": False}, {"no_cuda": False}])
-def test_old_default_does_not_warn(given):
-    assert TrainingArguments("out", **given) == TrainingArguments("out")
-
-
-@pytest.mark.parametrize(
     ("old", "new"),
     [
         ({"evaluation_strategy": "steps"}, {"eval_strategy": "epoch"}),
@@ -80,8 +68,3 @@ def test_contradiction_names_both(old, new):
     with pytest.raises(ConfigError, match=rf"Cannot use {next(iter(old))} together with {next(iter(new))}") as caught:
         TrainingArguments("out", **old, **new)
     assert "secret" not in str(caught.value)
-
-
-def test_agreement_is_no_contradiction():
-    with pytest.warns(FutureWarning, match="evaluation_strategy"):
-        assert TrainingArguments(evaluation_strategy="epoch", eval_strategy="epoch").eval_strategy == "epoch"

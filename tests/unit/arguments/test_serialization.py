@@ -34,15 +34,6 @@ def test_arguments_can_be_made_of_their_values(kind):
     assert kind(**args.to_dict()).to_dict() == args.to_dict()
 
 
-def test_generated_repr_of_a_subclass_hides_tokens():
-    @dataclass
-    class Own(TrainingArguments):
-        extra: int = 1
-
-    assert "secret" not in repr(Own("out", hub_token="secret"))
-    assert "extra=1" in str(Own("out"))
-
-
 def test_values_become_plain():
     args = Seq2SeqTrainingArguments(
         "out", fsdp="full_shard", debug="underflow_overflow", generation_config=GenerationConfig()
@@ -61,10 +52,3 @@ def test_sanitized_values_are_what_tensorboard_takes():
     flat = TrainingArguments("out", per_device_train_batch_size=3).to_sanitized_dict()
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
     assert (flat["train_batch_size"], flat["eval_batch_size"], flat["report_to"]) == (3, 8, "None")
-
-
-def test_text_lists_settings_alphabetically():
-    lines = str(TrainingArguments("out")).splitlines()
-    assert lines[0] == "TrainingArguments("
-    assert lines[1:-1] == sorted(lines[1:-1])
-    assert "output_dir='out'," in lines

@@ -100,25 +100,3 @@ def test_setter_fills_its_fields(method, named, expected):
 def test_zero_steps_with_strategy_steps_raise(method):
     with pytest.raises(ConfigError, match="steps=0"):
         getattr(TrainingArguments("out"), method)(strategy="steps", steps=0)
-
-
-@pytest.mark.parametrize(
-    ("method", "named"),
-    [
-        ("set_training", {"batch_size": 0}),
-        ("set_testing", {"batch_size": 0}),
-        ("set_optimizer", {"name": "adamw_torhc"}),
-        ("set_lr_scheduler", {"warmup_ratio": 2}),
-        ("set_dataloader", {"num_workers": -1}),
-        ("set_push_to_hub", {"model_id": "m", "strategy": "never"}),
-    ],
-)
-def test_wrong_value_raises(method, named):
-    with pytest.raises(ConfigError):
-        getattr(TrainingArguments("out"), method)(**named)
-
-
-def test_chain_may_pass_through_states_that_do_not_fit():
-    args = TrainingArguments("out", load_best_model_at_end=True, eval_strategy="steps")
-    args.set_evaluate(strategy="epoch").set_save(strategy="epoch")
-    assert args.eval_strategy == args.save_strategy == "epoch"

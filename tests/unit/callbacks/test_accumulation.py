@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, Stream, make_arguments, make_rows
 
 from hftrain import ConfigError, GradientAccumulationScheduler, StrategyError, Trainer, set_seed
@@ -59,17 +58,6 @@ def test_updates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
             parameter.data -= 1e-2 * (1 - step / len(SIZES)) * gradient
     for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("at", [(2, 6), (4, 5)])
-def test_resumes_twice_exactly(at: tuple[int, int], tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole", save_strategy="steps", save_steps=1)
-    whole.train()
-    for stop in (*at, None):
-        run = make(tmp_path / "parts", StopAt(stop), save_strategy="steps", save_steps=1)
-        run.train(resume_from_checkpoint=stop != at[0])
-    assert_same(outcome(run), outcome(whole))
-    assert run.state.epoch == 2 + 6 / 7
 
 
 def test_stream_is_scheduled_too(tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hftrain import ChunkedCrossEntropy, ConfigError, TaskModule, Trainer, chunked_cross_entropy, set_seed
+from hftrain import chunked_cross_entropy
 
 
 class Model(nn.Module):
@@ -27,15 +25,6 @@ class Model(nn.Module):
             return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), words.flatten())}
         options: Any = {"bias": self.head.bias, "chunk_size": self.chunk_size}
         return {"loss": chunked_cross_entropy(hidden, self.head.weight, words, **options)}
-
-
-class Task(TaskModule):
-    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch)["loss"]
-        return loss
-
-    def count_items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (batch["labels"][:, 1:] != -100).sum()
 
 
 def texts(num_words: int, length: int, num: int = 24) -> list[dict[str, torch.Tensor]]:
@@ -71,21 +60,6 @@ def test_halves_are_reduced_in_float32() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, weight).float(), labels))
 
 
-@pytest.mark.parametrize("form", ["model", "task"])
-def test_weights_are_those_of_the_plain_loss(tmp_path: Path, form: str) -> None:
-    found = []
-    for chunk_size in (0, 5):
-        set_seed(3)
-        model: Any = Model(300, chunk_size=chunk_size, bias=True).double()
-        args = make_arguments(
-            tmp_path / str(chunk_size), max_steps=3, gradient_accumulation_steps=3, learning_rate=0.1, optim="sgd"
-        )
-        options: Any = {} if form == "task" else {"count_items": "shifted_labels"}
-        Trainer(Task(model) if form == "task" else model, args, train_dataset=texts(300, 12), **options).train()
-        found.append(model.state_dict())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
 class Largest(TorchDispatchMode):
     """Note the largest tensor."""
 
@@ -106,13 +80,3 @@ def test_all_logits_are_never_held() -> None:
             Model(2048, chunk_size=chunk_size)(**batch)["loss"].backward()
         num[chunk_size] = largest.num
     assert num == {0: 16 * 64 * 2048, 64: 64 * 2048}
-
-
-def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(8), callbacks=[ChunkedCrossEntropy()]
-    )
-    with pytest.raises(
-        ConfigError, match=r"(?s)ChunkedCrossEntropy with Net.*not the usual one.*chunked_cross_entropy"
-    ):
-        trainer.train()

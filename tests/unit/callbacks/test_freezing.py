@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import assert_same
 from support.tiny import Stream, make_arguments, make_rows
 from torch import nn
 
@@ -103,25 +103,6 @@ def test_same_updates_as_freezing_by_hand_in_transformers(tmp_path: Path) -> Non
     theirs = transformers.Trainer(model, arguments, train_dataset=make_rows(32), callbacks=[ByHand()])
     theirs.train()
     assert_same(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
-
-
-@pytest.mark.parametrize("cuts", [(2, 3), (3, 4), (4, 5), (4, 8), (7, 9)])
-def test_run_continues_exactly_twice(tmp_path: Path, cuts: tuple[int, int]) -> None:
-    def freeze() -> Freeze:
-        return Freeze({"backbone.0": "2ep", "backbone": "1ep"})
-
-    whole = make(tmp_path / "whole", freeze())
-    whole.train()
-    for at in (*cuts, None):
-        run = make(tmp_path / "parts", freeze(), StopAt(at))
-        run.train(resume_from_checkpoint=at != cuts[0])
-    assert_same(outcome(run), outcome(whole))
-
-
-@pytest.mark.parametrize("until", ["soon", 0, -1, "0ep", "5tok", "2h", True])
-def test_unknown_ends_are_refused(until: Any) -> None:
-    with pytest.raises(ConfigError, match="'1ep'"):
-        Freeze("backbone", until=until)
 
 
 def test_names_are_checked(tmp_path: Path) -> None:

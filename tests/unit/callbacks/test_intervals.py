@@ -58,56 +58,6 @@ def run(callback: IntervalCallback, state: TrainerState, steps: Any, *, flag: st
     return due
 
 
-def test_passes_and_tokens_are_due_when_a_multiple_is_crossed() -> None:
-    state = TrainerState()
-    assert run(make(should_evaluate="0.5ep"), state, range(1, 9), flag="should_evaluate") == [2, 4, 6, 8]
-    assert run(make(should_save="0.3ep"), TrainerState(), range(1, 9), flag="should_save") == [2, 3, 4, 5, 6, 8]
-    assert run(make(should_save="25tok"), TrainerState(), range(1, 9), flag="should_save") == [3, 5, 8]
-    assert run(make(should_training_stop="55tok"), TrainerState(), range(1, 8), flag="should_training_stop") == [6, 7]
-
-
-def test_evaluations_logs_count_no_tokens() -> None:
-    callback, state, control = make(should_evaluate="10tok"), TrainerState(), TrainerControl()
-    callback.on_train_begin(TrainingArguments("out"), state, control)
-    state.num_input_tokens_seen = 15
-    callback.on_log(TrainingArguments("out"), state, control, logs={"eval_loss": 1.0})
-    assert not control.should_evaluate
-    callback.on_log(TrainingArguments("out"), state, control, logs={"learning_rate": 1.0})
-    assert control.should_evaluate
-
-
-def test_time_is_counted_over_sessions_and_not_between_them(clock: Clock) -> None:
-    def steps(first: int, last: int) -> Any:
-        for step in range(first, last):
-            clock.now_s += 20
-            yield step
-
-    callback, state = make(should_save="1min"), TrainerState()
-    assert run(callback, state, steps(1, 6), flag="should_save") == [3]
-    saved = callback.state()["attributes"]
-    assert saved["elapsed_s"] == 100
-    for _ in range(2):  # twice from the same checkpoint
-        clock.now_s += 1e6
-        resumed = make(should_save="1min")
-        vars(resumed).update(saved)
-        resumed.passed = {flag: list(each) for flag, each in saved["passed"].items()}
-        assert run(resumed, TrainerState(global_step=5), steps(6, 12), flag="should_save") == [6, 9]
-
-
-def test_a_changed_interval_begins_at_its_next_multiple(clock: Clock) -> None:
-    resumed = make(should_save="2ep")
-    resumed.passed = {"should_save": ["0.25ep", 12]}
-    assert run(resumed, TrainerState(global_step=12, epoch=3.0), range(13, 25), flag="should_save") == [16, 24]
-
-
-def test_new_run_of_the_same_callback_starts_again(clock: Clock) -> None:
-    callback = make(should_training_stop="1min")
-    for _ in range(2):
-        callback.on_train_begin(TrainingArguments("out"), TrainerState(), TrainerControl())
-        clock.now_s += 45
-        assert run(callback, TrainerState(), [1], flag="should_training_stop", begins=False) == []
-
-
 def test_processes_read_the_clock_together_and_seldom(clock: Clock) -> None:
     group = Group(world_size=2)
 
@@ -126,27 +76,3 @@ def test_parts_of_passes_of_a_stream_are_refused() -> None:
         make(should_save="0.5ep").on_train_begin(
             TrainingArguments("out"), TrainerState(num_train_epochs=sys.maxsize), TrainerControl()
         )
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "unit"),
-    [
-        ("10ep", 10, "ep"),
-        ("0.5 EP", 0.5, "ep"),
-        ("500ba", 500, "ba"),
-        ("1e9tok", 1e9, "tok"),
-        ("0.1dur", 0.1, "dur"),
-        ("2h", 7200, "s"),
-        ("1h 30min", 5400, "s"),
-        ("1d2h3min4s", 93784, "s"),
-    ],
-)
-def test_lengths_are_read(text: str, value: float, unit: str) -> None:
-    found = read_length(text)
-    assert found is not None
-    assert (found.value, found.unit) == (value, unit)
-
-
-@pytest.mark.parametrize("given", ["", "10", "ep", "-1ep", "0h", "1e", "10 epochs", "1ep 2h", 10, None, "1h ago"])
-def test_other_values_are_no_lengths(given: Any) -> None:
-    assert read_length(given) is None

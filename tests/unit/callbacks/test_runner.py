@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from hftrain.callbacks import CallbackHandler, PrinterCallback, TrainerCallback
-from hftrain.core.errors import CheckpointError, TaskError
+from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.extras.early_stopping import EarlyStoppingCallback
-from hftrain.extras.progress.bars import ProgressCallback
 
 
 def make_runner(*callbacks, args=None, **context) -> CallbackHandler:
@@ -69,64 +68,6 @@ def test_fire_calls_in_list_order_with_the_documented_arguments() -> None:
     assert kwargs["optimizer"] is None
 
 
-def test_fire_keywords_win_over_the_context_for_one_call() -> None:
-    runner = make_runner(Recorder, eval_dataloader="usual")
-    runner.fire("on_step_end", eval_dataloader="test set")
-    runner.fire("on_step_end")
-    assert [call[4]["eval_dataloader"] for call in runner.callbacks[0].calls] == ["test set", "usual"]
-
-
-def test_refresh_replaces_context_and_keeps_the_rest() -> None:
-    runner = make_runner(Recorder, model="bare", optimizer="adam")
-    runner.refresh(model="wrapped")
-    runner.fire("on_step_end")
-    kwargs = runner.callbacks[0].calls[0][4]
-    assert (kwargs["model"], kwargs["optimizer"]) == ("wrapped", "adam")
-
-
-@pytest.mark.parametrize("name", ["processing_class", "tokenizer"])
-def test_context_names_the_processing_class_twice(name: str) -> None:
-    processor = object()
-    runner = make_runner(Recorder, **{name: processor})
-    runner.fire("on_step_end")
-    kwargs = runner.callbacks[0].calls[0][4]
-    assert kwargs["processing_class"] is kwargs["tokenizer"] is processor
-
-
-def test_heard_lists_overridden_events_only() -> None:
-    runner = make_runner(Recorder, TrainerCallback)
-    assert runner.heard == {"on_step_end"}
-    runner.add(PrinterCallback)
-    assert runner.heard == {"on_step_end", "on_log"}
-    runner.remove(Recorder)
-    assert runner.heard == {"on_log"}
-    runner.callbacks.clear()
-    runner.refresh()
-    assert runner.heard == set()
-
-
-def count_python_calls(function) -> int:
-    calls = 0
-
-    def profile(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def test_fire_costs_one_call_where_nobody_listens_and_one_per_listener() -> None:
-    runner = make_runner(Recorder, PrinterCallback, TrainerCallback)
-    idle = count_python_calls(lambda: None)
-    assert count_python_calls(lambda: runner.fire("on_step_begin")) - idle == 1
-    assert count_python_calls(lambda: runner.fire("on_step_end")) - idle == 2
-
-
 def test_guide_example_stops_at_the_tenth_step() -> None:
     runner = make_runner(StopAfterTen)
     for step in range(1, 100):
@@ -144,20 +85,6 @@ def test_fire_copies_returned_flags_into_the_one_control(value) -> None:
     assert control == TrainerControl(should_save=True)
     runner.fire("on_step_end")
     assert runner.callbacks[1].calls[0][3] is control
-
-
-@pytest.mark.parametrize("value", [None, {}])
-def test_fire_keeps_the_flags_when_nothing_is_asked(value) -> None:
-    runner = make_runner(returning(value))
-    runner.control.should_log = True
-    assert runner.fire("on_log") == TrainerControl(should_log=True)
-
-
-def test_fire_refuses_an_unknown_flag_and_changes_nothing() -> None:
-    runner = make_runner(returning({"should_save": True, "should_training_stopp": True}))
-    with pytest.raises(TaskError, match=r"Returning\.on_log returned.*'should_training_stopp'.*'should_training_stop'"):
-        runner.fire("on_log")
-    assert runner.control == TrainerControl()
 
 
 def test_runner_accepts_an_object_that_has_some_of_the_methods() -> None:
@@ -240,12 +167,6 @@ def test_restore_warns_of_states_without_a_callback(present) -> None:
     assert counters(runner) == [(3, 1)][: len(present)]
 
 
-def test_restore_leaves_callbacks_without_a_saved_state() -> None:
-    runner = make_runner(patient(3, 1))
-    runner.restore({})
-    assert counters(runner) == [(3, 1)]
-
-
 @pytest.mark.parametrize(
     "states",
     [
@@ -258,12 +179,6 @@ def test_restore_leaves_callbacks_without_a_saved_state() -> None:
 def test_restore_refuses_a_state_that_does_not_fit(states) -> None:
     with pytest.raises(CheckpointError, match="does not fit the class"):
         make_runner(EarlyStoppingCallback).restore(states)
-
-
-def test_runner_can_be_pickled() -> None:
-    runner = pickle.loads(pickle.dumps(make_runner(ProgressCallback, EarlyStoppingCallback)))
-    assert [type(callback) for callback in runner.callbacks] == [ProgressCallback, EarlyStoppingCallback]
-    assert "on_step_end" in runner.heard
 
 
 def test_callback_that_names_what_transformers_passes_needs_no_more() -> None:

@@ -131,23 +131,6 @@ class OneRun(Recorder):
             self.current.clear()
 
 
-def test_training_of_another_trainer_is_a_run_of_its_own(tmp_path: Path) -> None:
-    first, second = OneRun(), OneRun()
-    earlier = make_trainer(tmp_path / "first", first)
-    earlier.train()
-    earlier.evaluate()
-    run_id = first.run_id
-    later = make_trainer(tmp_path / "second", second)
-    later.train()
-    assert second.run_id not in (None, run_id)
-    # An evaluation does not start a run: it may belong to the training of another Trainer.
-    third = OneRun()
-    make_trainer(tmp_path / "third", third).evaluate()
-    assert third.run_id == second.run_id
-    later.evaluate()
-    assert "close" not in second.calls
-
-
 def test_training_after_one_that_died_is_a_run_of_its_own(tmp_path: Path) -> None:
     first, second = OneRun(), OneRun()
 
@@ -163,19 +146,6 @@ def test_training_after_one_that_died_is_a_run_of_its_own(tmp_path: Path) -> Non
     assert first.calls[-1] == "close"
 
 
-def test_training_within_another_does_not_end_its_run(tmp_path: Path) -> None:
-    outer, inner = OneRun(), OneRun()
-
-    class Nested(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                make_trainer(tmp_path / "inner", inner).train()
-
-    make_trainer(tmp_path / "outer", outer, callbacks=[Nested()]).train()
-    assert inner.run_id == outer.run_id
-    assert "close" not in outer.calls
-
-
 def test_tracker_is_closed_with_its_trainer(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder)
@@ -184,18 +154,6 @@ def test_tracker_is_closed_with_its_trainer(tmp_path: Path) -> None:
     del trainer
     gc.collect()
     assert recorder.calls[-1] == "close"
-
-
-def test_close_ends_the_run_once(tmp_path: Path) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(tmp_path, recorder)
-    trainer.train()
-    callback = next(each for each in trainer.callback_handler.callbacks if isinstance(each, TrackerCallback))
-    callback.close()
-    callback.close()
-    del trainer, callback
-    gc.collect()
-    assert recorder.calls.count("close") == 1
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -290,13 +248,6 @@ def test_interrupt_from_a_tracker_is_not_swallowed(tmp_path: Path) -> None:
         make_trainer(tmp_path, Interrupted()).train()
 
 
-def test_two_loggers_of_one_class_keep_apart_by_name(tmp_path: Path) -> None:
-    other = type("Other", (Recorder,), {"name": "other"})()
-    trainer = make_trainer(tmp_path, [Recorder(), other])
-    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks[1:-1]]
-    assert names == ["RecorderCallback", "OtherCallback"]
-
-
 def test_setup_can_be_extended(tmp_path: Path) -> None:
     class Extended(TrackerCallback):
         def setup(self, args: Any, state: Any, model: Any = None, **kwargs: Any) -> None:
@@ -308,15 +259,6 @@ def test_setup_can_be_extended(tmp_path: Path) -> None:
     callback = Extended(logger=recorder)
     Trainer(Task(), make_arguments(tmp_path), train_dataset=rows, callbacks=[callback]).train()
     assert recorder.rows[0] == (0, {"mine": 1.0})
-
-
-def test_steps_that_do_not_log_call_no_tracker(tmp_path: Path) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(tmp_path, recorder, logging_strategy="no")
-    heard = {event for event in trainer.callback_handler.heard if event.startswith(("on_step", "on_sub", "on_opt"))}
-    assert heard == {"on_step_end"}  # the default flow's
-    trainer.train()
-    assert recorder.calls == ["start", "log", "finish_training"]
 
 
 def train_on_a_rank(folder: str) -> list[str]:

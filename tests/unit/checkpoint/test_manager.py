@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from hftrain.checkpoint import manifest
-from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.state_files import load_rng
 from hftrain.core.errors import CheckpointError
@@ -48,30 +46,6 @@ def write_note(folder: Path) -> None:
 def save_notes(manager, *steps: int) -> None:
     for step in steps:
         manager.save(step, [write_note], facts={})
-
-
-def test_save_commits_the_documented_files(make_manager, save_at, output_dir):
-    path = save_at(make_manager(), 5)
-    assert path == output_dir / "checkpoint-5"
-    assert listing(path) == NAMES
-    assert listing(output_dir) == ["checkpoint-5"]
-    assert verify(path).facts["progress"] == {"step": 5}
-    assert make_manager().latest() == path
-
-
-def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, output_dir):
-    seen: list[list[str]] = []
-    make_manager().save(5, [lambda folder: seen.append(listing(output_dir))], facts={})
-    assert len(seen[0]) == 1
-    assert seen[0][0].startswith(".staging-")
-    assert seen[0][0].endswith("-checkpoint-5")
-
-
-def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):
-    save_notes(make_manager(), 5)
-    make_manager().save(5, [lambda folder: (folder / "note").write_text("again")], facts={})
-    assert (make_manager().latest() / "note").read_text() == "again"
-    assert listing(output_dir) == ["checkpoint-5"]
 
 
 def test_own_files_are_not_read_again_for_their_hash_unless_somebody_changed_them(make_manager, monkeypatch):
@@ -127,23 +101,10 @@ def test_a_failing_commit_leaves_the_previous_checkpoint_and_nothing_else(
     assert manager.latest() == previous
 
 
-def test_save_sweeps_what_killed_saves_left(make_manager, output_dir):
-    for name in (".staging-checkpoint-3-0123abcd", ".trash-checkpoint-2-0123abcd", ".staging-mine-0123abcd"):
-        (output_dir / name).mkdir(parents=True)
-    save_notes(make_manager(), 5)
-    assert listing(output_dir) == [".staging-mine-0123abcd", "checkpoint-5"]
-
-
 def test_latest_puts_back_what_a_killed_save_had_set_aside(make_manager, output_dir):
     save_notes(make_manager(), 5)
     (output_dir / "checkpoint-5").rename(output_dir / ".replaced-checkpoint-5-0123abcd")
     assert make_manager().latest() == output_dir / "checkpoint-5"
-
-
-def test_latest_is_none_without_checkpoints(make_manager, output_dir):
-    assert make_manager().latest() is None
-    (output_dir / "checkpoint-5").mkdir(parents=True)
-    assert make_manager().latest() is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,23 +126,6 @@ def test_latest_falls_back_past_every_damage_and_names_it(make_manager, save_at,
         verify(newer)
 
 
-def test_latest_skips_a_hugging_face_checkpoint(make_manager, save_at, output_dir, caplog):
-    manager = make_manager()
-    path = save_at(manager, 5)
-    (shutil.copytree(path, output_dir / "checkpoint-10") / "manifest.json").unlink()
-    assert manager.latest() == path
-    assert "checkpoint-10" in caplog.text
-
-
-def test_open_verifies_a_checkpoint_of_ours(make_manager, save_at):
-    manager = make_manager()
-    path = save_at(manager, 5)
-    assert manager.open(str(path)).step == 5
-    (path / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
-        manager.open(path)
-
-
 def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
     manager = make_manager()
     path = save_at(manager, 5)
@@ -189,56 +133,6 @@ def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
     assert manager.open(path) is None
     assert "without proof" in caplog.text
     assert load_rng(path, rank=0, world_size=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("absent", "it does not exist"),
-        ("file", "it is a file"),
-        ("empty", "it is empty"),
-        ("full", "it holds a0, a1, a2, a3, a4, a5, a6, a7, ..."),
-    ],
-)
-def test_open_says_what_it_found_and_what_lies_beside(make_manager, output_dir, name, reason):
-    manager = make_manager()
-    save_notes(manager, 5, 10)
-    (output_dir / "file").write_text("")
-    (output_dir / "empty").mkdir()
-    (output_dir / "full").mkdir()
-    for index in range(9):
-        (output_dir / "full" / f"a{index}").touch()
-    with pytest.raises(CheckpointError, match=rf"not a checkpoint: {reason}.*checkpoint-5, .*checkpoint-10"):
-        manager.open(output_dir / name)
-
-
-def test_open_lists_the_checkpoints_inside_the_folder(make_manager, output_dir, tmp_path):
-    save_notes(make_manager(), 5)
-    with pytest.raises(CheckpointError, match=r"it holds checkpoint-5\. Checkpoints found there: .*checkpoint-5"):
-        make_manager().open(output_dir)
-    with pytest.raises(CheckpointError, match="No checkpoint lies"):
-        make_manager().open(tmp_path / "elsewhere" / "x")
-
-
-@pytest.mark.parametrize(
-    ("limit", "best", "expected"),
-    [
-        (None, None, [1, 2, 3, 4, 5, 6, 10]),
-        (0, None, [1, 2, 3, 4, 5, 6, 10]),
-        (3, None, [5, 6, 10]),
-        (5, 2, [2, 4, 5, 6, 10]),
-        (5, 6, [3, 4, 5, 6, 10]),
-        (1, None, [10]),
-        (1, 2, [2, 10]),
-        (2, 2, [2, 10]),
-        (99, 1, [1, 2, 3, 4, 5, 6, 10]),
-    ],
-)
-def test_rotate_keeps_the_newest_and_the_best(make_manager, output_dir, limit, best, expected):
-    manager = make_manager(save_total_limit=limit)
-    save_notes(manager, 1, 2, 3, 4, 5, 6, 10)
-    manager.rotate(best=None if best is None else output_dir / f"checkpoint-{best}")
-    assert [checkpoint_step(path) for path in sorted(output_dir.iterdir(), key=checkpoint_step)] == expected
 
 
 def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir, tmp_path):
@@ -254,16 +148,6 @@ def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir
     manager.rotate()
     kept = ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2", "checkpoint-30", "checkpoint-4"]
     assert listing(output_dir) == kept
-
-
-def test_rotate_counts_no_link(make_manager, output_dir, tmp_path):
-    manager = make_manager(save_total_limit=2)
-    save_notes(manager, 1, 2, 3)
-    (output_dir / "checkpoint-3").rename(tmp_path / "checkpoint-3")
-    (output_dir / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    save_notes(manager, 4)
-    manager.rotate()
-    assert listing(output_dir) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
 def test_rotate_touches_no_other_run_and_latest_goes_by_commit(make_manager, output_dir):
@@ -291,32 +175,6 @@ def test_keep_only_deletes_nothing_for_the_sake_of_a_damaged_one(make_manager, o
     manager.keep_only(output_dir / name)
     assert listing(output_dir) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert "Kept all checkpoints" in caplog.text
-
-
-def test_rotate_before_the_first_save_does_nothing(make_manager, output_dir):
-    make_manager(save_total_limit=1).rotate()
-    assert not output_dir.exists()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rotation_over_random_histories_keeps_its_promises(make_manager, output_dir, seed):
-    choose = random.Random(seed)
-    limit = choose.randint(1, 4)
-    manager, step, best = make_manager(save_total_limit=limit), 0, None
-    saved: list[int] = []
-    for _ in range(12):
-        step += choose.randint(1, 50)
-        save_notes(manager, step)
-        saved.append(step)
-        best = step if best is None or choose.random() < 0.3 else best
-        manager.rotate(best=output_dir / f"checkpoint-{best}")
-        left = sorted(map(checkpoint_step, output_dir.iterdir()))
-        newest = [each for each in saved if each != best][-max(limit - 1, 1) :]
-        assert set(left) <= set(saved)
-        assert {best, step} <= set(left)
-        assert len(left) == min(len(saved), max(limit, len({best, step})))
-        assert set(left) - {best} >= set(newest[-(len(left) - 1) :]) if len(left) > 1 else left == [step]
-        assert manager.latest() == output_dir / f"checkpoint-{step}"
 
 
 def test_a_kill_before_any_file_operation_loses_nothing_committed(make_manager, output_dir, monkeypatch):

@@ -41,28 +41,6 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "manifest.json").write_text(json.dumps(body))
 
 
-def test_manifest_tells_step_facts_versions_and_files(checkpoint):
-    manifest = verify(checkpoint)
-    assert manifest == read_manifest(checkpoint)
-    assert (manifest.step, manifest.facts, manifest.only_model) == (5, FACTS, False)
-    assert {"hftrain", "torch"} <= manifest.versions.keys()
-    digest = hashlib.sha256(b"file").hexdigest()
-    assert manifest.files["sub/file"] == {"size": 4, "sha256": digest}
-    assert manifest.files.keys() == {"optimizer.pt", "sub/file"}
-
-
-def test_manifest_takes_facts_whose_types_json_does_not_keep(checkpoint):
-    write_manifest(checkpoint, {"shape": (1, 2), "by_rank": {10: "b", 9: "a"}}, step=5)
-    assert read_manifest(checkpoint).facts == {"shape": [1, 2], "by_rank": {"10": "b", "9": "a"}}
-
-
-@pytest.mark.parametrize("facts", [{"a": object()}, {"a": float("nan")}])
-def test_manifest_refuses_facts_that_are_not_json(tmp_path, facts):
-    with pytest.raises((TypeError, ValueError)):
-        write_manifest(tmp_path, facts, step=1)
-    assert not list(tmp_path.iterdir())
-
-
 def test_manifest_refuses_to_record_a_link(checkpoint):
     (checkpoint / "link").symlink_to(checkpoint / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"Cannot save .*link"):
@@ -160,13 +138,6 @@ def test_verify_refuses_a_checkpoint_under_the_name_of_another_step(checkpoint):
 def test_read_manifest_refuses_other_formats(checkpoint, change, reason):
     forge(checkpoint, change)
     with pytest.raises(CheckpointError, match=reason):
-        read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", "null"])
-def test_read_manifest_refuses_other_json(checkpoint, text):
-    (checkpoint / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="checksum"):
         read_manifest(checkpoint)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.checkpoint import manager as manager_module
 from hftrain.checkpoint import rotation
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import _checksum
@@ -46,13 +45,6 @@ def age(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_rotation_keeps_the_newest_within_a_run(make_manager, output_dir):
-    save(make_manager(save_total_limit=2), 1, 2, 3, 4)
-    assert steps_in(output_dir) == [3, 4]
-    assert make_manager().latest() == output_dir / "checkpoint-4"
-
-
-@pytest.mark.usefixtures("clock")
 def test_a_resumed_run_takes_and_keeps_the_newest(make_manager, output_dir):
     first = make_manager(save_total_limit=2)
     save(first, 1, 2)
@@ -71,34 +63,6 @@ def test_a_run_begun_again_in_the_folder_leaves_higher_steps_behind(make_manager
     save(make_manager(save_total_limit=1), 5, 10)
     assert steps_in(output_dir) == [10, 80, 90]
     assert by_commit(output_dir)[-1] == make_manager().latest() == output_dir / "checkpoint-10"
-
-
-@pytest.mark.usefixtures("clock")
-def test_rotation_keeps_the_best_and_the_newest(make_manager, output_dir):
-    save(make_manager(keep_best=1), 1, 2, 3, 4, metrics=(5.0, 1.0, 3.0, 4.0))
-    assert steps_in(output_dir) == [2, 4]
-
-
-@pytest.mark.usefixtures("clock")
-def test_pruning_deletes_the_oldest_first(make_manager, output_dir, monkeypatch):
-    manager = make_manager()
-    save(manager, 1, 2, 3, 4)
-    monkeypatch.setattr(manager_module, "free_bytes", lambda _: 100)
-    assert manager.prune(50)
-    assert steps_in(output_dir) == [2, 3, 4]
-    assert manager.prune(500)
-    assert steps_in(output_dir) == [4]
-
-
-def test_a_resumed_run_prunes_neither_the_newest_nor_the_last_finite_one(make_manager, output_dir, monkeypatch):
-    first = make_manager()
-    save(first, 1, 2)
-    first.save(3, [], facts={"is_finite": False})
-    manager = make_manager()
-    manager.run_id = first.run_id
-    monkeypatch.setattr(manager_module, "free_bytes", lambda _: 0)
-    assert manager.prune(50)
-    assert steps_in(output_dir) == [2, 3]
 
 
 def test_checkpoints_without_numbers_come_first_and_among_themselves_by_time(make_manager, output_dir, monkeypatch):

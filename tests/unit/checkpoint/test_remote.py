@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support.remote import URL, failing, listing, read, write
 
@@ -36,13 +34,6 @@ def checkpoints() -> list[str]:
     return [name.partition("/")[0] for name in listing() if name.endswith(f"/{MANIFEST}")]
 
 
-def test_save_publishes_every_file(make, save_at, output_dir):
-    path = save_at(make(), 5)
-    names = sorted(f"checkpoint-5/{file.name}" for file in path.iterdir())
-    assert listing() == names
-    assert all(read(name) == (output_dir / name).read_bytes() for name in names)
-
-
 def test_the_manifest_comes_last(make, save_at, monkeypatch):
     whole, seen = MemoryFileSystem.put_file, []
 
@@ -55,15 +46,6 @@ def test_the_manifest_comes_last(make, save_at, monkeypatch):
     assert seen[0] == ".incomplete-run"
     assert seen[-1] == MANIFEST
     assert sorted(seen[1:]) == sorted(file.name for file in path.iterdir())
-
-
-def test_latest_brings_the_newest_into_an_empty_mirror(make, save_at, output_dir):
-    for step in (5, 10):
-        save_at(make(), step)
-    shutil.rmtree(output_dir)
-    assert make().latest() == output_dir / "checkpoint-10"
-    assert verify(output_dir / "checkpoint-10").step == 10
-    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-10"]
 
 
 def test_latest_downloads_nothing_that_is_there(make, save_at, monkeypatch):
@@ -112,13 +94,6 @@ def test_a_save_downloads_no_manifest_but_that_of_what_it_deletes(make, save_at,
     assert sorted(checkpoints()) == ["checkpoint-20", "checkpoint-21", "checkpoint-22"]
 
 
-def test_latest_takes_the_one_committed_last(make, save_at, output_dir):
-    for step in (10, 5):
-        save_at(make(), step)
-    shutil.rmtree(output_dir)
-    assert make().latest().name == "checkpoint-5"
-
-
 @pytest.mark.parametrize("damage", ["cut", "flip", "delete", "no manifest", "manifest", "renamed"])
 def test_latest_passes_over_what_is_damaged(make, save_at, output_dir, caplog, damage):
     for step in (5, 10):
@@ -141,10 +116,6 @@ def test_latest_passes_over_what_is_damaged(make, save_at, output_dir, caplog, d
     assert make().latest() == output_dir / "checkpoint-5"
     assert "Skipped checkpoint-1" in caplog.text
     assert [path.name for path in output_dir.iterdir()] == ["checkpoint-5"]
-
-
-def test_latest_of_an_empty_folder_is_none(make):
-    assert make().latest() is None
 
 
 @pytest.mark.parametrize("method", ["ls", "get_file"])
@@ -176,20 +147,6 @@ def test_a_manifest_of_unreasonable_size_is_not_downloaded(make, save_at, output
     monkeypatch.setattr("hftrain.extras.remote.checkpoints._MAX_MANIFEST_BYTES", 10)
     with pytest.raises(CheckpointError, match=f"Its {MANIFEST} has"):
         RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
-
-
-def test_fetch_refuses_what_is_no_checkpoint(output_dir):
-    write("mine/readme", b"")
-    for name in ("mine", "checkpoint-5"):
-        with pytest.raises(CheckpointError, match=f"Cannot read {URL}/{name}. It is not a checkpoint"):
-            RemoteCheckpoints(URL, mirror=output_dir).fetch(name)
-
-
-def test_fetch_takes_a_foreign_checkpoint_as_it_is(output_dir):
-    write("checkpoint-5/trainer_state.json", json.dumps({"global_step": 5}).encode())
-    write("checkpoint-5/deep/file", b"1")
-    path = RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
-    assert (path / "deep" / "file").read_bytes() == b"1"
 
 
 # -- uploads that fail --------------------------------------------------------------------------------------------
@@ -275,15 +232,6 @@ def test_rotation_deletes_there_and_keeps_one_copy_here(make, save_at, output_di
     assert [path.name for path in output_dir.iterdir()] == ["checkpoint-15"]
 
 
-def test_rotation_without_a_limit_keeps_all_there_and_one_copy_here(make, save_at, output_dir):
-    manager = make()
-    for step in (5, 10):
-        save_at(manager, step)
-        manager.rotate()
-    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
-    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-10"]
-
-
 def test_rotation_with_an_empty_mirror_knows_what_is_there(make, save_at, output_dir):
     for step in (5, 10):
         save_at(make(), step)
@@ -344,16 +292,3 @@ def test_a_deletion_that_fails_ends_nothing(make, save_at, monkeypatch, caplog, 
     manager.rotate()
     assert "Could not delete" in caplog.text or "Deleted no old checkpoints" in caplog.text
     assert checkpoints() == (["checkpoint-10"] if method == "rm" else ["checkpoint-10", "checkpoint-5"])
-
-
-def test_names_are_those_of_the_store(make, save_at, output_dir):
-    save_at(make(), 5)
-    shutil.rmtree(output_dir)
-    assert make().names() == ["checkpoint-5"]
-
-
-def test_weights_survive_the_way_there_and_back(make, output_dir):
-    weights = torch.arange(5)
-    make().save(3, [lambda folder: torch.save(weights, folder / "w.pt")], facts={})
-    shutil.rmtree(output_dir)
-    assert torch.equal(torch.load(make().latest() / "w.pt", weights_only=True), weights)

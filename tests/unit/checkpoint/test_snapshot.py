@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +31,6 @@ def test_copies_stay_when_the_tensors_go_on() -> None:
     assert copies["b"][1] == (3, "text", None)
     assert copies["shard"].offsets == (0,)
     assert torch.equal(copies["shard"].block, torch.full((2,), 5.0))
-
-
-def test_one_tensor_is_copied_once() -> None:
-    tensor = torch.ones(4)
-    copies = HostCopies().copy({"a": tensor, "tied": tensor.view(4), "part": tensor[:2]})
-    assert copies["a"] is copies["tied"]
-    assert copies["part"].data_ptr() != copies["a"].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -74,37 +66,6 @@ def test_memory_is_used_again_for_the_next_save() -> None:
         assert torch.equal(second[name], tensor)
 
 
-def test_memory_that_is_not_used_again_is_let_go() -> None:
-    copies = HostCopies()
-    copies.copy([torch.ones(5), torch.ones(7)])
-    copies.fence()
-    copies.begin()
-    copies.copy([torch.ones(5)])
-    copies.fence()
-    assert copies._free == {}
-    assert len(copies._used) == 1
-    copies.close()
-    assert copies._used == []
-
-
-def test_memory_is_reserved_for_the_first_save() -> None:
-    copies = HostCopies()
-    shared = torch.randn(100, 10)
-    state = {"a": shared, "tied": shared.view(100, 10), "b": shared.t(), "empty": torch.zeros(0)}
-    copies.reserve(lambda keep: keep(state))
-    assert copies._reserving is not None
-    copies._reserving.join()
-    reserved = {room.data_ptr() for rooms in copies._free.values() for room in rooms}
-    assert len(reserved) == 2
-    copies.begin()
-    taken = copies.copy({**state, "new": torch.ones(3)})
-    assert {taken[name].data_ptr() for name in ("a", "tied", "b")} == reserved
-    for name, tensor in state.items():
-        assert torch.equal(taken[name], tensor)
-    copies.fence()
-    assert copies._free == {}
-
-
 def test_memory_that_cannot_be_reserved_is_said_and_taken_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,15 +82,6 @@ def test_memory_that_cannot_be_reserved_is_said_and_taken_later(
     assert "cannot be had beforehand (not enough memory)" in caplog.text
     copies.begin()
     assert torch.equal(copies.copy(state)["a"], state["a"])
-
-
-def test_nothing_is_reserved_beside_copies() -> None:
-    copies = HostCopies()
-    state = {"a": torch.randn(5)}
-    copies.copy(state)
-    copies.reserve(lambda keep: keep(state))
-    assert copies._reserving is None
-    assert copies._free == {}
 
 
 @pytest.mark.cuda
@@ -149,27 +101,6 @@ def test_memory_reserved_for_a_gpu_is_pinned() -> None:
     assert all(tensor.is_pinned() and bool((tensor == 1).all()) for tensor in taken.values())
     copies.close()
     assert copies._registered == set()
-
-
-def test_save_that_comes_early_waits_for_one_tensor_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, is_begun, made = HostCopies(), threading.Event(), []
-    make = HostCopies._make
-
-    def make_slowly(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        made.append(threading.current_thread().name)
-        if made == ["hftrain-reserve"]:
-            is_begun.set()
-            assert copies._is_needed.wait(60)
-        return make(self, like, is_pinned=is_pinned)
-
-    monkeypatch.setattr(HostCopies, "_make", make_slowly)
-    state = {name: torch.randn(5) for name in "abc"}
-    copies.reserve(lambda keep: keep(state))
-    assert is_begun.wait(60)
-    copies.begin()
-    taken = copies.copy(state)
-    assert made == ["hftrain-reserve", "MainThread", "MainThread"]
-    assert all(torch.equal(taken[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.cuda

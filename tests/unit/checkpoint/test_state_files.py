@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import pickle
-import random
 
-import numpy
 import pytest
 import torch
 
 from hftrain.checkpoint import state_files
-from hftrain.checkpoint.layout import rng_name
 from hftrain.core.errors import CheckpointError
-from hftrain.core.seed import capture_rng, restore_rng
+from hftrain.core.seed import capture_rng
 from hftrain.core.state import TrainerState
 from hftrain.storage.tensors import save_containers
 
@@ -27,67 +23,10 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
-    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
-        optimizer = kind(model.parameters(), lr=0.1)
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    def train(model, optimizer, schedule):
-        for _ in range(3):
-            model(torch.ones(1, 3)).square().sum().backward()
-            optimizer.step()
-            schedule.step()
-
-    model, optimizer, schedule = build()
-    train(model, optimizer, schedule)
-    save_containers(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    save_containers(schedule.state_dict(), tmp_path / "scheduler.pt")
-    again, optimizer_again, schedule_again = build()
-    again.load_state_dict(model.state_dict())
-    optimizer_again.load_state_dict(state_files.load_optimizer(tmp_path))
-    schedule_again.load_state_dict(state_files.load_part(tmp_path, "scheduler.pt"))
-    for each in (model, again):
-        each.zero_grad()
-    train(model, optimizer, schedule)
-    train(again, optimizer_again, schedule_again)
-    assert torch.equal(model.weight, again.weight)
-
-
-def test_scaler_and_arguments_round_trip(tmp_path):
-    scaler = torch.amp.GradScaler("cpu")
-    save_containers(scaler.state_dict(), tmp_path / "scaler.pt")
-    assert state_files.load_part(tmp_path, "scaler.pt") == scaler.state_dict()
-    arguments = {"lr": 0.1, "label_names": ["a"], "fsdp_config": {"x": None}}
-    save_containers(arguments, tmp_path / "training_args.bin")
-    assert state_files.load_part(tmp_path, "training_args.bin") == arguments
-
-
-@pytest.mark.parametrize(("rank", "world_size", "name"), [(0, 1, "rng_state.pth"), (1, 2, "rng_state_1.pth")])
-def test_rng_continues_every_generator(tmp_path, rank, world_size, name):
-    def draw() -> tuple[float, float, float]:
-        return random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(()).item()
-
-    draw()
-    save_containers(capture_rng(), tmp_path / rng_name(rank=rank, world_size=world_size))
-    expected = draw()
-    restore_rng(state_files.load_rng(tmp_path, rank=rank, world_size=world_size))
-    assert draw() == expected
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
 def test_rng_of_another_number_of_ranks_is_missed(tmp_path):
     save_containers(capture_rng(), tmp_path / "rng_state.pth")
     with pytest.raises(CheckpointError, match=r"rng_state_0\.pth.*does not exist"):
         state_files.load_rng(tmp_path, rank=0, world_size=2)
-
-
-def test_trainer_state_round_trips(tmp_path):
-    state = TrainerState(global_step=5, log_history=[{"loss": math.inf}], trial_params={"lr": 0.1})
-    state_files.save_trainer_state(state, tmp_path)
-    assert state_files.load_trainer_state(tmp_path) == state
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -114,12 +53,6 @@ def test_hostile_parts_are_refused_without_running_them(tmp_path, name):
     with pytest.raises(CheckpointError, match=name):
         LOADERS[name](tmp_path)
     assert not boom.exists()
-
-
-def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
-    path = make_manager(only_model=True).save(3, [lambda folder: (folder / "x").write_text("")], facts={})
-    with pytest.raises(CheckpointError, match="save_only_model=True"):
-        state_files.load_optimizer(path)
 
 
 def test_callback_whose_state_came_to_hold_a_tensor_is_named(tmp_path):

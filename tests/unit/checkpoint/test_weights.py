@@ -43,17 +43,6 @@ class Extra(nn.Linear):
         self.calls = state["calls"]
 
 
-class SavesItself(nn.Linear):
-    """Has the documented method of transformers models, version 4."""
-
-    def save_pretrained(self, folder: Path, state_dict: dict | None = None, safe_serialization: bool = True) -> None:
-        (folder / "config.json").write_text("{}")
-        if safe_serialization:
-            save_tensors(state_dict, folder / "model.safetensors")
-        else:
-            save_containers(state_dict, folder / "pytorch_model.bin")
-
-
 def equal(one: nn.Module, other: nn.Module) -> bool:
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -67,19 +56,6 @@ def shard(model: nn.Module, folder: Path, *, safe: bool = True) -> dict[str, str
         (save_tensors if safe else save_containers)({name: tensor}, folder / names[name])
     (folder / f"{stem}.{end}.index.json").write_text(json.dumps({"weight_map": names}))
     return names
-
-
-@pytest.mark.parametrize("kind", [Tied, lambda: nn.Linear(2, 3), lambda: SavesItself(2, 3)])
-@pytest.mark.parametrize("safe", [True, False])
-def test_weights_round_trip(tmp_path, kind, safe):
-    model, fresh = kind(), kind()
-    save_weights(model, tmp_path, safe=safe)
-    assert (tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")).exists()
-    assert (tmp_path / "config.json").exists() is isinstance(model, SavesItself)
-    parameters = list(fresh.parameters())
-    load_weights(fresh, tmp_path)
-    assert equal(model, fresh)
-    assert all(old is new for old, new in zip(parameters, fresh.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -99,13 +75,6 @@ def test_save_weights_replaces_every_earlier_form(tmp_path, safe):
     save_weights(nn.Linear(2, 3), tmp_path, safe=safe)
     names = {"model_of_mine.safetensors", "model.safetensors" if safe else "pytorch_model.bin"}
     assert {path.name for path in tmp_path.iterdir()} == names
-
-
-def test_a_given_state_is_written_instead_of_the_models(tmp_path):
-    gathered = {name: torch.zeros_like(value) for name, value in nn.Linear(2, 3).state_dict().items()}
-    for model in (nn.Linear(2, 3), SavesItself(2, 3)):
-        save_weights(model, tmp_path, state_dict=gathered)
-        assert all(not value.any() for value in read_weights(tmp_path).values())
 
 
 def test_a_tied_weight_that_the_file_leaves_out_is_accepted(tmp_path):
@@ -197,14 +166,6 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     (tmp_path / names["bias"]).unlink()
     with pytest.raises(CheckpointError, match=names["bias"]):
         read_weights(tmp_path)
-
-
-def test_task_state_round_trips_and_is_absent_when_empty(tmp_path):
-    save_task_state({}, tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert load_task_state(tmp_path, []) == {}
-    save_task_state({"loss.scale": torch.ones(2)}, tmp_path)
-    assert torch.equal(load_task_state(tmp_path, ["loss.scale"])["loss.scale"], torch.ones(2))
 
 
 @pytest.mark.parametrize("names", [[], ["a", "b"], ["b"]])

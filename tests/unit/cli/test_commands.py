@@ -9,7 +9,6 @@ import pytest
 from support.source import ROOT
 
 from hftrain.cli.commands import main
-from hftrain.precision.registry import precisions
 from hftrain.strategies.registry import strategies
 
 
@@ -51,37 +50,6 @@ def test_strategies_are_grouped_by_what_runs_here_and_why_the_others_do_not(
     assert "Received" not in str(found)
 
 
-def test_names_that_people_swap_are_there_and_a_cause_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["strategies"])
-    found = groups(capsys.readouterr().out)
-    names = {line.split()[0] for lines in found.values() for line in lines}
-    wanted = "single ddp ddp_find_unused fsdp fsdp_offload fsdp_hybrid fsdp1 deepspeed xla xla_fsdp mps"
-    stages = {f"deepspeed_stage_{stage}" for stage in ("1", "2", "3", "3_offload")}
-    assert {*wanted.split(), *stages} <= names
-    with_stages = [heading for heading, lines in found.items() if stages & {line.split()[0] for line in lines}]
-    assert len(with_stages) == 1
-
-
-@pytest.mark.parametrize("columns", [60, 100])
-def test_no_line_is_wider_than_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for command in ("strategies", "precisions"):
-        main([command])
-        assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
-
-
-def test_precisions_are_judged_with_the_automatic_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["precisions", "--cpu"])
-    works, *others = found = groups(capsys.readouterr().out)
-    assert works == 'Available with strategy="single" on cpu:'
-    assert sorted(line.split()[0] for lines in found.values() for line in lines) == sorted(precisions.names())
-    assert any(line.split(maxsplit=1) == ["bf16", precisions.summary("bf16")] for line in found[works])
-    (reason,) = (heading for heading in others if "tf32" in str(found[heading]))
-    assert "TF32 exists on CUDA devices only" in reason
-
-
 def test_strategy_that_no_precision_suits_names_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,15 +83,6 @@ def test_completion_knows_commands_and_folders(shell: str, capsys: pytest.Captur
     for word in ("strategies", "checkpoints", "--verify" if shell != "fish" else "verify"):
         assert word in script
     assert shtab.DIRECTORY[shell] in script
-
-
-def test_bash_completes_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
-    main(["completion", "bash"])
-    (tmp_path / "hftrain.bash").write_text(capsys.readouterr().out, encoding="utf-8")
-    asked = "source hftrain.bash; COMP_WORDS=(hftrain str); COMP_CWORD=1; _shtab_hftrain; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["strategies"]
 
 
 @pytest.mark.parametrize("shell", ["| true", ">/dev/null"])

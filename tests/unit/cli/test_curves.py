@@ -70,18 +70,6 @@ def test_picture_of_two_runs_names_each(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == text
 
 
-def test_many_runs_show_one_loss_each_in_the_order_of_their_ends(tmp_path: Path) -> None:
-    for name in "abcd":
-        end = 1.0 / (1 + "cadb".index(name))
-        write_foreign(
-            tmp_path / name,
-            2,
-            [{"loss": end, "step": 1}, {"loss": 9.0, "step": 2}, {"eval_loss": end, "eval_runtime": 1.0, "step": 2}],
-        )
-    panels = show_curves([str(tmp_path / name) for name in "abcd"], output=str(tmp_path / "c.svg")).data["curves"]
-    assert [*panels["loss"]] == [f"{name}: eval_loss" for name in "cadb"]
-
-
 def test_thinned_curve_keeps_its_extremes() -> None:
     points = [(float(step), math.sin(step)) for step in range(50_000)]
     points[777] = (777.0, 99.0)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hftrain import ConfigError
 from hftrain.cli.bisect import show_bisect
 from hftrain.cli.replay import show_replay
 from hftrain.extras.flight.observing import first_difference, first_not_finite
-from hftrain.extras.flight.reading import first_parting, read_ledger
+from hftrain.extras.flight.reading import first_parting
 
 SCRIPT = """
 import argparse
@@ -92,28 +91,6 @@ def train(home: Path, name: str, *options: str, **variables: str) -> str:
     return str(home / name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--workers", "2"], ["--bf16", "--accumulation", "2"]],
-    ids=["plain", "augmented in workers", "bf16, accumulated"],
-)
-def test_a_step_is_done_again_to_the_bit(home: Path, tmp_path: Path, options: list[str]) -> None:
-    run = train(home, "_".join(["exact", *options]), *options)
-    before = sorted(path.name for path in Path(run).rglob("*"))
-    for step in (3, 11):
-        answer = show_replay(run, step=step, output=str(tmp_path / str(step)))
-        assert answer[1] == "All steps since are the same to the bit."
-        assert ("from the start" in answer[0]) == (step == 3)
-        batches = torch.load(tmp_path / str(step) / "batches-rank0.pt")
-        assert [batch["x"].shape for batch in batches] == [(4, 8)] * (2 if "--accumulation" in options else 1)
-        samples = json.loads((tmp_path / str(step) / "samples-rank0.json").read_text())["samples"]
-        assert [each["sample"] for each in samples] == [
-            sample for part in read_ledger(run)[step][0]["samples"] for sample in part
-        ]
-        assert all(each["loss"] > 0 and each["norm"] > 0 for each in samples)
-    assert sorted(path.name for path in Path(run).rglob("*")) == before
-
-
 def test_changed_arguments_show_where_it_parts(home: Path, tmp_path: Path) -> None:
     run = train(home, "changed")
     answer = show_replay(run, step=11, output=str(tmp_path / "a"), changes=["args.bf16=true"])
@@ -129,22 +106,6 @@ def test_the_first_nan_is_named(home: Path, tmp_path: Path) -> None:
     run = train(home, "nan", "--fault", "nan")
     answer = show_replay(run, step=13, output=str(tmp_path / "a"))
     assert answer.data["first_not_finite"] == "forward, (the model) (Net)"
-
-
-@pytest.mark.parametrize(
-    ("options", "step", "where"),
-    [
-        (["--dropout", "0.11"], 1, "forward, blocks.1.1 (Dropout): p=0.1, inplace=False and p=0.11, inplace=False"),
-        (["--fault", "gradient"], 13, "backward, the gradient of the output of blocks.2.1 (Dropout)"),
-    ],
-)
-def test_the_first_module_that_differs_is_named(
-    home: Path, tmp_path: Path, options: list[str], step: int, where: str
-) -> None:
-    runs = [train(home, "base"), train(home, "_".join(["parted", *options]), *options)]
-    answer = show_bisect(runs, output=str(tmp_path / "a"))
-    assert (answer.data["step"], answer.data["where"]) == (step, where)
-    assert f"step {step}, {where}" in answer
 
 
 def test_runs_that_differ_in_an_argument_or_not_at_all(home: Path, tmp_path: Path) -> None:

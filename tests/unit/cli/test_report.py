@@ -7,8 +7,6 @@ import json
 import math
 import random
 import re
-import time
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,9 @@ import torch
 from support.tiny import Task, make_arguments, make_rows
 from unit.cli.test_curves import write_foreign
 
-from hftrain import Trainer, TrainingArguments
-from hftrain.arguments.serialization import changed_settings
+from hftrain import Trainer
 from hftrain.cli.report import show_report
-from hftrain.cli.runs import read_runs
 from hftrain.core.errors import HFTrainError
-from hftrain.extras.progress.bars import seconds_text
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
@@ -113,22 +108,6 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert [row[:3] for row in rows_of(page, "Runs")[1:]] == [[name, "complete", "6 of 6"] for name in ("fast", "slow")]
 
 
-def test_many_runs_are_sorted_by_their_best_and_share_a_legend(tmp_path: Path) -> None:
-    ends = {"a": 0.3, "b": 0.1, "c": 0.2, "d": 0.4}
-    for name, end in ends.items():
-        entries = [
-            {"loss": 1.0, "step": 1},
-            {"loss": 1.0, "step": 2},
-            {"eval_loss": end, "eval_runtime": 1.0, "step": 2},
-        ]
-        write_foreign(tmp_path / "sweep" / name, 2, entries)
-    page = write(tmp_path, *(tmp_path / "sweep" / name for name in ends))
-    assert [row[0] for row in rows_of(page, "Runs")[1:]] == ["b", "c", "a", "d"]
-    assert page.count('<tr class="best">') == 1 + len(ends)  # and each run's best evaluation
-    assert "<title>sweep: 4 runs" in page
-    assert "sharesLegend = true" in page
-
-
 def test_run_of_transformers_is_shown_without_reading_its_pickle(tmp_path: Path) -> None:
     entries = [
         {"loss": math.nan if step == 20 else 1 / step, "epoch": step / 10, "step": step} for step in (10, 20, 30)
@@ -151,58 +130,8 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     assert "&lt;/script&gt;&lt;b&gt;x" in page
 
 
-def test_long_run_stays_quick_and_small(tmp_path: Path) -> None:
-    entries = [
-        {"loss": math.exp(-step / 9000), "learning_rate": 0.1, "epoch": 1.0, "step": step} for step in range(50_000)
-    ]
-    entries[31_000]["loss"] = 77.0
-    write_foreign(tmp_path / "short", 1, entries[:1])
-    write_foreign(tmp_path / "long", 50_000, entries)
-    short = len(write(tmp_path, tmp_path / "short"))
-    start_s = time.perf_counter()
-    page = write(tmp_path, tmp_path / "long")
-    assert time.perf_counter() - start_s < 15
-    assert len(page) - short < 400_000
-    curve = curves(page)["loss"]
-    assert len(curve["step"]) < 2500
-    assert (31_000, 77.0) in zip(curve["step"], curve["value"], strict=True)
-
-
 def facts(page: str) -> dict[str, str]:
     return dict(re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", page))
-
-
-def journal_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
-def write_journal(folder: Path, lines: list[dict[str, Any]]) -> None:
-    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_best_is_the_lowest_if_the_arguments_say_so(tmp_path: Path) -> None:
-    train(tmp_path / "out")
-    settings = {"metric_for_best_model": "size", "greater_is_better": False}
-    arguments = make_arguments(tmp_path / "out", **settings)
-    lines = journal_of(tmp_path / "out")
-    lines[0]["arguments"] = changed_settings(arguments.to_dict(), TrainingArguments)
-    for line in lines:
-        if "eval_loss" in line.get("entry", {}):
-            line["entry"]["eval_size"] = abs(line["entry"]["step"] - 4) + 1.0
-    write_journal(tmp_path / "out", lines)
-    assert facts(write(tmp_path, tmp_path / "out"))["Best eval_size"] == "1 at step 4"
-
-
-def test_time_ends_with_the_training_and_steps_are_those_that_were_done(tmp_path: Path) -> None:
-    train(tmp_path / "out", logging_steps=4)
-    lines = journal_of(tmp_path / "out")
-    lines = [line for line in lines if "train_runtime" not in line.get("entry", {})]
-    lines[-1]["step"] = 5
-    seconds = lines[-1]["at"] - lines[0]["at"]
-    entry = {"event": "log", "entry": {"eval_loss": 1.0, "step": 5}, "samples": 0, "trained_s": 0, "memory": {}}
-    write_journal(tmp_path / "out", [*lines, {**entry, "at": lines[-1]["at"] + 3600}])
-    found = facts(write(tmp_path, tmp_path / "out"))
-    assert (found["Time"], found["Steps"]) == (seconds_text(seconds), "5 of 6")
 
 
 def test_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
@@ -257,19 +186,6 @@ def test_file_url_is_its_folder(tmp_path: Path) -> None:
     assert facts((tmp_path / "page.html").read_text())["Steps"] == "2 of 2"
 
 
-def test_throughput_of_a_run_is_the_median_of_its_curve(tmp_path: Path) -> None:
-    train(tmp_path / "out")
-    rates = iter((10, 20, 40, 80, 80, 80))
-    lines, seconds = journal_of(tmp_path / "out"), 0.0
-    for line in lines:
-        if "loss" in line.get("entry", {}):
-            seconds += 4 / next(rates)
-            line |= {"samples": line["entry"]["step"] * 4, "trained_s": seconds}
-    lines = [line for line in lines if line.get("entry", {}).get("step", 0) <= 4 and "train_runtime" not in str(line)]
-    write_journal(tmp_path / "out", [line for line in lines if "eval_loss" not in line.get("entry", {})])
-    assert facts(write(tmp_path, tmp_path / "out"))["Median samples per second"] == "30"
-
-
 DAMAGED = (None, True, "text", "\ud800", -1, 10**400, 1e308, math.nan, [], [{}], {}, {"a": [None]})
 
 
@@ -306,24 +222,6 @@ def test_any_damaged_value_is_left_out_or_refused_in_words(tmp_path: Path, monke
             with contextlib.suppress(HFTrainError):
                 write(tmp_path, tmp_path / "out")
         path.write_text(whole)
-
-
-def test_memory_for_a_long_journal_is_small(tmp_path: Path) -> None:
-    number = 20_000
-    with open(tmp_path / "journal.jsonl", "w") as file:
-        file.write(json.dumps({"event": "begin", "at": 0.0, "step": 0}) + "\n")
-        for step in range(number):
-            entry = {"loss": 1 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-3, "epoch": step / 9, "step": step}
-            line = {"event": "log", "at": float(step), "entry": entry, "samples": step, "trained_s": step, "memory": {}}
-            file.write(json.dumps(line) + "\n")
-    tracemalloc.start()
-    try:
-        (run,) = read_runs([str(tmp_path)])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(run.points("loss")) == number
-    assert peak < 200 * number
 
 
 def test_a_flight_log_has_its_spikes_samples_and_times(tmp_path: Path) -> None:

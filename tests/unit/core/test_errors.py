@@ -14,7 +14,6 @@ from hftrain.core.errors import (
     StrategyError,
     TaskError,
     explain,
-    suggest,
 )
 
 KINDS = [
@@ -40,34 +39,3 @@ def test_error_survives_pickling(kind: type[HFTrainError]) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)
-
-
-@pytest.mark.parametrize(
-    ("parts", "received", "text"),
-    [
-        (("A.", "B.", "C."), {}, "A. B. C."),
-        (("A.", "", "C."), {}, "A. C."),
-        (("A.", "B.", "C."), {"x": "1", "y": None}, "A. B. C. Received: x='1', y=None."),
-        (("A with x='1'.", "", ""), {"x": "1"}, "A with x='1'."),
-        (("A.", "", ""), {"x": "b" * 200}, f"A. Received: x='{'b' * 116}...."),
-    ],
-)
-def test_explain_words_three_parts_and_what_was_received(
-    parts: tuple[str, str, str], received: dict[str, object], text: str
-) -> None:
-    assert explain(*parts, **received) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("linaer", "Did you mean 'linear'?"),
-        ("LINEAR", "Did you mean 'linear'?"),
-        (" co-sine", "Did you mean 'cosine' or 'cosines'?"),
-        ("cosine_", "Did you mean 'cosine' or 'cosines'?"),
-        ("zzz", "Known names: constant, cosine, cosines, linear."),
-        ("", "Known names: constant, cosine, cosines, linear."),
-    ],
-)
-def test_suggest_names_close_matches_else_all(name: str, hint: str) -> None:
-    assert suggest(name, iter(["linear", "cosines", "constant", "cosine"])) == hint

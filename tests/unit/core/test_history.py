@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from typing import Any
 
@@ -28,38 +27,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     whole = history_module._text
     monkeypatch.setattr(history_module, "_text", lambda each: seen.append(each) or whole(each))
     return seen
-
-
-@pytest.mark.parametrize(
-    "log_history",
-    [
-        [],
-        [{}],
-        [{"loss": 0.5}],
-        [{"loss": math.nan, "a": math.inf, "b": -math.inf, "none": None, "yes": True, "no": False}],
-        [{"text": 'ä "quoted"\n  "log_history": [],\\', "é": "\u2028", "empty": ""}],
-        [{"nested": {"b": [1, {"c": []}], "a": {}}, "list": [], "tuple": (1, 2)}, {"plain": 1}],
-        [{2: "b", 1: "a"}],
-        [["no entry"], "text", None, 3],
-        [entry(step) for step in range(2500)],
-    ],
-    ids=repr,
-)
-def test_text_is_that_of_json_dumps(log_history: list[Any]) -> None:
-    state = TrainerState(
-        log_history=log_history, stateful_callbacks={"log_history": [], "a": {'\n  "log_history": []': []}}
-    )
-    assert state.to_json() == dumped(state)
-
-
-def test_each_entry_is_made_once(made: list[Any]) -> None:
-    state, history = TrainerState(), HistoryText()
-    for num in (0, 1, 999, 1, 0, 2500, 1):
-        state.log_history += [entry(len(state.log_history) + i) for i in range(num)]
-        made.clear()
-        history.take(state.log_history)
-        assert "".join(state.json_parts(history)) == dumped(state)
-        assert len(made) == num
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -88,28 +55,6 @@ def test_whatever_a_user_changes_comes_out(made: list[Any], seed: int) -> None:
     history.take(state.log_history)
     assert "".join(state.json_parts(history)) == dumped(state)
     assert made == []
-
-
-def test_text_is_of_what_was_taken() -> None:
-    state, history = TrainerState(log_history=[entry(0), entry(1)]), HistoryText()
-    history.take(state.log_history)
-    text = dumped(state)
-    state.log_history[0]["loss"] = 9.0
-    state.log_history.append(entry(2))
-    assert "".join(state.json_parts(history)) == text
-    history.take(state.log_history)
-    assert "".join(state.json_parts(history)) == dumped(state)
-
-
-def test_an_entry_with_a_class_of_the_users_may_change() -> None:
-    class Word(str):
-        """What Python's own format does not know."""
-
-    state, history = TrainerState(log_history=[{"phase": Word("warm")}]), HistoryText()
-    for phase in ("warm", "main"):
-        state.log_history[0]["phase"] = Word(phase)
-        history.take(state.log_history)
-        assert "".join(state.json_parts(history)) == dumped(state)
 
 
 def test_an_entry_that_is_no_plain_data_is_refused_until_it_is_gone() -> None:

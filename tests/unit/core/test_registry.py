@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiny import Net, make_arguments, make_trainer, train
 
-from hftrain import ConfigError, MissingDependencyError, Trainer
+from hftrain import MissingDependencyError, Trainer
 from hftrain.core.registry import Registry
 from hftrain.loggers.registry import available_loggers, loggers
 from hftrain.loops.registry import loops
@@ -29,56 +28,6 @@ def registry() -> Registry[Any]:
     made.register("lazy", "collections:OrderedDict", size=2)
     made.register("nested", "collections:UserDict.fromkeys")
     return made
-
-
-def test_create_joins_the_preset_and_the_keywords(registry: Registry[Any]) -> None:
-    assert registry.create("small") == {"size": 1, "colour": "red"}
-    assert registry.create("small", colour="blue", lid=True) == {"size": 1, "colour": "blue", "lid": True}
-    assert registry.create("small") == {"size": 1, "colour": "red"}
-
-
-def test_preset_may_hold_the_word_name(registry: Registry[Any]) -> None:
-    registry.register("named", dict, name="x")
-    assert registry.create("named", target="y") == {"name": "x", "target": "y"}
-
-
-def test_resolve_gives_a_copy_of_the_preset(registry: Registry[Any]) -> None:
-    target, preset = registry.resolve("small")
-    preset["size"] = 99
-    assert target is dict
-    assert registry.resolve("small")[1] == {"size": 1, "colour": "red"}
-
-
-def test_target_is_imported_on_first_use(registry: Registry[Any], tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "lazy_box_module.py").write_text("class Box(dict):\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry.register("later", "lazy_box_module:Box", size=3)
-    assert "later" in registry.names()
-    assert "lazy_box_module" not in sys.modules
-    assert registry.create("later") == {"size": 3}
-    assert type(registry.create("later")).__name__ == "Box"
-    del sys.modules["lazy_box_module"]
-
-
-def test_target_may_be_an_attribute_of_a_class(registry: Registry[Any]) -> None:
-    assert callable(registry.resolve("nested")[0])
-
-
-def test_registering_again_replaces(registry: Registry[Any]) -> None:
-    registry.register("small", list)
-    assert registry.create("small") == []
-    assert registry.summary("small") == ""
-
-
-def test_names_are_sorted_and_summaries_kept(registry: Registry[Any]) -> None:
-    assert registry.names() == ["lazy", "nested", "plain", "small"]
-    assert registry.summary("small") == "a small box"
-
-
-@pytest.mark.parametrize("ask", [Registry.create, Registry.resolve, Registry.summary])
-def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^Cannot use box='smal'\. .* 'small'\?$"):
-        ask(registry, "smal")
 
 
 # -- another package's entry points ----------------------------------------------------------------------------------

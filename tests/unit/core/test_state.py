@@ -57,11 +57,6 @@ def test_nan_in_the_history_survives() -> None:
     assert math.isnan(state.log_history[0]["loss"])
 
 
-def test_states_share_no_history() -> None:
-    TrainerState().log_history.append({"loss": 1.0})
-    assert TrainerState().log_history == []
-
-
 @pytest.mark.parametrize(
     ("value", "steps"), [(-1, 100), (5, 5), (1, 1), (1.0, 1), (0.1, 10), (0.101, 11), (0.999, 100), (1e-9, 1), (0, 0)]
 )

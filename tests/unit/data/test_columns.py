@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import logging
-import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.columns import RemoveColumnsCollator, prune_columns, removable_columns, signature_columns
+from hftrain.data.columns import RemoveColumnsCollator, prune_columns, signature_columns
 
 
 class Net(torch.nn.Module):
@@ -75,54 +73,12 @@ def test_signature_columns_keep_all_for_an_unreadable_signature():
     assert signature_columns(Opaque(), label_names=[]) is None
 
 
-def test_prune_columns_removes_and_reports_once(caplog):
-    options = {"keep": ["x", "label"], "model_name": "Net", "description": "once"}
-    with caplog.at_level(logging.INFO, logger="hftrain"):
-        for _ in range(2):
-            assert prune_columns(Table(["x", "text", "id"]), **options).column_names == ["x"]
-    assert [(r.levelno, "text, id" in r.message) for r in caplog.records] == [(logging.INFO, True)]
-    whole = Table(["x", "label"])
-    assert prune_columns(whole, **options) is whole
-
-
-@pytest.mark.parametrize("dataset", [[{"x": 1}], Table(None), Table({"train": ["x"]}), Table(["raw"], "custom")])
-def test_prune_columns_leaves_other_datasets_to_the_collator(dataset):
-    assert removable_columns(dataset) is None
-    assert prune_columns(dataset, keep=["x"], model_name="Net", description="training") is dataset
-
-
 def test_prune_columns_with_nothing_left_raises():
     with pytest.raises(ConfigError, match=r"columns=\['a', 'b'\], signature=\['x'\]"):
         prune_columns(Table(["a", "b"]), keep=["x"], model_name="Net", description="training")
-
-
-def test_pruner_drops_keys_of_mappings_only(caplog):
-    pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="mixed")
-    with caplog.at_level(logging.INFO, logger="hftrain"):
-        assert pruner([{"x": 1, "text": "a"}, (1, 2)]) == [{"x": 1}, (1, 2)]
-        assert pruner([{"x": 1, "text": "a"}]) == [{"x": 1}]
-    assert [r.levelno for r in caplog.records] == [logging.INFO]
-    assert pickle.loads(pickle.dumps(pruner))([{"x": 2, "y": 3}]) == [{"x": 2}]
 
 
 def test_pruner_with_nothing_left_raises():
     pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="training")
     with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
         pruner([{"a": 1}])
-
-
-def test_pruner_reports_once_for_all_workers(capfd):
-    handler = logging.StreamHandler()
-    logger = logging.getLogger("hftrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        pruner = RemoveColumnsCollator(list, ["x"], logging.getLogger("hftrain"), "Net", description="shared")
-        data = [{"x": i, "text": "a"} for i in range(4)]
-        for _ in range(2):
-            batches = list(DataLoader(data, batch_size=1, num_workers=1, collate_fn=pruner))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    assert batches == [[{"x": i}] for i in range(4)]
-    assert capfd.readouterr().err.count("shared set") == 1

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from hftrain.data.datasets import has_length, num_examples
+from hftrain.data.datasets import num_examples
 from hftrain.extras.streams import BatchShardStream, EpochStream
 
 
@@ -16,19 +16,6 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self):
         return 7
-
-
-@pytest.mark.parametrize(
-    ("obj", "expected"),
-    [([1], True), (iter([1]), False), (Stream(), False), (SizedStream(), True), (DataLoader(Stream()), False)],
-)
-def test_has_length_tells_whether_len_works(obj, expected):
-    assert has_length(obj) is expected
-
-
-def test_num_examples_reads_the_dataset():
-    assert num_examples(DataLoader(range(7), batch_size=3)) == 7
-    assert num_examples(DataLoader(range(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, True))) == 7
 
 
 def test_num_examples_counts_all_ranks_of_a_shared_stream():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy
 import pytest
@@ -15,7 +14,6 @@ from hftrain.data.samplers import reading_order
 from hftrain.extras.grouping import (
     LengthConfig,
     LengthShuffledSampler,
-    LengthSortedSampler,
     check_lengths,
     length_sampler,
     sample_lengths,
@@ -46,36 +44,6 @@ def test_sortish_order_has_no_run_from_long_to_short():
         longest.append([LENGTHS[order[i : i + 8]].max() for i in range(0, 320, 8)])
     falls = [sum(a >= b for a, b in itertools.pairwise(each)) for each in longest]
     assert falls[0] > 35 > 30 > falls[1]
-
-
-@pytest.mark.parametrize("shuffles", [False, True])
-def test_order_is_a_function_of_seed_and_epoch(shuffles):
-    def order(seed, epoch):
-        sampler = LengthShuffledSampler(LENGTHS, batch_size=8, seed=seed, shuffles_batches=shuffles)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    assert order(1, 0) == order(1, 0) != order(1, 1)
-    assert order(1, 1) == order(2, 0)
-
-
-@pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.parametrize("num", [1, 2, 3, 7, 8, 9, 31, 32, 33])
-@pytest.mark.parametrize("size", [1, 4, 50])
-def test_few_samples_are_all_read(num, size, shuffles):
-    sampler = LengthShuffledSampler(LENGTHS[:num], batch_size=size, seed=0, shuffles_batches=shuffles)
-    assert sorted(sampler) == list(range(num))
-
-
-@pytest.mark.parametrize("shuffles", [False, True])
-def test_a_million_lengths_are_ordered_in_seconds(shuffles):
-    lengths = numpy.random.default_rng(0).integers(1, 500, 1_000_000)
-    start_s = time.perf_counter()
-    sampler = LengthShuffledSampler(lengths, batch_size=32, seed=0, shuffles_batches=shuffles)
-    first = next(iter(sampler))
-    assert time.perf_counter() - start_s < 5
-    assert numpy.shares_memory(sampler.lengths, lengths)
-    assert lengths[first] == lengths.max()
 
 
 def test_lengths_are_those_of_the_input():
@@ -142,14 +110,3 @@ def test_sorted_evaluation_knows_the_places_of_its_samples(world_size, drop_last
         orders.append(reading_order(loader).tolist())
     assert orders == [seen] * world_size
     assert len(seen) == (100 if drop_last else 101)
-
-
-def test_order_of_other_loaders_is_the_datas():
-    assert reading_order(build(rows(), batch_size=2, is_training=False)) is None
-    assert reading_order([1, 2]) is None
-
-
-def test_ranks_get_long_and_short_samples_alike():
-    order = LengthSortedSampler(LENGTHS[:100], world_size=2).reading_order
-    halves = [LENGTHS[order[:50]].sum(), LENGTHS[order[50:]].sum()]
-    assert abs(halves[0] - halves[1]) < 0.05 * sum(halves)

@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 
 from hftrain import Trainer
 from hftrain.core.errors import ConfigError
-from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import make_limits
-from hftrain.extras.limits import FirstBatches, LimitedFeed
+from hftrain.extras.limits import LimitedFeed
 
 
 @pytest.mark.parametrize(
@@ -45,31 +44,6 @@ def test_share_of_less_than_a_batch_or_of_unknown_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="no length"):
         make_limits(limit_eval_batches=0.5).for_evaluation(iter([]))
     assert make_limits(limit_train_batches=5).num_train(None) == 5
-
-
-def test_without_limits_nothing_is_wrapped() -> None:
-    loader = DataLoader(range(4))
-    assert make_limits().for_evaluation(loader) is loader
-    assert make_limits().num_train(None) is None
-    assert make_limits().facts == make_limits().of_training == make_limits(sanity_eval_batches=2).of_evaluation == {}
-
-
-def test_overfitting_limits_evaluations_unless_told_otherwise() -> None:
-    assert len(make_limits(overfit_batches=2).for_evaluation([[0]] * 9)) == 2
-    assert len(make_limits(overfit_batches=2, limit_eval_batches=4).for_evaluation([[0]] * 9)) == 4
-    assert isinstance(make_limits(overfit_batches=2).for_evaluation(iter([])), FirstBatches)
-
-
-@pytest.mark.parametrize("overfits", [False, True])
-def test_passes_are_cut_and_repeated_at_any_position(overfits: bool) -> None:
-    limits = make_limits(overfit_batches=3) if overfits else make_limits(limit_train_batches=3)
-    whole = TrainFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5)
-    feed = LimitedFeed(DataLoader(range(20), batch_size=2, shuffle=True), seed=5, limits=limits)
-    assert feed.num_batches == 3
-    for epoch in range(3):
-        expected = [batch.tolist() for batch in whole.open(0 if overfits else epoch)][:3]
-        for skip in range(4):
-            assert [batch.tolist() for batch in feed.open(epoch, skip=skip)] == expected[skip:]
 
 
 def test_data_with_a_position_of_its_own_is_refused() -> None:

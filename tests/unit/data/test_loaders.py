@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import numpy
 import pytest
 import torch
 from support.loading import build
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler
+from hftrain.data.samplers import GlobalShuffleSampler
 
 
 class Stream(IterableDataset):
@@ -53,17 +51,6 @@ def test_training_order_follows_the_formula(num_workers):
     assert flat(loader) == formula(11)
 
 
-def test_plain_loader_keeps_its_attributes():
-    loader = train(range(7), drop_last=True)
-    assert (loader.batch_size, loader.drop_last, type(loader.sampler)) == (2, True, EpochShuffleSampler)
-    assert len(loader) == len(list(loader)) == 3
-    assert type(evaluate(range(7)).sampler) is SequentialSampler
-
-
-def test_training_without_shuffling_reads_in_order():
-    assert flat(train(range(5), shuffle=False)) == list(range(5))
-
-
 def test_unseeded_order_comes_from_the_global_generator():
     loader = train(range(20), use_seedable_sampler=False)
     assert type(loader.sampler) is GlobalShuffleSampler
@@ -84,17 +71,6 @@ def test_unseeded_order_is_shared_by_ranks_seeded_alike():
     assert sorted(shares) == list(range(8))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("build", [train, evaluate])
-@pytest.mark.parametrize("dataset", [range(6), Stream()])
-def test_iterating_leaves_the_global_generators_alone(build, dataset, num_workers):
-    loader = build(dataset, num_workers=num_workers)
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
-
-
 @pytest.mark.parametrize("build", [train, evaluate])
 def test_random_numbers_do_not_depend_on_the_number_of_workers(build):
     one, two = ([sorted(batch) for batch in build(RandomItems(), num_workers=n)] for n in (1, 2))
@@ -105,15 +81,6 @@ def test_random_numbers_do_not_depend_on_the_number_of_workers(build):
 class RandomStream(Stream):
     def __iter__(self):
         return iter([random.random(), float(torch.rand(()))])
-
-
-@pytest.mark.parametrize("persist", [False, True])
-@pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])
-def test_evaluation_workers_draw_the_same_at_each_pass(dataset, persist):
-    loader = evaluate(dataset, num_workers=1, persistent_workers=persist)
-    first, second = list(loader), list(loader)
-    del loader  # which ends workers that persist
-    assert first == second
 
 
 @pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])
@@ -172,16 +139,6 @@ def test_evaluation_drops_the_same_samples_on_any_number_of_ranks(world_size):
     assert [i for loader in loaders for batch in loader for i in batch] == list(range(10))
 
 
-def test_evaluation_shares_follow_a_sampler():
-    order = [4, 2, 0]
-    shares = [flat(evaluate(range(5), sampler=order, rank=rank, world_size=2)) for rank in (0, 1)]
-    assert flat(shares) == order
-    random_shares = [
-        flat(evaluate(range(9), sampler=RandomSampler(range(9)), rank=rank, world_size=2)) for rank in (0, 1)
-    ]
-    assert sorted(flat(random_shares)) == list(range(9))
-
-
 @pytest.mark.parametrize("build", [train, evaluate])
 def test_a_sampler_made_for_ranks_is_not_split_again(build):
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
@@ -232,16 +189,3 @@ def test_set_epoch_out_of_reach_raises():
 
     with pytest.raises(ConfigError, match="dataloader_persistent_workers=False"):
         train(Items(), num_workers=1, persistent_workers=True)
-
-
-def test_reading_does_not_import_accelerate():
-    code = """
-import sys
-from hftrain.data import collators, columns, feed, loaders, sharding
-for is_training in (True, False):
-    plan = sharding.ShardPlan(world_size=2, is_training=is_training)
-    loader = loaders.build_loader(range(4), plan, batch_size=2, collate=list)
-    list(feed.TrainFeed(loader, seed=0).open(0, skip=1))
-assert "accelerate" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

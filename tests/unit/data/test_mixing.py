@@ -53,26 +53,6 @@ def test_shares_that_no_window_can_hold_are_made_up_for() -> None:
         assert all(abs(found[:stop].count(number) - stop / 3) < 1.5 for number in range(3))
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
-def test_sampler_begins_anywhere_and_reads_sets_in_passes(mode: str) -> None:
-    mixture = mix(mode=mode, window=10)
-    sampler = mixture.train_sampler(seed=3)
-    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        places = list(sampler)
-        later = type(sampler)(mixture, seed=3)
-        later.epoch = epoch
-        for start in (0, 1, 9, 10, 33, len(mixture) - 1):
-            assert list(later.pick((0, 3), (max(3, start), None))) == places[:3] + places[max(3, start) :]
-        for number, place in places:
-            seen[number].append(place)
-    for number, length in enumerate(mixture.lengths):
-        passes = [seen[number][at : at + length] for at in range(0, len(seen[number]), length)]
-        assert all(len(set(each)) == len(each) for each in passes)
-        assert len(passes) < 2 or passes[0] != passes[1]
-
-
 def test_own_loader_reads_with_the_sampler() -> None:
     mixture = mix()
     found = [
@@ -81,12 +61,6 @@ def test_own_loader_reads_with_the_sampler() -> None:
     assert found == list(mix())
     with pytest.raises(ConfigError, match="sampler"):
         next(iter(DataLoader(mixture, 7)))
-
-
-def test_unshuffled_sets_are_read_in_order() -> None:
-    mixture = mix()
-    found = [mixture[place] for place in mixture.train_sampler(seed=1, shuffle=False)]
-    assert [number for number in found if number < 1000] == list(range(49))
 
 
 @pytest.mark.parametrize(

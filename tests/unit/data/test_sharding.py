@@ -4,17 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
-from support.loading import build
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.sharding import ShardPlan, is_plain_loader, rebuild_loader
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(6))
+from hftrain.data.sharding import ShardPlan, is_plain_loader
 
 
 class OwnBatches:
@@ -52,53 +46,6 @@ def shard_loader(loader, **plan):
     return ShardPlan(**plan).share(loader)
 
 
-def test_a_single_rank_keeps_its_loader():
-    loader = loader_of(range(4))
-    assert shard_loader(loader, rank=0, world_size=1, is_training=True) is loader
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: [1, 2],
-        lambda: build(range(4), batch_size=2),
-        lambda: loader_of(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
-        lambda: OwnWay(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
-    ],
-)
-def test_sharded_loaders_are_left_alone(make):
-    loader = make()
-    assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
-
-
-def test_shares_of_accelerate_are_left_alone():
-    batches = BatchSamplerShard(loader_of(range(8)).batch_sampler, num_processes=2, process_index=0)
-    stream = IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=0)
-    for loader in (DataLoader(range(8), batch_sampler=batches), DataLoader(stream, batch_size=2)):
-        assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
-
-
-def test_training_shares_are_even_and_agree_on_the_order():
-    parts = [
-        list(shard_loader(loader_of(range(8), shuffle=True), rank=rank, world_size=2, is_training=True))
-        for rank in (0, 1)
-    ]
-    assert sorted(i for part in parts for batch in part for i in batch) == list(range(8))
-    assert shares(loader_of(range(5)), is_training=True) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
-    assert shares(loader_of(range(5)), is_training=True, even_batches=False) == [[[0, 1], [4]], [[2, 3]]]
-
-
-def test_evaluation_shares_are_contiguous():
-    assert shares(loader_of(range(5)), is_training=False) == [[[0, 1]], [[2, 3], [4]]]
-    assert shares(loader_of(range(5), drop_last=True), is_training=False) == [[[0, 1]], [[2, 3]]]
-    given = BatchSampler(SequentialSampler(range(5)), 2, False)
-    assert shares(loader_of(range(5), batch_sampler=given), is_training=False) == [[[0, 1]], [[2, 3], [4]]]
-    assert shares(loader_of(range(7), batch_sampler=OwnBatches()), is_training=False) == [
-        [[0], [1, 2]],
-        [[3], [4, 5, 6]],
-    ]
-
-
 def test_own_batch_samplers_are_shared_out_in_training():
     parts = shares(loader_of(range(7), batch_sampler=OwnBatches()), is_training=True)
     assert parts == [[[0], [3]], [[1, 2], [4, 5, 6]]]
@@ -112,15 +59,6 @@ def test_unbatched_loaders():
         assert sorted(int(i) for part in parts for batch in part for i in batch) == list(range(8))
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-def test_streams_are_shared_out(is_training):
-    parts = shares(loader_of(Stream()), is_training=is_training, world_size=3)
-    assert parts == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    unbatched = DataLoader(Stream(), batch_size=None)
-    taken = [list(shard_loader(unbatched, rank=r, world_size=2, is_training=is_training)) for r in (0, 1)]
-    assert taken == [[0, 2, 4], [1, 3, 5]]
-
-
 @pytest.mark.parametrize(("is_training", "lengths"), [(True, [1, 1]), (False, [2, 1])])
 def test_a_last_round_that_is_not_full_is_sent_in_evaluations_alone(is_training, lengths):
     loader = loader_of(range(7), drop_last=True)
@@ -128,14 +66,6 @@ def test_a_last_round_that_is_not_full_is_sent_in_evaluations_alone(is_training,
         ShardPlan(rank=r, world_size=2, is_training=is_training, dispatch_batches=True).share(loader) for r in (0, 1)
     ]
     assert [len(part) for part in parts] == lengths
-
-
-def test_the_new_loader_keeps_collator_and_workers():
-    loader = loader_of(range(8), num_workers=1, prefetch_factor=3, persistent_workers=True)
-    shard = shard_loader(loader, rank=0, world_size=2, is_training=True)
-    for name in ("dataset", "collate_fn", "num_workers", "prefetch_factor", "persistent_workers"):
-        assert getattr(shard, name) is getattr(loader, name)
-    assert rebuild_loader(loader, batch_size=3, num_workers=2).num_workers == 2
 
 
 @pytest.mark.parametrize(

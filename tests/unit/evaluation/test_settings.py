@@ -23,7 +23,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.evaluation.preparation import cast_weights, full_eval_dtype
+from hftrain.evaluation.preparation import full_eval_dtype
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -329,12 +329,6 @@ def test_memory_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert [memory for _, memory in model.seen] == [0, 1, 2, 3]
 
 
-def test_no_memory_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
-    model = Recurrent()
-    train(tmp_path, model, train_dataset=make_rows(12), num_train_epochs=1)
-    assert [memory for _, memory in model.seen] == [0, 0, 0]
-
-
 def test_memory_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no argument called mems"):
         Trainer(Net(), make_arguments(tmp_path, past_index=2))
@@ -415,17 +409,6 @@ def test_full_evaluations_change_no_bit_of_a_training(tmp_path: Path, setting: s
         seen.append({entry[1] for entry in model.seen if entry[0]})
     assert answers[0] == answers[1]
     assert seen == [{torch.float32}, {torch.float32}]
-
-
-def test_full_evaluation_keeps_what_hangs_on_gradients(tmp_path: Path) -> None:
-    model, heard = nn.LSTM(4, 3), []
-    model.weight_ih_l0.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.dtype))
-    loss = model(torch.ones(2, 4))[0].sum()
-    with cast_weights(model, torch.bfloat16):
-        assert model(torch.ones(2, 4).bfloat16())[0].dtype is torch.bfloat16
-    loss.backward()
-    model(torch.ones(2, 4))[0].sum().backward()
-    assert heard == [torch.float32] * 2
 
 
 def test_full_evaluation_puts_the_model_back_after_an_error(tmp_path: Path) -> None:

@@ -174,11 +174,3 @@ def test_samples_of_several_processes_are_compared(samples: Any, message: str | 
     assert bool(found) == (message is not None)
     if message:
         assert re.search(message, found[0])
-
-
-def test_a_new_pass_begins_anew() -> None:
-    reads = Reads()
-    assert list(reads.broken(Feed, steps_of([[1, 2]], [[3, 4]]))) == []
-    later = {step + 2: [[1, each[0][1]]] for step, each in steps_of([[1, 2]], [[3, 4]], [[5]]).items()}
-    assert list(reads.broken(Feed, later)) == []
-    assert NUM_ROWS == 50

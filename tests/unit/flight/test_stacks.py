@@ -173,15 +173,6 @@ def test_no_rank_is_named_after_few_steps_or_if_they_take_turns(tmp_path: Path) 
     assert show_hangs(str(tmp_path)).data["split"]["waited"] is None
 
 
-def test_steps_of_another_number_of_ranks_and_of_one_rank(tmp_path: Path) -> None:
-    begin(tmp_path / "flight", FAST, world_size=2, steps=20)
-    with pytest.raises(ConfigError, match="Cannot say where"):
-        show_hangs(str(tmp_path))
-    begin(tmp_path / "flight", FAST, world_size=1, steps=20)
-    answer = show_hangs(str(tmp_path))
-    assert answer.data["split"] == {"steps": 20, "ms": [{**FAST, "between": 0.0}], "waited": None}
-
-
 def test_phases_are_told_while_they_go_on_and_outlive_the_process(tmp_path: Path) -> None:
     folder, seen = tmp_path / "run" / "flight", []
 

@@ -49,12 +49,6 @@ def test_write_card_gives_results_in_the_hubs_form(tmp_path: Path) -> None:
     assert "GLUE (mrpc)" in card.text
 
 
-def test_write_card_without_dataset_claims_no_result(tmp_path: Path) -> None:
-    card = write(tmp_path, tasks=["text-classification"], log_history=HISTORY)
-    assert card.data.eval_results is None
-    assert card.data.pipeline_tag == "text-classification"
-
-
 def test_write_card_tells_how_it_was_trained(tmp_path: Path) -> None:
     text = write(tmp_path, hyperparameters={"learning_rate": 5e-05, "seed": 42}, log_history=HISTORY).text
     for line in (
@@ -95,14 +89,6 @@ def test_write_card_keeps_what_others_wrote(tmp_path: Path, tags: str) -> None:
     assert card.text.count("My own words.") == card.text.count("More words.") == 1
     assert "- seed: 2" in card.text
     assert "- seed: 1" not in card.text
-
-
-def test_write_card_twice_changes_nothing(tmp_path: Path) -> None:
-    facts = {"tasks": ["t"], "datasets": ["d"], "log_history": HISTORY}
-    write(tmp_path, **facts)
-    once = (tmp_path / "README.md").read_bytes()
-    write(tmp_path, **facts)
-    assert (tmp_path / "README.md").read_bytes() == once
 
 
 def test_write_card_keeps_the_library_of_an_adapter(tmp_path: Path) -> None:

@@ -41,16 +41,6 @@ def test_model_files_leave_out_what_only_a_resume_needs(tmp_path: Path) -> None:
     assert model_files(folder).keys() == set(MODEL)
 
 
-def test_model_files_hold_every_shard(tmp_path: Path) -> None:
-    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {"model.safetensors.index.json"}
-    assert model_files(fill(tmp_path / "checkpoint-3", *shards)).keys() == shards
-
-
-def test_folder_files_are_all_files(tmp_path: Path) -> None:
-    fill(tmp_path, *MODEL, *RESUME)
-    assert folder_files(tmp_path, under="last-checkpoint").keys() == {f"last-checkpoint/{n}" for n in (*MODEL, *RESUME)}
-
-
 def test_take_snapshot_outlives_rotation_and_costs_no_space(tmp_path: Path) -> None:
     checkpoint = fill(tmp_path / "checkpoint-3", *MODEL)
     before = (checkpoint / "model.safetensors").stat().st_ino

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hftrain.core.errors import ConfigError
-from hftrain.loggers.base import RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
+from hftrain.loggers.base import artifacts_asked, is_set, numbers_of, regroup
 from hftrain.loggers.tensorboard import TensorBoardLogger
 
 
@@ -60,15 +60,6 @@ def test_artifacts_asked_refuses_another_value(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SOME_MODEL", "everything")
     with pytest.raises(ConfigError, match="It has no such value"):
         artifacts_asked("SOME_MODEL", {"true": "end", "all": "checkpoint"})
-
-
-def test_flatten_joins_names() -> None:
-    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
-
-
-def test_config_holds_model_and_arguments() -> None:
-    facts = RunFacts(name="x", hparams={"a": 1}, model_config={"a": 0, "b": 2})
-    assert facts.config == {"a": 1, "b": 2}
 
 
 def test_users_own_run_is_kept_for_a_second_training() -> None:

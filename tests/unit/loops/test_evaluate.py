@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
@@ -100,32 +100,9 @@ def test_nan_of_a_batch_that_counts_is_shown() -> None:
     assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
 
 
-def test_steps_without_a_loss_report_none() -> None:
-    loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(outputs=batch["x"])})
-    assert loop.run(make_batches([1, 2], [3])) == EvalLoopOutput(None, None, {}, 3)
-
-
 def test_empty_loader_gives_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match="read no sample"):
         assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
-
-
-def test_counts_may_be_plain_integers() -> None:
-    loop = make_loop(hooks={"count_items": lambda batch: int(count(batch))})
-    assert loop.run(make_batches([1, 3], [8])).metrics["loss"] == 4.0
-
-
-def test_every_batch_is_told() -> None:
-    diary = Diary()
-    make_loop(events=diary).run(make_batches([1], [2], [3]))
-    assert diary.entries == ["on_prediction_step"] * 3
-
-
-def test_logs_and_own_metrics_join_the_loss() -> None:
-    loop = make_loop(hooks={"read_metrics": lambda: {"f1": 0.5}})
-    # A log stands for its batch's samples: two of them say 2, one says 1.
-    metrics = loop.run(make_batches([2, 4], [6])).metrics
-    assert metrics == {"loss": 4.0, "size": pytest.approx(5 / 3), "f1": 0.5}
 
 
 def test_compute_metrics_gets_the_whole_set() -> None:
@@ -143,18 +120,6 @@ def test_compute_metrics_gets_the_whole_set() -> None:
     assert len(tuple(seen[0])) == 2
 
 
-def test_compute_metrics_gets_inputs_and_losses_on_request() -> None:
-    seen: list[EvalPrediction] = []
-    loop = make_loop(
-        keeps_predictions=True,
-        includes=("inputs", "loss"),
-        hooks={"compute_metrics": lambda prediction: seen.append(prediction) or {}},
-    )
-    loop.run(make_batches([1, 3], [8]))
-    assert seen[0].inputs.tolist() == [-1, -3, -8]
-    assert seen[0].losses.tolist() == [2.0, 2.0, 8.0]
-
-
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("missing", ["outputs", "labels"])
 def test_compute_metrics_needs_predictions_and_labels(missing: str, per_batch: bool) -> None:
@@ -168,11 +133,6 @@ def test_compute_metrics_needs_predictions_and_labels(missing: str, per_batch: b
     assert "loss" in loop.run(make_batches([1])).metrics
 
 
-def test_nothing_is_kept_where_nobody_asks() -> None:
-    output = make_loop().run(make_batches([1, 2]))
-    assert (output.predictions, output.label_ids) == (None, None)
-
-
 def test_logits_are_preprocessed_before_they_are_kept() -> None:
     loop = make_loop(keeps_predictions=True, hooks={"preprocess_logits": lambda logits, labels: logits + labels})
     assert loop.run(make_batches([1, 2], [3])).predictions.tolist() == [1, 4, 7]
@@ -184,12 +144,6 @@ def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
     loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, hooks=hooks)
     with pytest.raises(TaskError, match="it is None, so there is nothing"):
         loop.run(make_batches([1]))
-
-
-def test_batches_may_be_handed_out_unjoined() -> None:
-    output = make_loop(keeps_predictions=True, joins_batches=False).run(make_batches([1, 2], [3]))
-    assert [part.tolist() for part in output.predictions] == [[0, 2], [4]]
-    assert [part.tolist() for part in output.label_ids] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("includes", [(), ("inputs", "loss")])
@@ -209,33 +163,6 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
     if includes:
         assert calls[0][2].tolist() == [-1, -2]
         assert calls[0][3].tolist() == [1.5, 1.5]
-
-
-def test_metrics_batch_by_batch_need_a_function() -> None:
-    assert "loss" in make_loop(computes_per_batch=True).run(make_batches([1], [2])).metrics
-
-
-def test_prediction_keeps_what_evaluation_need_not() -> None:
-    output = make_loop(PredictLoop, keeps_predictions=False, moves_every=1).run(make_batches([1, 2], [3]))
-    assert output.predictions.tolist() == [0, 2, 4]
-    assert output.label_ids.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("answer", [3.0, [("f1", 1.0)]])
-def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> None:
-    loop = make_loop(
-        keeps_predictions=not per_batch,
-        computes_per_batch=per_batch,
-        hooks={"compute_metrics": lambda prediction, **rest: answer},
-    )
-    with pytest.raises(TaskError, match=f"what compute_metrics returned: it is a {type(answer).__name__}"):
-        loop.run(make_batches([1]))
-
-
-def test_no_metrics_count_as_none() -> None:
-    loop = make_loop(keeps_predictions=True, hooks={"compute_metrics": lambda prediction: None})
-    assert set(loop.run(make_batches([1])).metrics) == {"loss", "size"}
 
 
 @pytest.mark.parametrize(("missing", "named"), [("outputs", "predictions"), ("labels", "labels")])
@@ -263,170 +190,4 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_interleaved: bool) -> None:
-    batches = make_batches([1, 2], [-100, -100], [3, -100], [4])
-    seen: list[list[float]] = []
-    options: dict[str, Any] = {
-        "keeps_predictions": True,
-        "includes": ("inputs", "loss"),
-        "hooks": {"compute_metrics": lambda prediction: seen.append(prediction.inputs.tolist()) or {}},
-    }
-    whole = make_loop(**options).run(batches)
-
-    def run(group: Any) -> EvalLoopOutput:
-        share = batches[group.rank :: 3] if is_interleaved else [batches[:3], batches[3:], []][group.rank]
-        return make_loop(group=group, **options).run(share, is_interleaved=is_interleaved)
-
-    for output in run_ranks(run, 3):
-        assert output.metrics == pytest.approx(whole.metrics)
-        assert output.num_samples == 7
-        assert output.predictions.tolist() == whole.predictions.tolist()
-        assert output.label_ids.tolist() == whole.label_ids.tolist()
-    assert seen == [seen[0]] * 4
-
-
-@pytest.mark.filterwarnings("ignore:An evaluation read no sample")
-@pytest.mark.parametrize("shares", [[[0, 1], [2]], [[], [0, 1, 2]], [[0], [], [1, 2]], [[], []]])
-def test_metrics_batch_by_batch_join_the_ranks_batches(
-    run_ranks: Callable[..., list[Any]], shares: list[list[int]]
-) -> None:
-    batches = make_batches([1, 2], [3], [4, 5, 6])
-
-    def run(group: Any) -> Any:
-        seen: list[tuple[list[int], list[float], bool]] = []
-
-        def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
-            seen.append((prediction.label_ids.tolist(), prediction.losses.tolist(), compute_result))
-            return {"total": float(sum(sum(labels) for labels, _, _ in seen))} if compute_result else None
-
-        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), hooks={"compute_metrics": compute})
-        return seen, loop.run([batches[index] for index in shares[group.rank]]).metrics
-
-    (seen, metrics), *others = run_ranks(run, len(shares))
-    assert all(other == (seen, metrics) for other in others)
-    assert sorted(label for labels, _, _ in seen for label in labels) == ([1, 2, 3, 4, 5, 6] if seen else [])
-    assert [is_last for _, _, is_last in seen] == [False] * (len(seen) - 1) + [True] * bool(seen)
-    assert metrics.get("total", 21.0) == 21.0
-    assert all(len(labels) == len(losses) for labels, losses, _ in seen)
-
-
 # -- unequal shares --------------------------------------------------------------------------------------------------
-
-
-class AfterTwo(EvaluateLoop):
-    """Stop once both ranks together have read two batches; the answer is the same in both."""
-
-    def attach(self, parts: EvaluateParts) -> None:
-        super().attach(parts)
-        self.num_asked, self.num_read = 0, torch.tensor(0)
-
-    def should_stop(self, output: StepOutput | None) -> bool:
-        self.num_asked += 1
-        self.num_read += output is not None
-        return bool(self.parts.group.reduce(self.num_read.clone()) >= 2)
-
-
-@pytest.mark.parametrize("shares", [[[0, 1, 2], [3]], [[0], [1, 2, 3]], [[0, 1], [2, 3]]])
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("repeats", [False, True])
-def test_ranks_with_unequal_shares_take_as_many_turns(
-    run_ranks: Callable[..., list[Any]], shares: list[list[int]], stops: bool, per_batch: bool, repeats: bool
-) -> None:
-    batches = make_batches([1, 2], [3], [4, 5, 6], [7])
-
-    def run(group: Any) -> dict[str, Any]:
-        steps: list[Any] = []
-        seen: list[int] = []
-        finished: list[int] = []
-
-        def step(batch: Any) -> StepOutput:
-            steps.append(batch["labels"].tolist())
-            output = mean_of_labels(batch)
-            batch.clear()
-            batch["labels"] = output.labels
-            return output
-
-        def repeat(batch: Any) -> None:
-            # The steps of all ranks talk to each other.
-            steps.append(("again", batch["labels"].tolist(), len(batch)))
-
-        def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-            seen.extend(prediction.label_ids.tolist())
-            return {"result": float(compute_result)}
-
-        loop = make_loop(
-            AfterTwo if stops else EvaluateLoop,
-            group=group,
-            keeps_predictions=not per_batch,
-            computes_per_batch=per_batch,
-            hooks={
-                "evaluate_batch": step,
-                "repeat_batch": repeat if repeats else None,
-                "compute_metrics": compute,
-                "finish": lambda: finished.append(len(steps)),
-            },
-        )
-        output = loop.run([dict(batches[index]) for index in shares[group.rank]])
-        return {
-            "steps": steps, "seen": seen, "num_finished": len(finished), "num_samples": output.num_samples,
-            "result": output.metrics["result"], "num_asked": getattr(loop, "num_asked", 0),
-        }  # fmt: skip
-
-    both = run_ranks(run, 2)
-    for rank, (found, share) in enumerate(zip(both, shares, strict=True)):
-        real = [labels for labels in found["steps"] if isinstance(labels, list)]
-        again = [labels for labels in found["steps"] if not isinstance(labels, list)]
-        # The first turn has a batch of each rank, after which an early stop ends.
-        expected = share[:1] if stops else share
-        assert real == [batches[index]["labels"].tolist() for index in expected], rank
-        assert found["seen"] == both[0]["seen"]
-        assert found["num_samples"] == len(found["seen"])
-        assert found["result"] == 1.0
-        num_turns = 1 if stops else max(map(len, shares))
-        assert found["num_asked"] == (num_turns if stops else 0)
-        takes_turns = stops or per_batch or repeats
-        assert found["num_finished"] == 1 + (num_turns if takes_turns else 0)
-        assert again == [("again", real[-1], 3)] * ((num_turns - len(real)) if repeats else 0)
-
-
-def test_a_rank_without_a_batch_has_nothing_to_repeat(run_ranks: Callable[..., list[Any]]) -> None:
-    def run(group: Any) -> str:
-        loop = make_loop(group=group, hooks={"repeat_batch": lambda batch: None})
-        with pytest.raises(ConfigError, match="Evaluate on at least one sample per process") as caught:
-            loop.run(make_batches([1])[: group.rank])
-        return str(caught.value)
-
-    assert len(set(run_ranks(run, 2))) == 1
-
-
-@pytest.mark.parametrize("per_batch", [False, True])
-def test_a_rank_without_a_batch_takes_part_in_an_early_stop(
-    run_ranks: Callable[..., list[Any]], per_batch: bool
-) -> None:
-    seen: list[tuple[int, bool]] = []
-
-    def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-        seen.append((len(prediction.label_ids), compute_result))
-        return {}
-
-    def run(group: Any) -> tuple[int, int]:
-        hooks = {"compute_metrics": compute}
-        options = {"keeps_predictions": not per_batch, "computes_per_batch": per_batch, "hooks": hooks}
-        loop: Any = make_loop(AfterTwo, group=group, **options)
-        num_samples = loop.run(make_batches([1], [2], [3]) if group.rank else []).num_samples
-        return num_samples, loop.num_asked
-
-    assert run_ranks(run, 2) == [(2, 2), (2, 2)]
-    assert sorted(seen) == ([(1, False)] * 2 + [(1, True)] * 2 if per_batch else [(2, True)] * 2)
-
-
-@pytest.mark.filterwarnings("ignore:An evaluation read no sample")
-def test_no_rank_with_a_batch_is_asked_nothing(run_ranks: Callable[..., list[Any]]) -> None:
-    def run(group: Any) -> int:
-        loop: Any = make_loop(AfterTwo, group=group)
-        loop.run([])
-        return int(loop.num_asked)
-
-    assert run_ranks(run, 2) == [0, 0]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from hftrain.core.errors import TaskError
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
@@ -165,49 +164,7 @@ def test_step_gathers_gradients_and_exchanges_them_last() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_batches", [1, 4, 5, 6, 7])
-@pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
-@pytest.mark.parametrize("max_steps", [1, 3, 7])
-def test_run_ends_at_max_steps(num_batches: int, accumulation: int, max_steps: int) -> None:
-    bench = run(num_batches, max_steps=max_steps, accumulation=accumulation, world_size=2)
-    micro_steps = [entry for entry in bench.diary if isinstance(entry, int)]
-    per_epoch = -(-num_batches // accumulation)
-    full_epochs, rest = divmod(max_steps, per_epoch)
-    assert bench.count("step") == bench.progress.step == bench.state.global_step == max_steps
-    assert len(micro_steps) == full_epochs * num_batches + rest * accumulation
-    assert bench.progress.samples == len(micro_steps) * 2 * 2
-    assert (bench.progress.epoch, bench.progress.micro_steps_in_epoch) == (full_epochs, rest * accumulation)
-    assert bench.state.epoch == pytest.approx(full_epochs + rest * accumulation / num_batches)
-
-
-def test_data_of_unknown_length_is_reopened_until_max_steps() -> None:
-    bench = run(3, max_steps=4, knows_length=False)
-    assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 0), ("open", 1, 0)]
-    assert bench.state.epoch == pytest.approx(1 + 1 / 4)
-
-
-@pytest.mark.parametrize(
-    ("num_batches", "message"),
-    [(0, r"Cannot train epoch 0\. Its data gave no batch"), ([2, 0], r"epoch 1\. .* is used up after one")],
-)
-def test_data_without_a_batch_is_an_error(num_batches: Any, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        run(num_batches, max_steps=3)
-
-
 # -- resuming --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop_after", range(1, 7))
-def test_resumed_run_trains_the_rest(stop_after: int) -> None:
-    whole = run(5, max_steps=6, accumulation=2)
-    first = run(5, max_steps=stop_after, accumulation=2)
-    progress = Progress(**first.progress.state_dict())
-    second = run(5, max_steps=6, accumulation=2, progress=progress, evaluates_first=True)
-    trained = [entry for bench in (first, second) for entry in bench.diary if isinstance(entry, int)]
-    assert trained == [entry for entry in whole.diary if isinstance(entry, int)]
-    assert progress == whole.progress
-    assert second.diary[0] == "evaluate"
 
 
 def test_resume_at_the_end_of_unmeasured_data_goes_on_with_the_next_epoch() -> None:
@@ -216,17 +173,7 @@ def test_resume_at_the_end_of_unmeasured_data_goes_on_with_the_next_epoch() -> N
     assert bench.progress.step == 4
 
 
-def test_checkpoint_at_an_epochs_end_resumes_with_the_next() -> None:
-    seen = []
-    run(2, max_steps=4, hooks={"on_epoch_end": lambda bench: seen.append(bench.progress.state_dict())})
-    assert [(state["epoch"], state["micro_steps_in_epoch"]) for state in seen] == [(1, 0), (2, 0)]
-
-
 # -- what callbacks ask for ------------------------------------------------------------------------------------------
-
-
-def test_evaluation_comes_first_on_request() -> None:
-    assert run(2, max_steps=1, evaluates_first=True).diary[:3] == ["evaluate", "before_epoch", ("open", 0, 0)]
 
 
 def test_loop_acts_in_one_order_after_a_step() -> None:
@@ -244,59 +191,10 @@ def test_requests_made_before_a_step_are_void() -> None:
     assert "save" not in bench.diary
 
 
-def test_requests_of_an_epochs_end_are_acted_on() -> None:
-    bench = run(2, max_steps=4, hooks={"on_epoch_end": ask(should_save=True, should_evaluate=True)})
-    assert (bench.count("save"), bench.count("evaluate")) == (2, 2)
-
-
-def test_evaluation_may_ask_for_a_save() -> None:
-    bench = Bench(2, max_steps=1, hooks={"on_step_end": ask(should_evaluate=True)})
-    hooks = bench.parts.hooks
-    object.__setattr__(hooks, "evaluate", ask(should_save=True).__get__(bench))
-    bench.loop.run()
-    assert bench.count("save") == 1
-
-
-def test_log_holds_the_loss_the_norm_and_the_rate_of_the_step_it_ends() -> None:
-    bench = run(3, max_steps=3, hooks={"on_step_end": ask(should_log=True)})
-    assert [logs["loss"] for logs in bench.logs] == [0.0, 1.0, 2.0]
-    assert [logs["learning_rate"] for logs in bench.logs] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert {logs["grad_norm"] for logs in bench.logs} == {0.5}
-
-
-def test_log_without_a_new_step_is_left_out() -> None:
-    bench = run(2, max_steps=2, hooks={"on_step_end": ask(should_log=True), "on_epoch_end": ask(should_log=True)})
-    assert len(bench.logs) == 2
-
-
 def test_schedule_waits_where_the_update_was_skipped() -> None:
     bench = run(3, max_steps=3, skipped_updates=(1,), hooks={"on_step_end": ask(should_log=True)})
     assert [logs["learning_rate"] for logs in bench.logs] == pytest.approx([1, 1 / 2, 1 / 2])
     assert bench.progress.step == 3
-
-
-def test_cache_is_emptied_every_so_many_steps() -> None:
-    assert run(10, max_steps=7, empty_cache_every=3).count("empty_cache") == 2
-    assert run(10, max_steps=7).count("empty_cache") == 0
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"])
-def test_stop_asked_for_within_a_step_takes_effect_after_it(event: str) -> None:
-    bench = run(8, max_steps=4, accumulation=2, hooks={event: ask(should_training_stop=True)})
-    assert bench.progress.step == 1
-    assert bench.progress.micro_steps_in_epoch == 2
-
-
-def test_stopped_run_keeps_its_place_in_the_epoch() -> None:
-    bench = run(4, max_steps=8, hooks={"on_step_end": at_step(6, should_training_stop=True)})
-    assert (bench.progress.step, bench.progress.epoch, bench.progress.micro_steps_in_epoch) == (6, 1, 2)
-
-
-def test_stopped_epoch_counts_as_done() -> None:
-    bench = run(4, max_steps=5, hooks={"on_step_end": at_step(1, should_epoch_stop=True)})
-    assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 0), ("open", 1, 0)]
-    assert [entry for entry in bench.diary if isinstance(entry, int)] == [0, 0, 1, 2, 3]
-    assert (bench.progress.epoch, bench.progress.micro_steps_in_epoch) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -306,17 +204,6 @@ def test_run_with_a_cut_epoch_ends_after_its_epochs(num_epochs: int | None, cut_
     hook = at_step(-1 if cut_at is None else cut_at, should_epoch_stop=True)
     bench = run(4, max_steps=8, num_epochs=num_epochs, hooks={"on_step_end": hook})
     assert bench.progress.step == steps
-
-
-def test_unheard_events_are_not_fired_within_a_step() -> None:
-    fired = []
-
-    class Counting(Bench):
-        def fire(self, event: str, **extra: Any) -> None:
-            fired.append(event)
-
-    Counting(4, max_steps=2, accumulation=2).loop.run()
-    assert fired == ["on_epoch_begin", "on_epoch_end"]
 
 
 # -- what others ask for ---------------------------------------------------------------------------------------------

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections import UserDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.core.tree import as_array, map_tensors
 from hftrain.extras.predictions.buffers import PADDING
-from hftrain.extras.predictions.gather import Kept, KeptBatches, put_back
+from hftrain.extras.predictions.gather import Kept, put_back
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
 
 
@@ -37,101 +33,6 @@ def concatenate(batches: list[Any]) -> Any:
 # -- one tree or many, against NumPy ---------------------------------------------------------------------------------
 
 
-class Case:
-    """A random structure, and batches of it whose sizes and inner lengths are random too."""
-
-    def __init__(self, seed: int, *, num_batches: int | None = None, varies: bool = True) -> None:
-        self.random = random.Random(seed)
-        self.varies = varies
-        num_batches = self.random.randint(1, 6) if num_batches is None else num_batches
-        self.structure = self._make_structure(depth=0)
-        self.sizes = [self.random.randint(0, 4) for _ in range(num_batches)]
-        self.batches = [self._fill(self.structure, size) for size in self.sizes]
-
-    def _make_structure(self, depth: int) -> Any:
-        kind = self.random.choice(["tensor", "tensor", "dict", "tuple", "list"]) if depth < 3 else "tensor"
-        if kind == "tensor":
-            shape = [self.random.randint(1, 3) for _ in range(self.random.randint(0, 3))]
-            return {"shape": shape, "dtype": self.random.choice(DTYPES)}
-        parts = [self._make_structure(depth + 1) for _ in range(self.random.randint(1, 3))]
-        return {f"k{i}": part for i, part in enumerate(parts)} if kind == "dict" else (kind, parts)
-
-    def _fill(self, structure: Any, size: int) -> Any:
-        if isinstance(structure, tuple):
-            kind, parts = structure
-            filled = [self._fill(part, size) for part in parts]
-            return tuple(filled) if kind == "tuple" else filled
-        if "dtype" not in structure:
-            return {key: self._fill(part, size) for key, part in structure.items()}
-        shape = [length + self.random.randint(0, 3) * self.varies for length in structure["shape"]]
-        values = [self.random.randint(-9, 9) for _ in range(size * int(numpy.prod(shape)))]
-        return torch.tensor(values, dtype=structure["dtype"]).reshape(size, *shape)
-
-
-def expected(batches: list[Any]) -> Any:
-    """Concatenate with NumPy, cell by cell, into arrays filled with the padding."""
-    first = batches[0]
-    if isinstance(first, dict):
-        return {key: expected([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return tuple(expected([batch[index] for batch in batches]) for index in range(len(first)))
-    arrays = [batch.numpy() for batch in batches]
-    shape = numpy.max([array.shape[1:] for array in arrays], axis=0).astype(int)
-    rows = sum(len(array) for array in arrays)
-    whole = numpy.full((rows, *shape), PADDING, dtype=arrays[0].dtype)
-    row = 0
-    for array in arrays:
-        for sample in array:
-            whole[(row, *(slice(0, n) for n in sample.shape))] = sample
-            row += 1
-    return whole
-
-
-def assert_equal(actual: Any, wanted: Any) -> None:
-    assert type(actual) is type(wanted)
-    if isinstance(wanted, dict):
-        assert list(actual) == list(wanted)
-        wanted, actual = tuple(wanted.values()), tuple(actual.values())
-    if isinstance(wanted, tuple):
-        assert len(actual) == len(wanted)
-        for one, other in zip(actual, wanted, strict=True):
-            assert_equal(one, other)
-    else:
-        assert actual.dtype == wanted.dtype
-        numpy.testing.assert_array_equal(actual, wanted)
-
-
-@pytest.mark.parametrize("varies", [False, True])
-def test_concatenation_is_numpys(varies: bool) -> None:
-    for seed in range(150):
-        case = Case(seed, varies=varies)
-        assert_equal((concatenate(case.batches)), expected(case.batches))
-
-
-@pytest.mark.parametrize("moves_every", [None, 1, 2, 5])
-def test_kept_batches_come_back_joined(moves_every: int | None) -> None:
-    for seed in range(60):
-        case = Case(seed)
-        kept = Kept(moves_every=moves_every)
-        for batch in case.batches:
-            kept.add(batch)
-        assert_equal(kept.joined(Alone(), is_interleaved=False), expected(case.batches))
-
-
-class Named(NamedTuple):
-    logits: torch.Tensor
-    hidden: torch.Tensor
-
-
-@pytest.mark.parametrize("kind", [dict, UserDict, lambda **parts: Named(**parts)])
-def test_mappings_become_dicts_and_sequences_tuples(kind: Any) -> None:
-    batches = [kind(logits=torch.ones(1, 2), hidden=torch.zeros(1)) for _ in range(2)]
-    joined = concatenate(batches)
-    assert type(joined) in (dict, tuple)
-    logits, hidden = joined.values() if isinstance(joined, dict) else joined
-    assert (logits.shape, hidden.shape) == ((2, 2), (2,))
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype: torch.dtype) -> None:
     even = concatenate([torch.ones(1, 2, dtype=dtype)] * 2)
@@ -140,22 +41,7 @@ def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype
     assert uneven.tolist() == [[1, 1, PADDING], [0, 0, 0]]
 
 
-def test_bfloat16_becomes_float32() -> None:
-    array = map_tensors({"a": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)}, as_array)["a"]
-    assert array.dtype == numpy.float32
-    assert array.tolist() == [1.5, 2.5]
-
-
 # -- keeping ---------------------------------------------------------------------------------------------------------
-
-
-def test_scalars_become_rows() -> None:
-    kept = Kept()
-    for value in (1.0, 2.0):
-        kept.add((torch.tensor(value), {"a": torch.tensor(int(value))}))
-    values, more = kept.joined(Alone(), is_interleaved=False)
-    assert values.tolist() == [1.0, 2.0]
-    assert more["a"].tolist() == [1, 2]
 
 
 def test_arrays_and_numbers_are_kept_like_tensors() -> None:
@@ -175,55 +61,7 @@ def test_what_cannot_be_kept_is_named(tree: Any) -> None:
         Kept().add(tree)
 
 
-def test_nothing_kept_is_none() -> None:
-    kept = Kept()
-    kept.add(None)
-    assert kept.joined(Alone(), is_interleaved=False) is None
-
-
-def test_batches_are_handed_out_one_by_one() -> None:
-    kept = KeptBatches(moves_every=2)
-    for size in (3, 3, 1):
-        kept.add({"a": torch.zeros(size, size)})
-    batches = kept.joined(Alone(), is_interleaved=False)
-    assert batches is not None
-    assert [batch["a"].shape for batch in batches] == [(3, 3), (3, 3), (1, 1)]
-
-
-def test_kept_tensors_hold_no_graph() -> None:
-    kept = Kept()
-    kept.add(torch.ones(2, requires_grad=True) * 2)
-    assert kept.joined(Alone(), is_interleaved=False).tolist() == [2, 2]
-
-
 # -- several ranks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_ranks_join_to_what_one_rank_keeps(run_ranks: RunRanks, is_interleaved: bool) -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        world_size = rng.randint(2, 4)
-        case = Case(seed, num_batches=rng.randint(1, 6))
-        if is_interleaved:
-            shares = [case.batches[rank::world_size] for rank in range(world_size)]
-        else:
-            cuts = sorted(rng.randint(0, len(case.batches)) for _ in range(world_size - 1))
-            edges = [0, *cuts, len(case.batches)]
-            shares = [case.batches[edges[rank] : edges[rank + 1]] for rank in range(world_size)]
-
-        def join(group: Any, shares: list[list[Any]] = shares) -> Any:
-            kept = Kept(moves_every=2)
-            for batch in shares[group.rank]:
-                kept.add(batch)
-            return kept.joined(group, is_interleaved=is_interleaved)
-
-        for joined in run_ranks(join, world_size):
-            assert_equal(joined, expected(case.batches))
-
-
-def test_ranks_without_a_single_batch_agree_on_none(run_ranks: RunRanks) -> None:
-    assert run_ranks(lambda group: Kept().joined(group, is_interleaved=True), 2) == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.complex64])
@@ -239,36 +77,6 @@ def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: 
     one, other = run_ranks(join, 2)
     numpy.testing.assert_array_equal(one, other)
     numpy.testing.assert_array_equal(one, (concatenate(batches)))
-
-
-def test_ranks_agree_where_none_stood_among_the_tensors(run_ranks: RunRanks) -> None:
-    def join(group: Any) -> Any:
-        kept = Kept()
-        if group.rank == 1:
-            kept.add((None, torch.ones(2), {"nothing": None, "x": torch.zeros(2, 1)}))
-        return kept.joined(group, is_interleaved=False)
-
-    for ones, more in run_ranks(join, 2):
-        assert ones.tolist() == [1, 1]
-        assert list(more) == ["x"]
-        assert more["x"].shape == (2, 1)
-
-
-def test_keys_keep_their_type_over_ranks(run_ranks: RunRanks) -> None:
-    def join(group: Any) -> Any:
-        kept = Kept()
-        kept.add({0: torch.ones(1), "a": torch.zeros(1)})
-        return kept.joined(group, is_interleaved=False)
-
-    assert [list(joined) for joined in run_ranks(join, 2)] == [[0, "a"]] * 2
-
-
-def test_arrays_keep_the_structure() -> None:
-    tree = map_tensors({"a": [torch.ones(1)], "b": (torch.zeros(2), "text")}, as_array)
-    assert isinstance(tree["a"][0], numpy.ndarray)
-    assert tree["a"][0].tolist() == [1.0]
-    assert tree["b"][0].tolist() == [0.0, 0.0]
-    assert tree["b"][1] == "text"
 
 
 def test_rows_go_back_to_their_samples_several_of_one_together() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow, as_number, merge_reports
+from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow, as_number
 
 NAN, INF = math.nan, math.inf
 
@@ -34,44 +34,6 @@ def from_file(state: dict[str, Any]) -> dict[str, Any]:
     buffer.seek(0)
     loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
     return loaded
-
-
-def test_loss_is_the_mean_over_steps_of_what_micro_steps_add_up_to() -> None:
-    window = make_window()
-    add_steps(window, [[0.25, 0.75], [1.5, 0.5], [3.0]])
-    assert window.read() == {"loss": 2.0}
-
-
-def test_reading_starts_a_new_window_and_keeps_the_run() -> None:
-    window = make_window()
-    add_steps(window, [[1.0], [3.0]])
-    assert window.read() == {"loss": 2.0}
-    assert window.read() == {}
-    add_steps(window, [[8.0]])
-    assert window.read() == {"loss": 8.0}
-    assert window.mean_over_run() == 4.0
-
-
-def test_window_without_steps_has_no_loss() -> None:
-    window = make_window()
-    assert window.read() == {}
-    assert window.mean_over_run() == 0.0
-    window.add(torch.tensor(1.0))
-    assert window.read() == {}
-
-
-def test_loss_is_reduced_once_per_reading() -> None:
-    calls = []
-
-    def mean(loss: torch.Tensor) -> torch.Tensor:
-        calls.append(float(loss))
-        return loss / 2
-
-    window = make_window(reduce=mean)
-    add_steps(window, [[1.0], [3.0]])
-    assert calls == []
-    assert window.read() == {"loss": 1.0}
-    assert calls == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -105,50 +67,12 @@ def test_filter_takes_the_mean_over_micro_steps() -> None:
         assert window.read()["loss"] == pytest.approx((0.5 + 1.5 + 2.0) / 3 * 4 / 2)
 
 
-def test_filter_warns_once_and_counts_on() -> None:
-    window = make_window()
-    add_steps(window, [[NAN]])
-    with pytest.warns(UserWarning, match="infinite in every step since the last log; 'nonfinite_losses'") as told:
-        assert math.isnan(window.read()["loss"])
-    assert "to see it" not in str(told[0].message)
-    add_steps(window, [[1.0], [INF]])
-    assert window.read() == {"loss": 1.0, "nonfinite_losses": 2}
-    add_steps(window, [[1.0]])
-    assert window.read()["nonfinite_losses"] == 2
-
-
 def test_without_the_filter_nan_is_shown() -> None:
     window = make_window(filters=False)
     add_steps(window, [[1.0], [NAN]])
     logs = window.read()
     assert list(logs) == ["loss"]
     assert math.isnan(logs["loss"])
-
-
-@pytest.mark.parametrize("num_before", [0, 1, 2, 3, 4, 5])
-@pytest.mark.filterwarnings("ignore:The loss was NaN")
-def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
-    steps = [[1.0, 0.5], [NAN, 2.0], [4.0], [0.25, 0.25], [8.0]]
-    whole, first, second = make_window(), make_window(), make_window()
-    for window, part in ((whole, steps[:2]), (first, steps[: min(2, num_before)])):
-        add_steps(window, part)
-        if window is whole or num_before >= 2:
-            window.read()
-    add_steps(whole, steps[2:])
-    add_steps(first, steps[2:num_before] if num_before > 2 else [])
-    second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
-    if num_before < 2:
-        add_steps(second, steps[num_before:2])
-        second.read()
-    add_steps(second, steps[max(2, num_before) :])
-    assert second.read() == whole.read()
-    assert second.mean_over_run() == whole.mean_over_run()
-
-
-@pytest.mark.parametrize("state", [{"num_steps": 10**30}, {"num_finite": "x"}, {"more": 1}])
-def test_state_that_no_window_has_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"state of a logging window cannot hold '{next(iter(state))}'"):
-        make_window().load_state_dict(state, device=torch.device("cpu"))
 
 
 def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
@@ -173,12 +97,6 @@ def test_filter_counts_over_a_long_window() -> None:
     assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
 
 
-def test_state_holds_every_public_attribute_and_no_function() -> None:
-    window = make_window()
-    assert list(window.state_dict()) == [name for name in vars(window) if not name.startswith("_")]
-    assert not any(callable(value) for value in window.state_dict().values())
-
-
 @pytest.mark.filterwarnings("ignore:The loss was NaN")
 def test_window_without_a_finite_loss_is_left_out_of_the_run() -> None:
     window = make_window()
@@ -193,32 +111,6 @@ def test_window_without_a_finite_loss_is_left_out_of_the_run() -> None:
 # -- what steps log --------------------------------------------------------------------------------------------------
 
 
-def alone(value: Any) -> list[Any]:
-    return [value]
-
-
-def test_logs_are_means_over_the_steps_that_gave_them() -> None:
-    window = LogWindow(gather_object=alone)
-    window.add({"a": 1, "b": torch.tensor(2.0)})
-    window.add({"a": 2.0})
-    window.add({})
-    assert window.read() == {"a": 1.5, "b": 2.0}
-    assert window.read() == {}
-
-
-def test_logs_count_by_their_weight() -> None:
-    window = LogWindow(gather_object=alone)
-    window.add({"a": torch.tensor(1.0), "b": 3}, weight=3)
-    window.add({"a": 5.0})
-    assert window.read() == {"a": 2.0, "b": 3.0}
-
-
-def test_logs_hold_no_graph() -> None:
-    window = LogWindow(gather_object=alone)
-    window.add({"a": torch.ones((), requires_grad=True) * 2})
-    assert not window.state_dict()["sums"]["a"].requires_grad
-
-
 def test_logs_of_ranks_are_weighed_by_their_steps(run_ranks: Callable[..., list[Any]]) -> None:
     per_rank: list[list[dict[str, float]]] = [[{"a": 1.0}, {"a": 2.0, "b": 5.0}], [{"a": 6.0}], []]
 
@@ -231,42 +123,7 @@ def test_logs_of_ranks_are_weighed_by_their_steps(run_ranks: Callable[..., list[
     assert run_ranks(read, 3) == [{"a": 3.0, "b": 5.0}] * 3
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
-def test_log_window_goes_on_from_its_state(num_before: int) -> None:
-    steps: list[dict[str, Any]] = [{"a": torch.tensor(1.5)}, {"a": 2, "b": 4.0}, {"b": torch.tensor(1.0)}]
-    whole, first, second = (LogWindow(gather_object=alone) for _ in range(3))
-    for logs in steps:
-        whole.add(logs)
-    for logs in steps[:num_before]:
-        first.add(logs)
-    second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
-    for logs in steps[num_before:]:
-        second.add(logs)
-    assert second.read() == whole.read()
-
-
-def test_older_checkpoint_without_logs_gives_an_empty_window() -> None:
-    window = LogWindow(gather_object=alone)
-    window.load_state_dict({}, device=torch.device("cpu"))
-    assert window.read() == {}
-
-
 # -- merging ---------------------------------------------------------------------------------------------------------
-
-
-def test_reports_are_merged_in_order() -> None:
-    assert list(merge_reports({"b": 1}, {}, {"a": 2}).items()) == [("b", 1), ("a", 2)]
-    assert merge_reports() == {}
-
-
-def test_name_that_is_taken_stays_with_its_first_owner() -> None:
-    with pytest.warns(UserWarning, match="their names are taken: a, b. Rename them"):
-        assert merge_reports({"a": 1, "b": 2}, {"b": 3, "a": 4, "c": 5}) == {"a": 1, "b": 2, "c": 5}
-
-
-def test_number_is_read_in_whatever_form_it_comes() -> None:
-    assert as_number(2) == as_number(2.0) == as_number(torch.tensor(2, dtype=torch.bfloat16)) == 2.0
-    assert isinstance(as_number(torch.tensor([3])), float)
 
 
 def test_number_of_a_sharded_tensor_is_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

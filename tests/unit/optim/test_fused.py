@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hftrain.core.errors import ConfigError
 from hftrain.optim.fused import can_fuse
-from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_from_class
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -73,14 +73,6 @@ def test_fused_kernel_is_chosen_and_equals_the_loop(name: str, options: dict[str
 def test_another_choice_stays(name: str, options: str | None) -> None:
     optimizer = build_optimizer(OptimizerConfig(name=name, options=options), make_model())
     assert not any(group.get("fused") for group in optimizer.param_groups)
-
-
-def test_a_class_that_is_not_torchs_stays_as_it_is() -> None:
-    class Own(torch.optim.AdamW):
-        pass
-
-    assert not is_fused(optimizer_from_class(Own, {"lr": 0.1}, make_model()))
-    assert is_fused(optimizer_from_class(torch.optim.Adam, {"lr": 0.1}, make_model()))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
@@ -181,24 +173,6 @@ def test_a_model_takes_the_moments_of_another_memory_format(
 
 def unfused(saved: Any) -> list[dict[str, Any]]:
     return [{**group, "fused": False} for group in saved["param_groups"]]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_of_functions_are_taken(name: str) -> None:
-    model = make_model()
-    optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
-    before = model[0].weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        nn.functional.embedding(torch.tensor([1]), model[0].weight, sparse=True).sum().backward()
-        optimizer.step()
-    assert (model[0].weight != before).any(dim=1).tolist() == [row == 1 for row in range(7)]
-
-
-def test_lazy_parameters_are_looped_over() -> None:
-    model = nn.LazyLinear(2)
-    assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
 
 
 def test_parameters_of_a_class_of_their_own_are_looped_over() -> None:

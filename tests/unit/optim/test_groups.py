@@ -43,19 +43,6 @@ def test_decay_parameter_names_hold_every_name_of_a_tied_parameter() -> None:
     assert not others["params"]
 
 
-def test_parameter_groups_keep_the_model_order() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
-    decaying, others = parameter_groups(model, weight_decay=0.1)
-    assert decaying == {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1}
-    assert others == {"params": [model[0].bias, model[1].weight, model[1].bias, model[2].bias], "weight_decay": 0.0}
-
-
-def test_parameter_groups_accept_the_name_of_an_empty_slot() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
-    decaying, _ = parameter_groups(model, weight_decay=0.1, decay_names=["0.weight", "1.weight"])
-    assert decaying["params"] == [model[0].weight]
-
-
 def test_parameter_groups_refuse_absent_names() -> None:
     with pytest.raises(ConfigError, match=r"no parameter 'module\.weight'"):
         parameter_groups(nn.Linear(2, 2), weight_decay=0.1, decay_names=["module.weight"])

@@ -7,25 +7,7 @@ from typing import Any
 import pytest
 
 from hftrain.core.errors import ConfigError
-from hftrain.optim.optimizers import cast_options, parse_options
-
-
-@pytest.mark.parametrize("text", [None, "", "  ", {}])
-def test_parse_options_of_nothing_is_empty(text: Any) -> None:
-    assert parse_options(text) == {}
-
-
-def test_parse_options_ignores_spaces_and_copies_mappings() -> None:
-    assert parse_options(" rank=64 , scale = 0.10") == {"rank": "64", "scale": "0.10"}
-    mapping = {"layers": "a=b,c"}
-    assert parse_options(mapping) == mapping
-    assert parse_options(mapping) is not mapping
-
-
-@pytest.mark.parametrize("text", ["momentum", "a=1,", "a=1=2", "a=", "=1", "a=1,a=2"])
-def test_parse_options_refuses_malformed_text(text: str) -> None:
-    with pytest.raises(ConfigError, match="each key once"):
-        parse_options(text)
+from hftrain.optim.optimizers import cast_options
 
 
 @pytest.mark.parametrize(

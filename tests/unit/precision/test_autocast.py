@@ -23,23 +23,6 @@ def opened(name: str, **scaler: Any) -> Precision:
     return precision
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_autocast_decides_the_dtype_of_a_matrix_product(name: str, dtype: torch.dtype) -> None:
-    precision, model = opened(name), nn.Linear(2, 2)
-    for _ in range(3):
-        with precision.autocast():
-            assert model(torch.ones(1, 2)).dtype == dtype
-        assert model(torch.ones(1, 2)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_autocast_is_built_once(name: str) -> None:
-    precision = opened(name)
-    assert precision.autocast() is precision.autocast()
-
-
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_autocast_inside_itself_leaves_casting_off_afterwards(name: str) -> None:
     precision = opened(name)
@@ -80,23 +63,6 @@ def overflow_run(
     return done, weights, scales
 
 
-def test_overflow_skips_that_step_alone_and_halves_the_scale() -> None:
-    done, weights, scales = overflow_run(opened("fp16", init_scale=1024.0), at=1)
-    assert done == [True, False, True, True]
-    assert torch.equal(weights[1], weights[0])
-    assert not torch.equal(weights[2], weights[1])
-    assert scales == [1024.0, 512.0, 512.0, 512.0]
-
-
-def test_growing_scale_is_no_skip() -> None:
-    done, _, scales = overflow_run(opened("fp16", init_scale=4.0, growth_interval=1), at=-1, steps=3)
-    assert (done, scales) == ([True] * 3, [8.0, 16.0, 32.0])
-
-
-def test_first_step_can_be_the_one_skipped() -> None:
-    assert overflow_run(opened("fp16"), at=0, steps=2)[0] == [False, True]
-
-
 def test_steps_are_skipped_and_counted_however_low_the_scale_is() -> None:
     precision, weight = opened("fp16", init_scale=4.0), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -112,13 +78,6 @@ def test_steps_are_skipped_and_counted_however_low_the_scale_is() -> None:
     assert not any(done)
     assert precision.logs() == {"loss_scale": 0.0, "skipped_steps": 160}
     assert weight.tolist() == [1.0, 1.0]
-
-
-def test_unscale_brings_gradients_back() -> None:
-    precision, weight = opened("fp16"), nn.Parameter(torch.ones(2))
-    precision.backward(weight.sum() * 3)
-    precision.unscale(torch.optim.SGD([weight]))
-    assert torch.equal(weight.grad, torch.full((2,), 3.0))
 
 
 def test_scaler_state_survives_a_resume() -> None:
@@ -137,24 +96,9 @@ def test_missing_scaler_state_keeps_the_fresh_scale() -> None:
     assert precision.state_dict()["scale"] == 256.0
 
 
-def test_reopening_starts_a_fresh_scale() -> None:
-    precision = opened("fp16", init_scale=256.0)
-    precision.close()
-    assert precision.state_dict()["scale"] == 256.0
-    precision.open(CPU, lambda device: torch.amp.GradScaler(device.type, init_scale=8.0))
-    assert precision.state_dict()["scale"] == 8.0
-
-
 def test_trainable_float16_parameters_are_refused_by_fp16() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     with pytest.raises(ConfigError, match=r"'1.weight' is float16"):
         precisions.create("fp16").convert(model)
     model[1].requires_grad_(False)
     assert precisions.create("fp16").convert(model) is model
-
-
-@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16"])
-def test_other_precisions_convert_nothing(name: str) -> None:
-    model = nn.Linear(2, 2).half()
-    assert precisions.create(name).convert(model) is model
-    assert model.weight.dtype == torch.float16

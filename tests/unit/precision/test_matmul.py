@@ -65,9 +65,3 @@ def test_flags_set_through_the_newer_interface_are_left_alone() -> None:
     # In a process of its own: torch has no way to forget that the newer interface was used.
     done = subprocess.run([sys.executable, "-c", NEWER_FLAGS], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "refused"
-
-
-def test_older_interface_is_used_without_a_warning() -> None:
-    # In a process of its own: torch warns once.
-    code = "import warnings; from hftrain.precision.base import set_matmul; warnings.simplefilter('error')"
-    subprocess.run([sys.executable, "-c", f"{code}; set_matmul('high')()"], check=True)

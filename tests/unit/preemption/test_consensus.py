@@ -226,15 +226,6 @@ def test_a_request_withdrawn_while_all_look_for_a_boundary_does_nothing() -> Non
         each.close()
 
 
-def test_a_run_that_ends_before_the_request_is_agreed_on_just_ends() -> None:
-    # The first process has left before the second, which is slower, has heard of anything.
-    with running(0.0, 0.02, num_steps=20) as made:
-        made[0].thread.join(30)
-        made[1].consensus.ask("SIGTERM")
-    assert made[0].done == made[1].done == []
-    assert made[1].consensus.left_over() == "SIGTERM"
-
-
 def test_a_stop_that_was_agreed_on_and_not_handed_out_is_left_over() -> None:
     board, progress = Board(), Progress(step=9)
     made = [make_consensus(rank, 2, board=board, progress=progress) for rank in range(2)]
@@ -303,19 +294,6 @@ def test_a_save_that_another_process_does_not_answer_is_given_up(
     first.close()
 
 
-def test_nobody_hears_requests_after_the_board_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board()
-    first, pending = make_silent_pair(monkeypatch, board)
-
-    def fail(key: str) -> str:
-        raise RuntimeError("connection lost")
-
-    monkeypatch.setattr(board, "read", fail)
-    wait_until(lambda: not first.ask(SAVE))
-    assert pending == []
-    first.close()
-
-
 def in_threads(members: list[Consensus], work: Callable[[Consensus], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(work, members))
@@ -324,36 +302,6 @@ def in_threads(members: list[Consensus], work: Callable[[Consensus], Any]) -> li
 def make_group(count: int, timeout_s: float = 60.0) -> list[Consensus]:
     board = Board()
     return [make_consensus(rank, count, board=board, timeout_s=timeout_s) for rank in range(count)]
-
-
-def test_one_process_agrees_with_itself() -> None:
-    (alone,) = make_group(1)
-    assert alone.all_true(True)
-    assert not alone.all_true(False)
-
-
-def test_all_hear_the_same_answer_each_time() -> None:
-    def work(group: Consensus) -> list[bool]:
-        answers = []
-        for turn in range(20):
-            time.sleep(0.002 * ((group.rank + turn) % 3))
-            answers.append(group.all_true(turn % 4 != group.rank))
-        return answers
-
-    assert in_threads(make_group(3), work) == [[turn % 4 == 3 for turn in range(20)]] * 3
-
-
-def test_all_wait_for_the_last() -> None:
-    arrived = threading.Event()
-
-    def work(group: Consensus) -> bool:
-        if group.rank == 1:
-            time.sleep(0.1)
-            arrived.set()
-        group.all_true(True)
-        return arrived.is_set()
-
-    assert in_threads(make_group(2), work) == [True, True]
 
 
 def test_a_save_and_a_request_are_agreed_on_at_the_same_time_and_after_the_run() -> None:

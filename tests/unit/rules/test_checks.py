@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows
 from torch import nn
-from torchmetrics import MeanMetric
 
 from hftrain import TaskModule, Trainer
-from hftrain.rules.constructor import check_parts
-from hftrain.rules.data import check_eval_data
-from hftrain.rules.evaluation import best_metric_key, check_best_metric
-from hftrain.rules.functions import check_optimizer, read_optimizers
-from hftrain.rules.task import check_task
-from hftrain.task.model_task import ModelTask
+from hftrain.rules.evaluation import best_metric_key
+from hftrain.rules.functions import read_optimizers
 
 # -- model -----------------------------------------------------------------------------------------------------------
 
@@ -40,54 +35,13 @@ def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def make_parts(**parts: Any) -> dict[str, Any]:
-    return {
-        "model_init": None,
-        "optimizers": (None, None),
-        "optimizer_cls_and_kwargs": None,
-        "functions": {},
-        **parts,
-    }
-
-
 sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {},
-        {"optimizers": (sgd, None)},
-        {"model_init": Net, "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-        {"optimizers": (None, object()), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-        {"functions": {"data_collator": list}},
-    ],
-)
-def test_parts_that_agree_pass(parts: dict[str, Any]) -> None:
-    check_parts(**make_parts(**parts))
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dataset", "has_own_loader"), [("no", None, False), ("epoch", [1], False), ("epoch", None, True)]
-)
-def test_evaluations_with_data_or_without_a_plan_pass(
-    tmp_path: Path, strategy: str, dataset: Any, has_own_loader: bool
-) -> None:
-    args = make_arguments(tmp_path, eval_strategy=strategy)
-    check_eval_data(args, dataset, has_own_loader=has_own_loader)
-
-
 # -- optimizers ------------------------------------------------------------------------------------------------------
-
-
-def test_optimizer_and_schedule_that_belong_together_pass() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
-    for schedule in (None, torch.optim.lr_scheduler.StepLR(optimizer, 1), object()):
-        check_optimizer(optimizer, schedule, model)
 
 
 schedule_of_sgd = torch.optim.lr_scheduler.StepLR(sgd, 1)
@@ -120,40 +74,7 @@ def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
 # -- task ------------------------------------------------------------------------------------------------------------
 
 
-class Outside(TaskModule):
-    """Hold a parameter next to the model."""
-
-    def __init__(self, *, trains: bool) -> None:
-        super().__init__(Net())
-        self.temperature = nn.Parameter(torch.ones(()), requires_grad=trains)
-        self.mean = MeanMetric()
-
-
-@pytest.mark.parametrize("task", [Task(), Outside(trains=False), ModelTask(Net())])
-def test_task_that_keeps_its_side_passes(task: TaskModule) -> None:
-    check_task(task)
-
-
 # -- the metric that picks the best model ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metric", "task", "compute_metrics", "eval_dataset"),
-    [
-        (None, ModelTask(Net()), None, []),
-        ("loss", ModelTask(Net()), None, []),
-        ("eval_loss", ModelTask(Net()), None, []),
-        ("a_loss", ModelTask(Net()), None, {"a": []}),
-        ("f1", ModelTask(Net()), dict, []),
-        ("f1", Task(), None, []),
-        ("f1", ModelTask(Net()), dict, {"a": []}),
-    ],
-)
-def test_metric_that_may_come_passes(
-    tmp_path: Path, metric: str | None, task: TaskModule, compute_metrics: Any, eval_dataset: Any
-) -> None:
-    args = make_arguments(tmp_path, metric_for_best_model=metric)
-    check_best_metric(args, task=task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.tiny import make_arguments
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.types import Owns
-from hftrain.rules.strategy import check_local_rank, check_strategy, check_tensor_parallel
+from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
@@ -55,20 +55,6 @@ def test_what_a_strategy_cannot_do_is_refused(
         check_strategy(arguments, make_strategy(**traits), optimizers=(None, None))
     if traits is not ON_CUDA and "folder" not in options:
         check_strategy(arguments, make_strategy(), optimizers=(None, None))
-
-
-def test_optimizer_of_whole_parameters_is_refused_where_they_are_split(tmp_path: Path) -> None:
-    optimizers = (torch.optim.SGD([torch.zeros(1)], lr=0.1), None)
-    check_strategy(make_arguments(tmp_path), make_strategy(), optimizers=optimizers)
-    with pytest.raises(ConfigError, match=r"Cannot use optimizers=\(SGD\(\.\.\.\), \.\.\.\) with strategy='stand'"):
-        check_strategy(make_arguments(tmp_path), make_strategy(**PARTS), optimizers=optimizers)
-
-
-def test_layers_split_over_processes_need_a_strategy_that_knows() -> None:
-    check_tensor_parallel(1, make_strategy(), is_handled=False)
-    check_tensor_parallel(2, make_strategy(), is_handled=True)
-    with pytest.raises(ConfigError, match="layers are split over 2 processes"):
-        check_tensor_parallel(2, make_strategy(), is_handled=False)
 
 
 @pytest.mark.parametrize(("given", "launched"), [(0, None), (1, "0")])

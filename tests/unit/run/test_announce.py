@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import tiny
-from support.tiny import Stream, make_rows, train
+from support.tiny import make_rows
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -43,11 +43,6 @@ def test_run_says_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert said[-1] == "Training completed."
 
 
-def test_stream_says_what_it_cannot_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, train_dataset=Stream(make_rows(22)), log_level="info", max_steps=3)
-    assert {"Num examples = 12", "Num Epochs = as many as the steps need"} <= set(lines(caplog))
-
-
 def test_resumed_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
     make_trainer(tmp_path, **options).train()
@@ -55,13 +50,3 @@ def test_resumed_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCap
     make_trainer(tmp_path, **{**options, "max_steps": 10}).train(resume_from_checkpoint=True)
     assert "Continuing from the checkpoint: from epoch 1, global step 8" in lines(caplog)
     assert "Passing over the first 2 batches of that epoch" in lines(caplog)
-
-
-def test_evaluation_says_how_much_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tmp_path, per_device_eval_batch_size=3)
-    trainer.evaluate()
-    trainer.predict(Stream(make_rows(5)))
-    assert lines(caplog) == [
-        "***** Running Evaluation *****", "Num examples = 7", "Batch size = 3",
-        "***** Running Prediction *****", "Num examples = unknown", "Batch size = 3",
-    ]  # fmt: skip

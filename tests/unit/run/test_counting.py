@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from support import tiny
 from support.resuming import StopAt
-from support.tiny import Net, make_arguments, train
+from support.tiny import make_arguments, train
 from support.words import PAD, Measured, Words, make_words
 
-from hftrain import Trainer, TrainerCallback
-from hftrain.run.counting import RunCounts, TokenCounter
+from hftrain import Trainer
+from hftrain.run.counting import TokenCounter
 
 
 class Pixels(Words):
@@ -112,15 +111,6 @@ def test_num_tokens_walks_the_loader_once(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_walk_ends_where_it_was_told() -> None:
-    def batches() -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            yield {"input_ids": torch.ones(2, 3)}
-
-    assert TokenCounter("input_ids").count_all(batches(), max_batches=4) == 24
-    assert TokenCounter("input_ids").count_all([], max_batches=4) == 0
-
-
 def test_operations_are_the_models_own_or_none(tmp_path: Path) -> None:
     batch = {"input_ids": torch.ones(2, 3)}
     assert make_trainer(tmp_path, Measured()).floating_point_ops(batch) == 60
@@ -138,41 +128,6 @@ def test_operations_of_an_override_are_counted_per_micro_batch(tmp_path: Path) -
     assert trainer.train().metrics["total_flos"] == 3 * 7
     assert trainer.current_flos == 0
     assert trainer.train().metrics["total_flos"] == 3 * 7
-
-
-def test_operations_are_in_the_state_at_each_log(tmp_path: Path) -> None:
-    seen = []
-
-    class Reads(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(state.total_flos)
-
-    class Counting(Trainer):
-        def floating_point_ops(self, inputs: Any) -> int:
-            return 7
-
-    arguments = make_arguments(tmp_path, max_steps=4, logging_strategy="steps", logging_steps=2)
-    Counting(Words(), arguments, train_dataset=make_words(10), callbacks=[Reads]).train()
-    assert seen == [14, 28, 28]
-
-
-def test_stored_operations_move_into_the_state(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.current_flos = 5
-    trainer.store_flos()
-    assert (trainer.state.total_flos, trainer.current_flos) == (5, 0)
-
-
-def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> None:
-    def take(*args: Any) -> Any:
-        return [], None
-
-    def watching(**options: Any) -> Any:
-        trainer = Trainer(Net(), make_arguments(tmp_path, **options))
-        return RunCounts(trainer._trainer_parts.for_run(None), trainer.model).watching(take)
-
-    assert watching() is take
-    assert watching(include_tokens_per_second=True) is not take
 
 
 def test_counting_reads_nothing_from_the_device() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, make_arguments, make_rows
 from support.writes import At, make_trainer, wait_for_writes
 from torch import nn
@@ -82,11 +81,6 @@ def test_size_is_known_after_the_first_step(
     assert before_training <= predicted == before_saving
     actual = folder_bytes(tmp_path / "checkpoint-2")
     assert actual <= before_saving <= 1.05 * actual + (1 << 20)
-
-
-def test_size_counts_one_tensor_once() -> None:
-    tensor = torch.zeros(8)
-    assert tree_bytes({"a": tensor, "b": [tensor, torch.zeros(2)]}) == 40
 
 
 def test_leftovers_of_a_killed_save_are_gone_even_if_nothing_more_is_saved(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from support.resuming import assert_same, comparable, outcome
 from support.tiny import Noisy, at, make_resumable, make_rows, train
 
-from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
+from hftrain import EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.preemption.consensus import Consensus
@@ -232,12 +232,6 @@ def test_rotation_keeps_the_best_checkpoints_and_the_newest(tmp_path: Path, grea
     )  # fmt: skip
     # By step: 2: 0.5, 4: 0.2, 6: 0.4, 8: NaN, 10: 0.3, 12: 0.4; of equals the earlier.
     assert steps_in(tmp_path) == ([2, 6, 12] if greater else [4, 6, 10, 12])
-
-
-def test_keeping_the_best_needs_a_metric(tmp_path: Path) -> None:
-    for options in ({}, {"metric_for_best_model": "loss"}):
-        with pytest.raises(ConfigError, match="No evaluation says which checkpoints are the best"):
-            make_trainer(tmp_path, save_policy=SavePolicy(keep_best=2), **options)
 
 
 def test_auto_resumes_what_is_valid_and_else_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,14 +13,12 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 from support.tiny import Task, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.cli.runs import THROUGHPUT, read_run
 from hftrain.extras.hub.files import output_files
-from hftrain.run import journal
 
 
 def make(folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
@@ -204,14 +202,6 @@ def test_run_that_saves_nothing_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_rehearsal_leaves_no_journal(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
-    trainer = Trainer(Task(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4), fast_dev_run=1)
-    trainer.train()
-    trainer.evaluate()
-    assert not list(tmp_path.rglob(JOURNAL))
-
-
 def test_remote_run_continues_the_journal_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "local" not in fsspec.available_protocols():
         pytest.skip("this fsspec has no name for a local store other than that of plain folders")
@@ -225,11 +215,3 @@ def test_remote_run_continues_the_journal_of_another_machine(tmp_path: Path, mon
     assert [each["step"] for each in run.events if each["event"] == "end"] == [3, 6]
     assert [step for step, _ in run.points("loss")] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(value) for _, value in run.points("loss"))
-
-
-def test_memory_of_a_gpu_is_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 7 if device.type == "cuda" else 0)
-    memory = journal._memory(torch.device("cuda"))
-    assert memory["device"] == 7
-    assert memory["host"] > 1_000_000
-    assert "device" not in journal._memory(torch.device("cpu"))

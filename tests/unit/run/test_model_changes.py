@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 from torch import nn
 
-from hftrain import ConfigError, Trainer
-from hftrain.rules.strategy import check_strategy
-from hftrain.strategies.registry import create_strategy
+from hftrain import Trainer
 
 
 @pytest.mark.parametrize(("options", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
@@ -42,18 +39,6 @@ def test_cpus_mixed_precision_trains_on_the_cpu(tmp_path: Path, name: str) -> No
     trainer = make_trainer(tmp_path, half_precision_backend="cpu_amp", max_steps=2, **{name: True})
     assert trainer.train().global_step == 2
     assert trainer.precision.policy.name == name
-
-
-def test_mixed_precision_of_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = make_arguments(tmp_path, half_precision_backend="cuda_amp", bf16=True)
-    with pytest.raises(ConfigError, match=r"half_precision_backend='cuda_amp'.*this run takes 'cpu'"):
-        Trainer(Net(), arguments)
-    strategy = create_strategy("single", use_cpu=True)
-    monkeypatch.setattr(type(strategy), "device_type", "cuda")
-    check = partial(check_strategy, strategy=strategy, optimizers=(None, None))
-    with pytest.raises(ConfigError, match=r"'cpu_amp'.*this run takes 'cuda'"):
-        check(make_arguments(tmp_path, use_cpu=False, half_precision_backend="cpu_amp", fp16=True))
-    check(make_arguments(tmp_path, use_cpu=False, half_precision_backend="cpu_amp"))
 
 
 def test_older_name_of_the_backend_works(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.tiny import Net, Noisy, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.layout import list_checkpoints
 
 WHERE = ("take", "forward", "update", "step_end", "evaluate")
@@ -142,12 +142,3 @@ def test_error_in_saving_after_an_error_leaves_the_first_one(
     with pytest.raises(Failure):
         trainer.train()
     assert "failed too" in caplog.text
-
-
-def test_salvage_is_refused_where_the_run_starts_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="starts the run again after an error"):
-        Trainer(
-            Net(),
-            make_arguments(tmp_path, auto_find_batch_size="smaller_batch"),
-            save_policy=SavePolicy(on_exception=True),
-        )

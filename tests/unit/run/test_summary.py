@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.tiny import Net, Task, make_arguments, make_rows, share
 
-from hftrain import EarlyStoppingCallback, ProgressCallback, SavePolicy, SummaryCallback, Trainer, TrainerCallback
+from hftrain import ProgressCallback, SavePolicy, SummaryCallback, Trainer, TrainerCallback
 
 
 class Terminal(io.StringIO):
@@ -58,19 +58,6 @@ def test_summary_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert rows.keys() <= {"title", "speed", "best evaluation", "best checkpoint", "last checkpoint"}
 
 
-def test_summary_lists_the_decays_of_a_given_optimizer(tmp_path: Path) -> None:
-    model = Net()
-    groups = [
-        {"params": [each], "weight_decay": decay}
-        for each, decay in zip(model.parameters(), (1e-2, 0, 1e-4, 0, 0, 1), strict=True)
-    ]
-    trainer = make_trainer(tmp_path, model=model, max_steps=1)
-    trainer.optimizer = torch.optim.SGD(groups, lr=0.1)
-    _, rows = summarize(trainer)
-    assert rows["weight decay"] == "0.0100  1 Linear.weight  1.00e-04  1 LayerNorm.weight  1  1 Linear.bias"
-    assert rows["no weight decay"] == "1 Linear.bias  1 LayerNorm.bias  1 Linear.weight"
-
-
 def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,19 +72,6 @@ def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     assert rows["resumed"] == f"from {tmp_path}/checkpoint-4"
 
 
-def test_summary_says_why_early_stopping_ended_the_run(tmp_path: Path) -> None:
-    callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)
-    _, rows = summarize(make_trainer(tmp_path, callbacks=[callback], num_train_epochs=9))
-    assert rows["stopped"] == "at step 15 of 45: no improvement in 2 evaluations (early stopping)"
-
-
-def test_summary_without_evaluations_names_the_last_checkpoint(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=4)
-    _, rows = summarize(Trainer(Task(), arguments, train_dataset=make_rows()))
-    assert rows.keys() == {"title", "speed", "last checkpoint"}
-    assert rows["last checkpoint"] == f"{tmp_path}/checkpoint-12"
-
-
 class Overflowing(Net):
     """Its third loss is infinite."""
 
@@ -107,17 +81,6 @@ class Overflowing(Net):
         loss, logits = super().forward(x, labels)
         self.num_calls += self.training
         return (loss * (math.inf if self.num_calls == 3 and self.training else 1.0), logits)
-
-
-@pytest.mark.filterwarnings("ignore:The loss was NaN")
-def test_summary_counts_losses_and_updates_that_were_left_out(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=Overflowing(), precision="fp16", save_strategy="no", eval_strategy="no")
-    output, rows = summarize(trainer)
-    assert output.metrics["nonfinite_losses"] == 1
-    assert rows["NaN or infinite"] == "1 training losses"
-    num_skipped = trainer.precision.logs()["skipped_steps"]
-    assert num_skipped >= 1
-    assert rows["skipped updates"] == f"{num_skipped:.0f}, whose gradients overflowed in fp16"
 
 
 @pytest.mark.filterwarnings("ignore:The loss was NaN")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, make_rows
 from support.writes import At, Gate, make_trainer, same_files
 
@@ -33,18 +32,6 @@ def test_async_save_writes_the_same_files(tmp_path: Path, options: dict[str, Any
     same_files(tmp_path / "later", tmp_path / "now")
     for path in list_checkpoints(tmp_path / "later"):
         verify(path)
-
-
-def test_async_saves_resume_to_the_last_bit(tmp_path: Path) -> None:
-    whole = make_trainer(tmp_path / "whole")
-    whole.train()
-    for stop in (3, 7):
-        part = make_trainer(tmp_path / "parts", At(stop - 1), StopAt(stop), policy=ASYNC)
-        part.train(resume_from_checkpoint=stop > 3)
-        assert part.state.global_step == stop
-    resumed = make_trainer(tmp_path / "parts", policy=ASYNC)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(outcome(resumed), outcome(whole))
 
 
 def test_async_save_is_of_its_step_however_far_training_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +215,6 @@ def test_an_interrupt_does_not_wait_for_the_write_and_the_next_run_does(
     assert "Waiting for the checkpoint that the interrupted run still writes" in caplog.text
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-12"]
     assert min(later.weights) == (3 if resume else 1)
-
-
-def test_async_save_rotates_after_each_commit(tmp_path: Path) -> None:
-    make_trainer(tmp_path, At(2, 4, 6, 8), policy=ASYNC, save_total_limit=2).train()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-12"]
 
 
 def test_async_save_leaves_an_own_rotation_to_the_main_thread(tmp_path: Path) -> None:

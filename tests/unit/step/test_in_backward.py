@@ -23,12 +23,6 @@ class LayerWiseSGD(LayerWise, torch.optim.SGD):
     """What a layer-wise handler makes of a class."""
 
 
-class TakesRanks(LayerWiseSGD):
-    """One that also works by averaged gradients."""
-
-    takes_ranks = True
-
-
 def check(optimizer: Any, *, ranks: int = 1, accumulation: int = 1, precision: str = "fp32", owns: Any = None) -> None:
     strategy: Any = SimpleNamespace(world_size=ranks, owns=owns or Owns.NOTHING, name="engine")
     check_in_backward(optimizer, strategy=strategy, precision=precisions.create(precision), accumulation=accumulation)
@@ -51,12 +45,6 @@ def test_check_in_backward_refuses(setting: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, LayerWiseSGD([nn.Parameter(torch.ones(1))], lr=0.1)])
 def test_check_in_backward_passes(optimizer: Any) -> None:
     check(optimizer)
-
-
-def test_check_in_backward_passes_ranks_that_are_taken() -> None:
-    check(TakesRanks, ranks=2, accumulation=2, precision="fp16")
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
-        check(TakesRanks, accumulation=2)
 
 
 def test_stepper_updates_in_backward(caplog: pytest.LogCaptureFixture) -> None:

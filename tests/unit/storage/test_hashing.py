@@ -8,20 +8,16 @@ import io
 import itertools
 import mmap
 import os
-import threading
 import time
 from pathlib import Path
 
 import numpy
 import pytest
-import torch
 
 from hftrain.storage import hashing
 from hftrain.storage.hashing import create, mark, noting
-from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors
 
 PIECE = 1 << 22
-SIZES = (1, 4095, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 4096, 5 * PIECE + 17)
 
 
 def random_bytes(num: int) -> bytes:
@@ -33,20 +29,6 @@ def written(path: Path, *parts: bytes) -> dict[hashing.Mark, str]:
         for part in parts:
             assert file.write(part) == len(part)
     return notes
-
-
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("num_parts", [1, 7])
-@pytest.mark.parametrize("has_direct", [True, False])
-def test_hash_is_that_of_the_file(tmp_path, monkeypatch, num_bytes, num_parts, has_direct):
-    if not has_direct:
-        monkeypatch.setattr(hashing, "_DIRECT", 0)
-    data = random_bytes(num_bytes)
-    cuts = sorted({0, num_bytes, *numpy.random.default_rng(0).integers(0, num_bytes + 1, num_parts - 1).tolist()})
-    parts = [data[start:end] for start, end in itertools.pairwise(cuts)]
-    notes = written(tmp_path / "a", *parts)
-    assert (tmp_path / "a").read_bytes() == data
-    assert notes == {mark((tmp_path / "a").stat()): hashlib.sha256(data).hexdigest()}
 
 
 def test_memory_may_change_as_soon_as_it_was_handed_over(tmp_path):
@@ -93,39 +75,6 @@ def test_changed_file_has_another_mark(tmp_path, kind):
     assert mark(path.stat()) not in notes
 
 
-def test_file_system_that_keeps_its_times_leaves_no_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "utime", lambda *args, **options: None)
-    assert written(tmp_path / "a", b"x") == {}
-
-    def refuse(*args: object, **options: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "utime", refuse)
-    assert written(tmp_path / "a", b"x") == {}
-
-
-def test_notes_are_those_of_one_thread_and_one_block(tmp_path):
-    with noting() as notes:
-        thread = threading.Thread(target=lambda: save_containers({"a": 1}, tmp_path / "a"))
-        thread.start()
-        thread.join()
-    save_containers({"a": 1}, tmp_path / "b")
-    assert notes == {}
-    assert load_containers(tmp_path / "a") == load_containers(tmp_path / "b") == {"a": 1}
-
-
-def test_file_that_is_not_finished_has_no_hash(tmp_path):
-    def break_off() -> None:
-        with create(tmp_path / "a") as file:
-            file.write(random_bytes(PIECE + 1))
-            raise KeyboardInterrupt
-
-    with noting() as notes, pytest.raises(KeyboardInterrupt):
-        break_off()
-    assert notes == {}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hftrain-hash")]
-
-
 class Refusing(io.FileIO):
     """Stands in for a file system that takes the flag for writes past the cache, and then refuses the writes."""
 
@@ -165,18 +114,3 @@ def test_full_disk_is_an_error_of_the_write(num_bytes):
     with pytest.raises(OSError, match="No space left") as caught, noting(), create(Path("/dev/full")) as file:
         file.write(random_bytes(num_bytes))
     assert caught.value.errno == errno.ENOSPC
-
-
-def test_tensors_and_containers_are_the_same_bytes_with_notes_and_without(tmp_path):
-    tensors = {"big": torch.randn(3 * PIECE // 4), "small": torch.ones(3), "number": torch.tensor(1)}
-    save_tensors(tensors, tmp_path / "a.safetensors")
-    save_containers({"state": tensors}, tmp_path / "a.pt")
-    with noting() as notes:
-        save_tensors(tensors, tmp_path / "b.safetensors")
-        save_containers({"state": tensors}, tmp_path / "b.pt")
-    for name in ("safetensors", "pt"):
-        data = (tmp_path / f"b.{name}").read_bytes()
-        assert data == (tmp_path / f"a.{name}").read_bytes()
-        assert notes[mark((tmp_path / f"b.{name}").stat())] == hashlib.sha256(data).hexdigest()
-    assert torch.equal(load_tensors(tmp_path / "b.safetensors")["big"], tensors["big"])
-    assert torch.equal(load_containers(tmp_path / "b.pt")["state"]["big"], tensors["big"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from pathlib import Path
 
 import pytest
 from support.remote import URL, failing, listing, read, write
 
 from hftrain import ConfigError, MissingDependencyError
 from hftrain.extras.remote.folders import Mirror, RemoteFolder
-from hftrain.storage.files import check_url, is_url, local_folder, mirror_of
+from hftrain.storage.files import check_url, mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -23,76 +22,11 @@ def hide(monkeypatch, package: str) -> None:
     monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket", "memory://a/b", "S3://Bucket/run"])
-def test_urls_are_told_from_paths(text):
-    assert is_url(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["runs/a", "/runs/a", "C:/runs", "C:\\runs", "file:///runs/a", "s3:/bucket/run", "s3://"]
-)
-def test_paths_are_told_from_urls(text):
-    assert not is_url(text)
-
-
-@pytest.mark.parametrize("text", ["s3:/bucket/run", "simplecache::s3://bucket/run"])
-def test_check_refuses_what_is_neither_path_nor_url(text):
-    with pytest.raises(ConfigError, match="neither a path nor a plain URL"):
-        check_url(text)
-
-
-def test_check_refuses_an_unknown_store():
-    with pytest.raises(ConfigError, match="fsspec knows no store 'nowhere'"):
-        check_url("nowhere://bucket/run")
-
-
-@pytest.mark.parametrize(("protocol", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
-def test_check_names_the_package_to_install(protocol, package, monkeypatch):
-    hide(monkeypatch, package)
-    with pytest.raises(MissingDependencyError, match=f"Run: pip install {package}\\."):
-        check_url(f"{protocol}://bucket/run")
-
-
 def test_check_hands_on_what_a_store_of_fsspec_needs(monkeypatch):
     hide(monkeypatch, "paramiko")
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
     with pytest.raises(MissingDependencyError, match=r"paramiko.*Install what the message names"):
         check_url("sftp://host/run")
-
-
-def test_check_accepts_paths_and_stores_that_are_there():
-    for text in ("runs/a", URL, "file:///runs/a"):
-        check_url(text)
-
-
-def test_a_file_goes_there_and_back(tmp_path):
-    folder = RemoteFolder(URL + "/")
-    (tmp_path / "a").write_bytes(b"12345")
-    folder.upload(tmp_path / "a", "deep/er/a")
-    folder.write("b", "text")
-    assert listing() == ["b", "deep/er/a"]
-    assert folder.names() == ["b", "deep"]
-    assert folder.sizes("deep") == {"er/a": 5}
-    folder.download("deep/er/a", tmp_path / "new" / "a")
-    assert (tmp_path / "new" / "a").read_bytes() == b"12345"
-    for _ in range(2):  # what is gone already is no error
-        folder.delete_folder("deep")
-        assert folder.names() == ["b"]
-    for _ in range(2):
-        folder.delete_file("b")
-        assert folder.names() == []
-
-
-def test_what_is_absent_is_empty_or_not_found(tmp_path):
-    folder = RemoteFolder(URL)
-    assert (folder.names(), folder.sizes("a")) == ([], {})
-    with pytest.raises(FileNotFoundError):
-        folder.download("a", tmp_path / "a")
-
-
-def test_check_writable_leaves_nothing():
-    RemoteFolder(URL).check_writable()
-    assert listing() == []
 
 
 def test_check_writable_names_the_stores_reason(monkeypatch):
@@ -153,31 +87,6 @@ def test_a_mirror_has_the_name_of_its_folder_and_one_place(tmp_path, monkeypatch
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert mirror_of(URL).is_relative_to(tmp_path / "home" / ".cache" / "hftrain" / "mirrors")
-
-
-def test_local_folders_stay_where_they_are(tmp_path):
-    assert local_folder("a", start=tmp_path) == tmp_path / "a"
-    assert local_folder("/a/b", start=tmp_path) == Path("/a/b")
-    assert local_folder("file:///a/b", start=tmp_path) == Path("/a/b")
-    assert local_folder(URL, start=tmp_path) == mirror_of(URL)
-
-
-def test_publish_uploads_what_is_new_or_changed():
-    mirror_of(URL).mkdir(parents=True)
-    (mirror_of(URL) / "old").write_text("of an earlier process")
-    mirror = make_mirror()
-    mirror.publish()
-    assert listing() == []
-    for name in ("a", "deep/b", ".hidden", "deep/.hidden/c", "skipped/d"):
-        (mirror.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (mirror.folder / name).write_text("1")
-    mirror.publish()
-    assert listing() == ["a", "deep/b"]
-    (mirror.folder / "a").write_text("22")
-    (mirror.folder / "old").write_text("of this process")
-    mirror.publish()
-    assert listing() == ["a", "deep/b", "old"]
-    assert read("a") == b"22"
 
 
 def test_publish_uploads_nothing_twice(monkeypatch):

@@ -43,11 +43,6 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
     assert found["plain"] == 7
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
-    assert load_shards(tmp_path, stem="part") == {}
-    assert find_shards(tmp_path / "absent", stem="part") == []
-
-
 @pytest.mark.parametrize(("rank", "block"), [(0, "[0:3, 0:2]"), (1, "[3:5, 0:2]")])
 def test_missing_piece_is_an_error_that_names_it(tmp_path: Path, rank: int, block: str) -> None:
     save(tmp_path)
@@ -118,26 +113,6 @@ def test_place_that_is_none_is_an_error(tmp_path: Path, place: object) -> None:
     save_tensors({"a": WHOLE}, tmp_path / "part-00000-of-00001.safetensors", metadata=notes)
     with pytest.raises(CheckpointError, match="damaged"):
         load_shards(tmp_path, stem="part")
-
-
-def test_rows_have_the_form_of_older_checkpoints(tmp_path: Path) -> None:
-    for rank, (start, rows) in enumerate([(0, WHOLE[:3]), (3, WHOLE[3:])]):
-        save_shards({"a": Shard(rows, (start, 0), (5, 2))}, tmp_path, stem="new", rank=rank, world_size=2)
-        notes = {"hftrain.rows": json.dumps({"a": [start, 5]})}
-        old, new = (tmp_path / f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("part", "new"))
-        save_tensors({"a": rows}, old, metadata=notes)
-        assert new.read_bytes() == old.read_bytes()
-    assert torch.equal(load_shards(tmp_path, stem="part")["a"], WHOLE)
-
-
-@pytest.mark.parametrize("whole", [torch.zeros(0, 3), torch.tensor(2.0)])
-def test_empty_tensor_and_number_come_back(tmp_path: Path, whole: torch.Tensor) -> None:
-    offsets = tuple(0 for _ in whole.shape)
-    for rank in range(2 if whole.numel() == 0 else 1):
-        shards = {"a": Shard(whole, offsets, tuple(whole.shape))}
-        save_shards(shards, tmp_path, stem="part", rank=rank, world_size=2)
-    found = load_shards(tmp_path, stem="part")["a"]
-    assert (found.shape, found.tolist()) == (whole.shape, whole.tolist())
 
 
 # -- parts of stored tensors -------------------------------------------------------------------------------------------

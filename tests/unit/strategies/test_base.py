@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hftrain.core.errors import StrategyError
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -47,19 +44,6 @@ def meta() -> Strategy:
     return strategy
 
 
-def test_device_before_launch_is_refused() -> None:
-    strategy = create_strategy("single", use_cpu=True)
-    with pytest.raises(StrategyError, match=r"Call launch\(\) first"):
-        _ = strategy.device
-    strategy.launch()
-    strategy.launch()
-    assert strategy.device == torch.device("cpu")
-    strategy.close()
-    strategy.close()
-    with pytest.raises(StrategyError):
-        _ = strategy.device
-
-
 def test_to_device_keeps_containers_and_other_leaves(meta: Strategy) -> None:
     tensor = torch.ones(2)
     moved = meta.to_device({"a": tensor, "b": [tensor, (tensor, "text")], "c": Pair(tensor, 1)})
@@ -90,90 +74,7 @@ def test_to_device_keeps_a_batch_encoding(meta: Strategy) -> None:
     assert batch["input_ids"].is_meta
 
 
-def test_setup_makes_the_optimizer_from_the_placed_model(meta: Strategy) -> None:
-    seen: list[Any] = []
-
-    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        seen.append(next(model.parameters()).device)
-        return torch.optim.SGD(model.parameters())
-
-    model, optimizer = meta.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    assert seen == [torch.device("meta")]
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
-
-
-def test_setup_without_an_optimizer_only_places(meta: Strategy) -> None:
-    model, optimizer = meta.setup(nn.Linear(2, 2), None, POLICY)
-    assert optimizer is None
-    assert model.weight.is_meta
-
-
 def test_place_model_false_leaves_the_model_where_it_is() -> None:
     strategy = create_strategy("single", device="meta", place_model=False)
     strategy.launch()
     assert not strategy.setup(nn.Linear(2, 2), None, POLICY)[0].weight.is_meta
-
-
-def test_unwrap_goes_through_every_wrapper(strategy: Strategy) -> None:
-    model = nn.Linear(2, 2)
-    for wrapped in (
-        model,
-        DataParallel(model),
-        torch.compile(model, backend="eager"),
-        DataParallel(torch.compile(model, backend="eager")),
-    ):
-        assert strategy.unwrap(wrapped) is model
-
-
-def test_model_state_has_the_unwrapped_keys(strategy: Strategy) -> None:
-    wrapped = torch.compile(nn.Linear(2, 2), backend="eager")
-    state = strategy.model_state(wrapped)
-    assert sorted(state) == ["bias", "weight"]
-    fresh = torch.compile(nn.Linear(2, 2), backend="eager")
-    strategy.load_model_state(fresh, state)
-    assert torch.equal(fresh.weight, wrapped.weight)
-    keys = strategy.load_model_state(fresh, {"weight": state["weight"]}, strict=False)
-    assert keys.missing_keys == ["bias"]
-
-
-def test_optimizer_state_round_trips(strategy: Strategy) -> None:
-    def trained(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(0.1)
-    other_model, other = trained(0.2)
-    strategy.load_optimizer_state(other_model, other, strategy.optimizer_state(model, optimizer))
-    assert other.param_groups[0]["lr"] == 0.1
-
-
-def test_clip_grad_norm_returns_the_norm_before_clipping(strategy: Strategy) -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    norm = strategy.clip_grad_norm([weight], 1.0)
-    assert isinstance(norm, torch.Tensor)
-    assert norm == 5.0
-    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))
-
-
-def test_collectives_of_one_process_are_the_identity(strategy: Strategy) -> None:
-    tensor, data = torch.arange(3), {"a": (1, 2)}
-    for op in ("sum", "mean", "max"):
-        assert strategy.reduce(tensor, op) is tensor
-    assert strategy.gather(tensor) is tensor
-    assert strategy.gather(torch.tensor(2.0)).shape == (1,)
-    assert strategy.gather_object(data)[0] is data
-    assert strategy.broadcast_object(data) is data
-    assert strategy.barrier() is None
-    assert strategy.all_true(True) is True
-    assert strategy.all_true(False) is False
-
-
-def test_scaler_factory_suits_the_device(strategy: Strategy) -> None:
-    scaler = strategy.scaler_factory(strategy.device)
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert scaler.is_enabled()

@@ -31,27 +31,6 @@ def strategy() -> Iterator[DDPStrategy]:
     strategy.close()
 
 
-def test_setup_wraps_and_unwrap_undoes_it(strategy: DDPStrategy) -> None:
-    model = nn.Linear(2, 2)
-    wrapped, optimizer = strategy.setup(model, make_optimizer, POLICY)
-    assert isinstance(wrapped, DistributedDataParallel)
-    assert strategy.unwrap(wrapped) is model
-    assert optimizer.param_groups[0]["params"][0] is model.weight
-    assert sorted(strategy.model_state(wrapped)) == ["bias", "weight"]
-
-
-def test_wrapped_model_is_not_wrapped_again(strategy: DDPStrategy) -> None:
-    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    again, optimizer = strategy.setup(wrapped, make_optimizer, POLICY)
-    assert again is wrapped
-    assert optimizer is not None
-
-
-def test_model_that_is_not_trained_is_not_wrapped(strategy: DDPStrategy) -> None:
-    model = nn.Linear(2, 2).requires_grad_(False)
-    assert strategy.setup(model, None, POLICY) == (model, None)
-
-
 def test_reducer_is_gone_before_its_group_is_destroyed(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
     wrapped(torch.ones(1, 2)).sum().backward()
@@ -79,13 +58,6 @@ def test_frozen_model_is_refused(strategy: DDPStrategy) -> None:
         strategy.setup(nn.Linear(2, 2).requires_grad_(False), make_optimizer, POLICY)
 
 
-def test_no_sync_holds_the_exchange_back(strategy: DDPStrategy) -> None:
-    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    with strategy.no_sync(wrapped):
-        assert not wrapped.require_backward_grad_sync
-    assert wrapped.require_backward_grad_sync
-
-
 def test_options_reach_ddp(strategy: DDPStrategy) -> None:
     chosen = create_strategy(
         "ddp_find_unused", use_cpu=True, bucket_cap_mb=1, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -96,13 +68,6 @@ def test_options_reach_ddp(strategy: DDPStrategy) -> None:
     assert wrapped.bucket_bytes_cap == 1024**2
     assert not wrapped.broadcast_buffers
     assert wrapped.gradient_as_bucket_view
-
-
-def test_default_options_are_torchs(strategy: DDPStrategy) -> None:
-    ours, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
-    torchs = DistributedDataParallel(nn.Linear(2, 2))
-    for name in ("find_unused_parameters", "broadcast_buffers", "static_graph", "bucket_bytes_cap"):
-        assert getattr(ours, name) == getattr(torchs, name)
 
 
 def test_mps_is_refused() -> None:

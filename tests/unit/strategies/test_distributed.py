@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hftrain.core.errors import ConfigError, StrategyError
@@ -23,30 +21,6 @@ def strategy() -> Iterator[DDPStrategy]:
     strategy = DDPStrategy(use_cpu=True)
     yield strategy
     strategy.close()
-
-
-def test_group_of_one_needs_no_launcher(strategy: DDPStrategy, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hftrain"):
-        strategy.launch()
-    assert "torchrun --nproc_per_node=N" in caplog.text
-    assert dist.get_backend() == "gloo"
-    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
-    assert strategy.device == torch.device("cpu")
-
-
-def test_launch_twice_keeps_the_group(strategy: DDPStrategy) -> None:
-    strategy.launch()
-    strategy.launch()
-    assert dist.is_initialized()
-
-
-def test_close_leaves_the_group_and_can_be_repeated(strategy: DDPStrategy) -> None:
-    strategy.launch()
-    strategy.close()
-    strategy.close()
-    assert not dist.is_initialized()
-    strategy.launch()
-    assert dist.is_initialized()
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -87,33 +61,6 @@ def test_group_of_somebody_else_is_used_and_left(strategy: DDPStrategy, monkeypa
         dist.destroy_process_group()
 
 
-def test_group_of_one_needs_no_accelerate(strategy: DDPStrategy) -> None:
-    before = "accelerate" in sys.modules
-    strategy.launch()
-    assert ("accelerate" in sys.modules) == before
-
-
-def test_collectives_of_one_process_are_the_identity(strategy: DDPStrategy) -> None:
-    strategy.launch()
-    tensor = torch.arange(3)
-    assert strategy.reduce(tensor, "mean") is tensor
-    assert strategy.gather(tensor) is tensor
-    assert strategy.gather(torch.tensor(2.0)).shape == (1,)
-    assert strategy.gather_object("a") == ["a"]
-    assert strategy.broadcast_object("a") == "a"
-    assert strategy.all_true(False) is False
-    strategy.barrier()
-
-
-def test_rank_before_launch_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    strategy = DDPStrategy(use_cpu=True)
-    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (3, 1, 4)
-    assert not strategy.is_main
-    assert not dist.is_initialized()
-
-
 def test_processes_that_do_not_meet_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: DDPStrategy) -> None:
     from accelerate import PartialState
 
@@ -124,19 +71,6 @@ def test_processes_that_do_not_meet_are_refused(monkeypatch: pytest.MonkeyPatch,
         launched.launch()
     assert not dist.is_initialized()
     assert PartialState().initialized  # somebody else's, so it is left alone
-
-
-def test_machines_that_nothing_names_a_meeting_place_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `mpirun` with a list of hosts, and no scheduler."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what is set in its place is gone after the test
-    monkeypatch.delenv("MASTER_ADDR")
-    said = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    for name, value in said.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=HOST"):
-        DDPStrategy(use_cpu=True).launch()
-    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(

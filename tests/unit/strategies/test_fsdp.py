@@ -57,17 +57,6 @@ def test_units_are_named_by_class_inner_ones_first() -> None:
         names(Model(), layer_classes=["block"])
 
 
-def test_units_by_size_leave_containers_and_attention_whole() -> None:
-    assert names(Model(), min_num_params=64) == ["embed", "blocks.0.mix", "blocks.1.mix", "attention", "head"]
-    # Smaller parts join into one that is large enough; a container has no forward pass, so it cannot be one.
-    assert names(Model(), min_num_params=100) == ["attention"]
-    assert names(Model(), min_num_params=10_000) == []
-
-
-def test_shared_parameters_stay_in_the_outermost_unit() -> None:
-    assert names(Model(is_tied=True), layer_classes=["Block", "Embedding", "Linear"]) == ["blocks.1.mix", "blocks.1"]
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError
 from hftrain.precision.registry import precisions
 from hftrain.strategies.registry import create_strategy
 from hftrain.strategies.single import MPSStrategy, SingleDeviceStrategy
-
-
-def test_device_type_is_known_before_launch() -> None:
-    assert SingleDeviceStrategy(use_cpu=True).device_type == "cpu"
-    assert SingleDeviceStrategy().device_type == find_device_type()
-    assert SingleDeviceStrategy(device=torch.device("meta")).device_type == "meta"
 
 
 @pytest.mark.parametrize(

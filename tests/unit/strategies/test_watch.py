@@ -124,11 +124,6 @@ def test_something_can_be_written_before_a_process_is_ended(
     assert "[rank1]: ended, because rank 0 " in capsys.readouterr().err
 
 
-def test_interrupt_is_no_failure(watches: tuple[RankWatch, RankWatch]) -> None:
-    watches[0]._report(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert watches[1].failure_elsewhere() is None
-
-
 def test_timeout_tells_who_did_not_come_and_where_they_are(watches: tuple[RankWatch, RankWatch]) -> None:
     first, second = watches
     first.where, second.where = lambda: "evaluate", lambda: "train step 3"
@@ -143,11 +138,6 @@ def test_rank_that_does_not_answer_did_not_come(
     monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
     watches[1].stop()
     assert "rank 1 does not answer" in str(watches[0].late(LATE, timeout_s=5.0))
-
-
-@pytest.mark.parametrize("error", [GONE, RuntimeError("the request timed out")])
-def test_other_errors_are_no_timeouts(watches: tuple[RankWatch, RankWatch], error: Exception) -> None:
-    assert watches[0].late(error, timeout_s=5.0) is None
 
 
 def test_store_that_is_gone_ends_the_watch() -> None:

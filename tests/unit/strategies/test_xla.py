@@ -60,12 +60,6 @@ def test_number_of_cores_multiplies_the_batch_once(tmp_path, cores: int | None, 
 
 
 @pytest.mark.usefixtures("pretend_installed")
-def test_use_cpu_contradicts_it(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="use_cpu"):
-        make_trainer(tmp_path, strategy="xla", use_cpu=True)
-
-
-@pytest.mark.usefixtures("pretend_installed")
 def test_recomputing_needs_layers() -> None:
     with pytest.raises(ConfigError, match="no layers were named"):
         xla.XLAStrategy(shards=True, recomputes=True).check_model(Net())

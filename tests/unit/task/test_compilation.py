@@ -65,15 +65,6 @@ def test_steps_epochs_and_the_short_batch_compile_once(tmp_path: Path, counting:
     assert counting.num_runs == 15  # the three short batches ran as written
 
 
-def test_evaluations_compile_once_more(tmp_path: Path, counting: Counting) -> None:
-    trainer = train(tmp_path, Net(), eval_strategy="epoch", save_strategy="epoch", max_grad_norm=0.5)
-    assert counting.num_graphs == 2
-    before = counting.num_runs
-    trainer.evaluate()
-    assert counting.num_graphs == 2
-    assert counting.num_runs == before + 2  # two full batches, and the short one as written
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_true"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_accumulation_and_precision_compile_once(
@@ -121,14 +112,6 @@ def test_model_runs_as_written_after_an_error(tmp_path: Path, counting: Counting
         train(tmp_path, model)
     assert model._compiled_call_impl is None
     assert "ACCELERATE_DYNAMO_BACKEND" not in os.environ
-
-
-def test_evaluation_alone_compiles(tmp_path: Path, counting: Counting) -> None:
-    arguments = make_arguments(tmp_path, torch_compile_backend="counting")
-    model = Net()
-    Trainer(model, arguments, eval_dataset=make_rows(9)).evaluate()
-    assert counting.num_graphs == 1
-    assert model._compiled_call_impl is None
 
 
 def test_batches_of_many_sizes_share_a_second_graph(counting: Counting) -> None:

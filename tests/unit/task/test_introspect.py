@@ -11,13 +11,9 @@ from torch import nn
 
 from hftrain.task.introspect import (
     accepts_item_count,
-    base_model,
-    can_return_loss,
     find_label_names,
-    forward_parameters,
     is_causal,
     is_recomputing,
-    is_transformers_like,
     keys_to_ignore,
 )
 
@@ -45,21 +41,6 @@ class Adapter(nn.Module):
 transformers_like = {"config": SimpleNamespace(), "save_pretrained": lambda self, folder: None}
 
 
-def test_adapter_wrapper_is_looked_through() -> None:
-    net = Net()
-    wrapped = Adapter(net)
-    assert base_model(wrapped) is net
-    assert base_model(net) is net
-    assert list(forward_parameters(wrapped)) == ["x", "labels"]
-    assert find_label_names(wrapped) == ["labels"]
-
-
-@pytest.mark.parametrize("getter", [lambda self: "no module", "not callable"])
-def test_get_base_model_of_another_meaning_is_left_alone(getter: Any) -> None:
-    model = make_model(get_base_model=getter)
-    assert base_model(model) is model
-
-
 @pytest.mark.parametrize(
     ("model", "names"),
     [
@@ -75,20 +56,6 @@ def test_get_base_model_of_another_meaning_is_left_alone(getter: Any) -> None:
 )
 def test_label_names_are_read_from_forward(model: nn.Module, names: list[str]) -> None:
     assert find_label_names(model) == names
-
-
-@pytest.mark.parametrize(
-    ("forward", "can"),
-    [
-        (lambda self, x, return_loss=True: 0, True),
-        (lambda self, x, return_loss=False: 0, False),
-        (lambda self, x, return_loss: 0, False),
-        (lambda self, x, **kwargs: 0, False),
-    ],
-)
-def test_loss_without_labels_is_a_default_of_forward(forward: Any, can: bool) -> None:
-    assert can_return_loss(make_model(forward=forward)) is can
-    assert can_return_loss(Adapter(make_model(forward=forward))) is can
 
 
 @pytest.mark.parametrize(
@@ -114,20 +81,10 @@ def test_the_name_of_a_users_class_does_not_make_it_causal() -> None:
     assert not is_causal(make_model("ToyForConditionalGeneration", config=SimpleNamespace()))
 
 
-def test_transformers_models_have_a_config_and_can_be_saved() -> None:
-    assert is_transformers_like(make_model(**transformers_like))
-    assert not is_transformers_like(make_model(config=SimpleNamespace()))
-
-
 @pytest.mark.parametrize("name", ["is_activation_checkpointing", "is_gradient_checkpointing"])
 @pytest.mark.parametrize("value", [True, False])
 def test_recomputing_is_read_from_the_class(name: str, value: bool) -> None:
     assert is_recomputing(make_model(**{name: value})) is value
-
-
-@pytest.mark.parametrize("model", [Net(), None])
-def test_other_models_do_not_recompute(model: Any) -> None:
-    assert is_recomputing(model) is False
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,6 @@ def test_model_is_patched_at_construction(tmp_path: Path, calls: Any, config: An
     assert calls == [(model, expected)]
 
 
-def test_nothing_is_patched_unasked(tmp_path: Path, calls: Any) -> None:
-    Trainer(Llama(), make_arguments(tmp_path))
-    assert calls == []
-
-
 def test_other_models_warn(tmp_path: Path, calls: Any) -> None:
     with pytest.warns(UserWarning, match="use_liger_kernel=True does nothing to a Net"):
         Trainer(Net(), make_arguments(tmp_path, use_liger_kernel=True))
@@ -76,11 +71,6 @@ def test_other_models_warn(tmp_path: Path, calls: Any) -> None:
 def test_kind_without_kernels_is_refused(tmp_path: Path, calls: Any) -> None:
     with pytest.raises(ConfigError, match=r"no kernels for model_type='bert'.*Liger knows: llama"):
         Trainer(Llama("bert"), make_arguments(tmp_path, use_liger_kernel=True))
-
-
-def test_unknown_kernel_is_refused(tmp_path: Path, calls: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'ropes'.*Did you mean 'rope'"):
-        Trainer(Llama(), make_arguments(tmp_path, use_liger_kernel=True, liger_kernel_config={"ropes": True}))
 
 
 @pytest.mark.skipif(is_available("liger-kernel") and is_available("triton"), reason="Liger is installed")

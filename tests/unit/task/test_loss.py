@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from hftrain.core.errors import TaskError
 from hftrain.task.loss import read_loss, smoothed_loss
@@ -49,48 +48,6 @@ def test_loss_is_found(outputs: Any) -> None:
 def test_outputs_without_a_loss_are_named(outputs: Any, named: str) -> None:
     with pytest.raises(TaskError, match=f"the loss of Net.*{named}, with no scalar loss.*compute_loss_func"):
         read_loss(outputs, model_name="Net")
-
-
-def make_case(*shape: int, num_classes: int = 5, ignored: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
-    labels = torch.randint(0, num_classes, shape).masked_fill(torch.rand(shape) < ignored, -100)
-    return torch.randn(*shape, num_classes), labels
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("shape", [(7,), (3, 6), (2, 3, 4)])
-def test_smoothed_loss_is_torchs(shape: tuple[int, ...], smoothing: float) -> None:
-    for _ in range(5):
-        logits_BxC, labels_Bx = make_case(*shape)
-        expected = cross_entropy(logits_BxC.flatten(0, -2), labels_Bx.flatten(), label_smoothing=smoothing)
-        assert torch.equal(smoothed_loss(logits_BxC, labels_Bx, smoothing=smoothing), expected) or torch.allclose(
-            smoothed_loss(logits_BxC, labels_Bx, smoothing=smoothing), expected, equal_nan=True
-        )
-
-
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_smoothed_losses_of_micro_batches_add_up_to_the_steps(shift: bool, as_tensor: bool) -> None:
-    logits_BTC, labels_BT = make_case(6, 5)
-    num_items = int((labels_BT[:, 1:] if shift else labels_BT).ne(-100).sum())
-    whole = smoothed_loss(logits_BTC, labels_BT, smoothing=0.1, shift=shift)
-    parts = [
-        smoothed_loss(
-            logits_BTC[rows],
-            labels_BT[rows],
-            smoothing=0.1,
-            shift=shift,
-            num_items=torch.tensor(num_items) if as_tensor else num_items,
-        )
-        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
-
-
-def test_smoothed_loss_of_half_precision_is_taken_in_float32() -> None:
-    logits_BxC, labels_Bx = make_case(8)
-    half = smoothed_loss(logits_BxC.bfloat16(), labels_Bx, smoothing=0.1)
-    assert half.dtype is torch.float32
-    torch.testing.assert_close(half, smoothed_loss(logits_BxC.bfloat16().float(), labels_Bx, smoothing=0.1))
 
 
 def test_smoothed_loss_without_any_label_is_nan_as_torchs_is() -> None:

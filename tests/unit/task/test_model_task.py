@@ -85,28 +85,6 @@ def test_label_names_are_found_or_given(model: nn.Module, given: Any, names: lis
 # -- loss ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-def test_models_own_loss_is_taken(form: str) -> None:
-    batch, model = make_batch(), Answer(form)
-    loss, outputs = ModelTask(model).compute_loss(model, batch)
-    torch.testing.assert_close(loss, cross_entropy(model.linear(batch["x"]), batch["labels"]))
-    assert len(outputs) == 3
-    assert model.calls == [{"labels"}]
-
-
-def test_inputs_are_not_mutated() -> None:
-    batch, model = make_batch(), Answer()
-    ModelTask(model, label_smoothing=0.1).compute_loss(model, batch)
-    assert set(batch) == {"x", "labels"}
-
-
-def test_item_count_goes_to_models_that_take_it() -> None:
-    model, net = Answer(), Net()
-    ModelTask(model).compute_loss(model, make_batch(), 8)
-    assert model.calls == [{"labels", "num_items_in_batch"}]
-    ModelTask(net).compute_loss(net, make_batch(), 8)
-
-
 @pytest.mark.parametrize("inputs", [(torch.ones(2, 4), torch.tensor([0, 1])), [torch.ones(2, 4), torch.tensor([0, 1])]])
 def test_sequences_become_positional_arguments(inputs: Any) -> None:
     model = Net()
@@ -164,92 +142,7 @@ def test_own_loss_function_gets_outputs_labels_and_count(is_encoder_decoder: boo
     assert model.calls == [{"labels"} if is_encoder_decoder else set()]
 
 
-def test_own_loss_function_is_called_without_labels_too() -> None:
-    model = Answer()
-    task = ModelTask(model, compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs["logits"].sum())
-    assert task.compute_loss(model, {"x": torch.ones(2, 4)})[0].dim() == 0
-
-
-def test_training_step_gives_loss_and_outputs() -> None:
-    output = ModelTask(Net()).training_step(make_batch())
-    assert output.loss is not None
-    assert output.loss.requires_grad
-    assert len(output.outputs) == 2
-
-
 # -- predictions -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-def test_prediction_gives_everything_but_the_loss(form: str) -> None:
-    batch, model = make_batch(), Answer(form)
-    output = predict(ModelTask(model), batch)
-    logits, hidden = output.outputs
-    assert torch.equal(logits, model.linear(batch["x"]))
-    assert torch.equal(hidden, batch["x"])
-    assert torch.equal(output.labels, batch["labels"])
-    assert not output.loss.requires_grad  # type: ignore[union-attr]
-    assert not logits.requires_grad
-
-
-def test_ignored_outputs_are_left_out() -> None:
-    task = ModelTask(Answer())
-    assert predict(task, make_batch(), ignore=("hidden",)).outputs.shape == (4, 3)
-    assert predict(task, make_batch(), ignore=("hidden", "logits")).outputs is None
-
-
-class Caching(nn.Module):
-    """Returns a cache under some name, as models that generate do; `get_seq_length` is what all of them have."""
-
-    def __init__(self, name: str, form: str, cache: Any) -> None:
-        super().__init__()
-        self.name, self.form, self.cache, self.scale = name, form, cache, nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        outputs = {"loss": self.scale, "logits": x, self.name: self.cache}
-        return tuple(outputs.values()) if self.form == "tuple" else outputs
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "memory"])
-def test_cache_is_no_prediction_whatever_its_name_is(form: str, name: str) -> None:
-    batch = make_batch()
-    task = ModelTask(Caching(name, form, SimpleNamespace(get_seq_length=lambda: 4)))
-    assert torch.equal(predict(task, batch).outputs, batch["x"])
-
-
-@pytest.mark.parametrize("given", ["cache", "past_key_values"])
-@pytest.mark.parametrize("returned", ["cache", "past_key_values"])
-def test_ignored_cache_is_found_under_its_other_name(given: str, returned: str) -> None:
-    batch = make_batch()
-    task = ModelTask(Caching(returned, "dict", (torch.zeros(4, 2),)))
-    assert torch.equal(predict(task, batch, ignore=(given,)).outputs, batch["x"])
-    assert len(predict(task, batch).outputs) == 2  # tensors of a model without a config, which nothing names
-
-
-def test_loss_alone() -> None:
-    output = predict(ModelTask(Answer()), make_batch(), loss_only=True)
-    assert output.loss is not None
-    assert output.outputs is None
-    assert output.labels is None
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple"])
-def test_prediction_without_labels_has_no_loss(form: str) -> None:
-    output = predict(ModelTask(Answer(form)), {"x": torch.ones(2, 4)})
-    assert output.loss is None
-    assert output.labels is None
-    assert [part.shape for part in output.outputs] == [(2, 3), (2, 4)]
-
-
-def test_bare_tensor_is_the_prediction() -> None:
-    assert predict(ModelTask(Answer("tensor")), {"x": torch.ones(2, 4)}).outputs.shape == (2, 3)
-
-
-def test_model_may_give_a_loss_without_labels() -> None:
-    output = predict(ModelTask(Blind()), {"x": torch.ones(2, 4)})
-    assert output.loss is not None
-    assert output.outputs.shape == (2, 3)
 
 
 def test_plain_tuples_are_asked_for_a_loss() -> None:
@@ -268,15 +161,6 @@ def test_first_of_a_tuple_is_a_prediction_where_the_loss_came_from_elsewhere(opt
     logits, hidden = predict(ModelTask(model, **options), batch).outputs
     assert torch.equal(logits, model.linear(batch["x"]))
     assert torch.equal(hidden, batch["x"])
-
-
-def test_several_label_names_give_a_tuple_of_labels() -> None:
-    task = ModelTask(Net(), label_names=["start", "end"])
-    start, end = torch.tensor([1]), torch.tensor([2])
-    assert task.labels_of({"start": start, "end": end}) == (start, end)
-    assert task.labels_of(UserDict(start=start)) is None
-    assert task.labels_of((start, end)) is None
-    assert ModelTask(Net(), label_names=[]).labels_of({"labels": start}) is None
 
 
 # -- items -----------------------------------------------------------------------------------------------------------

@@ -11,43 +11,12 @@ from support.tiny import Net, Task, make_rows
 from torch import nn
 from torchmetrics import MeanMetric
 
-from hftrain import StepOutput, TaskError, TaskModule
-from hftrain.task.module import as_step_output
+from hftrain import TaskError, TaskModule
 
 batch = {
     "x": torch.stack([row["x"] for row in make_rows(4)]),
     "labels": torch.stack([row["labels"] for row in make_rows(4)]),
 }
-
-
-def test_model_may_be_given_or_assigned() -> None:
-    class Late(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net()
-
-    assert [name for name, _ in Late().named_children()] == ["model"]
-    net = Net()
-    assert TaskModule(net).model is net
-
-
-def test_forward_runs_the_model() -> None:
-    task = Task()
-    assert torch.equal(task(batch["x"])[0], task.model(batch["x"])[0])
-
-
-def test_training_step_must_be_defined() -> None:
-    with pytest.raises(TaskError, match=r"Cannot run a training step of TaskModule.*training_step\(batch\)"):
-        TaskModule(Net()).training_step(batch)
-
-
-def test_evaluation_step_is_the_training_step_by_default() -> None:
-    task = Task().eval()
-    assert as_step_output(task.evaluation_step(batch)).loss == as_step_output(task.training_step(batch)).loss
-
-
-def test_predictions_are_the_outputs_of_evaluation_by_default() -> None:
-    assert Task().prediction_step(batch).shape == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +55,3 @@ def test_metrics_are_the_children_that_follow_the_protocol() -> None:
     task = Measured()
     assert list(task.metrics("eval")) == list(task.metrics("test")) == ["mean"]
     assert task.metrics("train") == {}
-
-
-def test_step_output_is_made_of_a_tensor_or_kept() -> None:
-    loss, output = torch.tensor(1.0), StepOutput(outputs=3)
-    assert as_step_output(loss).loss is loss
-    assert as_step_output(output) is output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def test_metric_that_was_never_updated_is_left_out_and_named(tmp_path: Path) -> 
         **metrics,
         **{k: v for k, v in trainer.evaluate().items() if k in ("eval_accuracy", "eval_micro")},
     }
-
-
-def test_collection_that_was_never_updated_is_left_out(tmp_path: Path) -> None:
-    trainer = Trainer(Measured(updates=False), make_arguments(tmp_path), eval_dataset=make_rows(6))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        metrics = trainer.evaluate()
-    assert len([each for each in told if "is left out" in str(each.message)]) == 3
-    assert not {"eval_accuracy", "eval_micro", "eval_macro", "eval_forgotten"} & metrics.keys()
 
 
 def test_training_metric_is_left_out_of_logs_before_its_first_update(tmp_path: Path) -> None:

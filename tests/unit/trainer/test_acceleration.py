@@ -12,7 +12,6 @@ from accelerate.state import AcceleratorState, GradientState
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, StrategyError, Trainer
-from hftrain.strategies.base import has_engine
 from hftrain.strategies.single import SingleDeviceStrategy
 
 
@@ -57,16 +56,6 @@ def test_accelerator_does_what_scripts_use_it_for(tmp_path: Path) -> None:
         pass
 
 
-def test_accelerators_of_two_trainers_keep_apart(tmp_path: Path) -> None:
-    one = make_trainer(tmp_path, bf16=True).accelerator
-    one.gradient_accumulation_steps = 2
-    two = make_trainer(tmp_path).accelerator
-    assert (one.mixed_precision, one.gradient_accumulation_steps) == ("bf16", 2)
-    assert (two.mixed_precision, two.gradient_accumulation_steps) == ("no", 1)
-    three = make_trainer(tmp_path, bf16=True).accelerator
-    assert (two.mixed_precision, three.mixed_precision) == ("no", "bf16")
-
-
 def test_accelerator_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
     own = Accelerator(cpu=True)
     assert make_trainer(tmp_path).accelerator is not own
@@ -96,15 +85,6 @@ def test_assigned_accelerator_takes_the_place_of_the_trainers_own(tmp_path: Path
     trainer.train()
     trainer.accelerator = None
     assert trainer.accelerator is not own
-
-
-def test_accelerator_assigned_before_the_constructor_is_forgotten_as_documented(tmp_path: Path) -> None:
-    class Early(Trainer):
-        def __init__(self, *args: Any) -> None:
-            self.accelerator = Accelerator(cpu=True)
-            super().__init__(*args)
-
-    assert Early(Net(), make_arguments(tmp_path))._trainer_parts.computing.accelerator is None
 
 
 def test_assigned_accelerator_must_fit_the_strategy(tmp_path: Path) -> None:
@@ -239,15 +219,6 @@ def test_gather_function_is_accelerates_and_takes_both_of_its_forms(tmp_path: Pa
         trainer.gather_function = lambda tensor: tensor
 
 
-def test_override_makes_the_accelerator(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            self.accelerator.even_batches = False
-
-    assert not Own(Net(), make_arguments(tmp_path)).accelerator.even_batches
-
-
 def test_options_of_a_strategy_reach_the_accelerator(tmp_path: Path) -> None:
     class Told(SingleDeviceStrategy):
         name = "told"
@@ -257,15 +228,3 @@ def test_options_of_a_strategy_reach_the_accelerator(tmp_path: Path) -> None:
 
     trainer = Trainer(Net(), make_arguments(tmp_path), strategy=Told(use_cpu=True))
     assert trainer.accelerator.step_scheduler_with_optimizer is False
-
-
-def test_engine_is_told_by_the_names_of_a_strategy_and_its_bases() -> None:
-    class Sharded(SingleDeviceStrategy):
-        name = "fsdp_like"
-
-    class Mine(Sharded):
-        name = "mine"
-
-    strategy = Mine(use_cpu=True)
-    assert has_engine(strategy, "fsdp")
-    assert not has_engine(strategy, "deepspeed")

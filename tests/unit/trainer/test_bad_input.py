@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Stream, Task, make_rows, train
 from torch import nn
 
 from hftrain import CheckpointError, ConfigError, TaskError, TaskModule, Trainer, TrainingArguments
@@ -166,13 +166,3 @@ class Outside(TaskModule):
 def test_model_or_task_that_cannot_be_used_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         train(tmp_path, **given)
-
-
-def test_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without model and without model_init"):
-        Trainer(args=make_arguments(tmp_path))
-
-
-def test_unknown_keyword_of_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="resume_from"):
-        make_trainer(tmp_path).train(resume_from="x")

@@ -103,12 +103,6 @@ def test_schedule_follows_a_set_that_is_evaluated_seldom(tmp_path: Path) -> None
     assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_metric_that_no_set_reports_is_still_refused(tmp_path: Path) -> None:
-    sets = {"a": EvalSet(make_rows(3), metrics=count("own"))}
-    with pytest.raises(ConfigError, match="metric_for_best_model"):
-        make_trainer(tmp_path, sets, metric_for_best_model="eval_a_wrong", greater_is_better=True).train()
-
-
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_cadence_is_a_positive_whole_number(every: Any) -> None:
     with pytest.raises(ConfigError, match="positive whole numbers"):

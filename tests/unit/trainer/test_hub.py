@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from support import writes
 from support.hub_server import HubServer, running_hub
 from support.tiny import Net, Task, make_arguments, make_rows, train
 
-from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback, TrainingArguments
+from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.manifest import verify
 from hftrain.extras.hub import uploads
 from hftrain.extras.hub.files import drop_abandoned
@@ -164,17 +163,6 @@ def test_strategy_all_checkpoints_pushes_each_whatever_rotation_does(
     assert here == (["checkpoint-6"] if limit else ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
 
 
-def test_thread_of_a_push_ends_while_the_trainer_lives_on(hub: HubServer, tmp_path: Path) -> None:
-    before = threading.enumerate()
-    trainer = make_trainer(tmp_path / "mine")
-    trainer.train()
-    assert trainer.push_in_progress.done()
-    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    for thread in left:
-        thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in left)
-
-
 @pytest.mark.parametrize("always", [False, True])
 def test_push_is_skipped_while_one_runs_unless_always(hub: HubServer, tmp_path: Path, always: bool) -> None:
     hub.gate.clear()
@@ -196,13 +184,6 @@ def test_push_is_skipped_while_one_runs_unless_always(hub: HubServer, tmp_path: 
         == (tmp_path / "mine/checkpoint-6/trainer_state.json").read_bytes()
     )
     assert trainer.push_in_progress.done()
-    assert [path.name for path in (tmp_path / "mine").glob(".*")] == []
-
-
-def test_train_waits_for_all_uploads_and_leaves_no_snapshot(hub: HubServer, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "mine", waits=False, hub_always_push=True)
-    trainer.train()
-    assert len(hub.messages) == 4
     assert [path.name for path in (tmp_path / "mine").glob(".*")] == []
 
 
@@ -297,11 +278,6 @@ def test_missing_package_raises_at_construction(tmp_path: Path, monkeypatch: pyt
             verb()
 
 
-def test_output_folder_that_cannot_be_written_raises_at_construction(hub: HubServer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="knows no store 'nowhere'"):
-        Trainer(Net(), TrainingArguments("nowhere://bucket/mine", push_to_hub=True, report_to="none"))
-
-
 @pytest.mark.parametrize(
     ("model_id", "full"),
     [(None, "alice/mine"), ("other", "alice/other"), ("alice/third", "alice/third"), ("lab/fourth", "lab/fourth")],
@@ -357,13 +333,6 @@ def test_push_to_hub_takes_token_and_revision_for_once(hub: HubServer, tmp_path:
         ("two", "other", "hf_bob"),
     ]
     assert hub.repo.files == {}
-
-
-def test_hub_revision_takes_every_push(hub: HubServer, tmp_path: Path) -> None:
-    make_trainer(tmp_path / "mine", hub_revision="exp", hub_strategy="checkpoint").train()
-    assert {commit.branch for commit in hub.repo.commits} == {"exp"}
-    assert hub.repo.files == {}
-    assert "last-checkpoint/optimizer.pt" in hub.repo.branches["exp"]
 
 
 def test_push_to_hub_works_without_the_argument(hub: HubServer, tmp_path: Path) -> None:

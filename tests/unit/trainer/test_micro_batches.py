@@ -13,8 +13,7 @@ from support.resuming import StopAt
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainingArguments, set_seed
-from hftrain.core.types import Owns
+from hftrain import ConfigError, StepOutput, TaskError, Trainer, set_seed
 from hftrain.extras.batch_size.micro_batches import split_batch
 
 
@@ -191,15 +190,6 @@ def test_batch_that_cannot_be_cut_is_named() -> None:
         split_batch(object(), 2)
 
 
-def test_parts_share_what_has_no_batch_dimension() -> None:
-    batch = {"x": torch.arange(5), "nested": (torch.ones(5, 2), [torch.tensor(3.0)]), "mask": torch.ones(7), "n": 4}
-    parts = split_batch(batch, 2)
-    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [len(part["nested"][0]) for part in parts] == [2, 2, 1]
-    assert all(part["mask"] is batch["mask"] and part["n"] == 4 for part in parts)
-    assert split_batch(batch, 5)[0] is batch
-
-
 def test_lists_with_an_entry_for_each_sample_are_cut_with_the_tensors() -> None:
     names, boxes, layers = list("abcde"), [torch.ones(n, 4) for n in range(5)], [torch.ones(5, 1)] * 5
     batch = {"x": torch.arange(5), "names": names, "boxes": boxes, "layers": layers, "ids": numpy.arange(5), "of": "x"}
@@ -225,21 +215,3 @@ def test_smaller_batch_starts_again_with_half_the_size(tmp_path: Path) -> None:
     )
     assert resumed.state.global_step == 33
     assert max(model.sizes) == 2
-
-
-def test_smaller_batch_gives_up_at_none(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="No executable batch size found"):
-        train(tmp_path, Limited(0), auto_find_batch_size="smaller_batch")
-
-
-def test_engine_that_counts_micro_batches_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hftrain.strategies.single import SingleDeviceStrategy
-
-    monkeypatch.setattr(SingleDeviceStrategy, "owns", Owns.ACCUMULATION)
-    with pytest.raises(ConfigError, match=r"auto_find_batch_size=True.*counts the micro-batches"):
-        Trainer(Net(), make_arguments(tmp_path, auto_find_batch_size=True))
-
-
-def test_unknown_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="smaller_batch"):
-        TrainingArguments("out", auto_find_batch_size="smaller")

@@ -24,7 +24,6 @@ from hftrain import (
     set_seed,
 )
 from hftrain.core.seed import capture_rng
-from hftrain.trainer.choices import number_of_batches
 
 BASIC: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "gradient_accumulation_steps": 2}
 
@@ -258,11 +257,6 @@ def test_model_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     model.source = (row for row in ())
     with pytest.raises(TaskError, match=r"It trains a copy, and Net or its optimizer cannot be copied\b.*model_init="):
         make_trainer(tmp_path, model, fast_dev_run=1).train()
-
-
-@pytest.mark.parametrize(("given", "number"), [(None, 0), (False, 0), (0, 0), (True, 1), (3, 3)])
-def test_number_of_batches(given: Any, number: int) -> None:
-    assert number_of_batches(given) == number
 
 
 @pytest.mark.parametrize("given", [-1, 2.0, "2"])

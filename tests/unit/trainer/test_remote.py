@@ -228,11 +228,6 @@ def test_a_missing_package_is_named_at_once(monkeypatch):
         make_trainer("s3://bucket/run")
 
 
-def test_storage_of_each_machine_and_a_url_are_refused_together():
-    with pytest.raises(ConfigError, match="Cannot use save_on_each_node=True with output_dir='memory://bucket/run'"):
-        make_trainer(save_on_each_node=True)
-
-
 def test_a_store_that_refuses_writes_is_found_before_training(monkeypatch):
     failing(monkeypatch, "put_file", times=99, error=PermissionError("Access Denied"))
     trainer = make_trainer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,8 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
-from hftrain.core.metrics import speed_metrics, to_plain, with_prefix
+from hftrain.core.metrics import to_plain
 from hftrain.extras.reports import metrics_format, metrics_table, store_metrics
-
-
-def test_speed_is_told_in_seconds_and_rates() -> None:
-    metrics = speed_metrics("eval", time.perf_counter() - 4.0, num_samples=100, num_steps=10)
-    assert metrics["eval_runtime"] == pytest.approx(4.0, abs=0.5)
-    assert metrics["eval_samples_per_second"] == pytest.approx(25.0, rel=0.15)
-    assert metrics["eval_steps_per_second"] == pytest.approx(2.5, rel=0.15)
-
-
-def test_speed_without_counts_is_the_runtime_alone() -> None:
-    assert list(speed_metrics("train", time.perf_counter())) == ["train_runtime"]
-    assert list(speed_metrics("train", time.perf_counter() + 1000, num_samples=3, num_steps=1)) == ["train_runtime"]
 
 
 @pytest.mark.parametrize(
@@ -56,20 +43,6 @@ def test_plain_values_are_ready_for_json(value: Any, plain: Any) -> None:
 def test_value_that_no_file_can_hold_is_named(value: Any) -> None:
     with pytest.raises(TaskError, match=r"Cannot report 'name': it is a (object|set|bytes), which no log"):
         to_plain({"name": value})
-
-
-def test_plain_values_leave_the_metrics_alone() -> None:
-    metrics = {"a": torch.tensor(1.0)}
-    to_plain(metrics)
-    assert isinstance(metrics["a"], torch.Tensor)
-
-
-def test_prefix_is_added_once() -> None:
-    assert with_prefix({"loss": 1, "eval_f1": 2, "evaluation": 3}, "eval") == {
-        "eval_loss": 1,
-        "eval_f1": 2,
-        "eval_evaluation": 3,
-    }
 
 
 @pytest.mark.parametrize(
@@ -104,10 +77,6 @@ def test_table_is_aligned_and_sorted() -> None:
         "  eval_loss    =     0.1235",
         "  eval_runtime = 0:01:15.50",
     ]
-
-
-def test_table_without_metrics_is_a_title() -> None:
-    assert metrics_table("test", {}) == "***** test metrics *****"
 
 
 def test_metrics_are_stored_for_each_split_and_together(tmp_path: Path) -> None:

@@ -200,12 +200,6 @@ def test_trial_needs_a_model_init(tmp_path: Path) -> None:
         trainer.hyperparameter_search(backend="optuna")
 
 
-def test_trial_needs_no_optimizer_of_the_users(tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
-    with pytest.raises(ConfigError, match="create_optimizer_and_scheduler"):
-        Trainer(model_init=Net, args=make_arguments(tmp_path), optimizers=(optimizer, None))
-
-
 def test_model_init_sees_hyperparameters_that_are_no_settings(tmp_path: Path, caplog: Any) -> None:
     seen: list[Any] = []
 
@@ -408,14 +402,6 @@ def test_architecture_may_depend_on_the_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.interop
-def test_task_is_searched_like_a_model(tmp_path: Path) -> None:
-    optuna()
-    trainer, look = make(tmp_path, model_init=Task)
-    assert math.isfinite(trainer.hyperparameter_search(space, n_trials=2).objective)  # type: ignore[union-attr,arg-type]
-    assert len(look.runs) == 2
-
-
-@pytest.mark.interop
 def test_trial_of_a_study_of_ones_own(tmp_path: Path) -> None:
     module = optuna()
     trainer, look = make(tmp_path, eval_strategy="epoch")
@@ -491,19 +477,3 @@ def test_options_reach_optuna(tmp_path: Path) -> None:
     )
     assert seen == [0]
     assert len(look.runs) == 1
-
-
-@pytest.mark.interop
-def test_failed_trials_may_be_caught(tmp_path: Path) -> None:
-    optuna()
-    calls: list[int] = []
-
-    def objective(metrics: dict[str, float]) -> float:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("once")
-        return 1.0
-
-    trainer, _ = make(tmp_path)
-    best = trainer.hyperparameter_search(space, objective, n_trials=2, catch=(RuntimeError,))
-    assert best.run_id == "1"  # type: ignore[union-attr]

@@ -311,12 +311,6 @@ def test_tokens_and_labels_are_padded_to_the_longest_that_may_come(
     assert labels.tolist() == [[*row["labels"].tolist(), *[PAD] * (width - 5)] for row in samples()]
 
 
-def test_what_callbacks_see_of_a_batch_is_padded_too(tmp_path: Path) -> None:
-    trainer = make(tmp_path, callbacks=[PredictionWriter(tmp_path / "out")], generation_max_length=8)
-    trainer.predict(samples())
-    assert {batch["outputs"].shape[1] for batch in PredictionWriter.read(tmp_path / "out")} == {8}
-
-
 @pytest.mark.parametrize(
     ("tool", "config", "pad"),
     [
@@ -334,12 +328,6 @@ def test_padding_is_the_token_for_it_or_for_the_end(tmp_path: Path, tool: Any, c
     assert trainer.predict(samples()).predictions.tolist() == expected(pad=pad).tolist()
     padded = trainer.predict(samples(), max_length=8).predictions
     assert padded.tolist() == expected(width=6 if pad == -100 else 8, pad=pad).tolist()
-
-
-def test_what_the_user_makes_of_tokens_is_padded_as_ever(tmp_path: Path) -> None:
-    options = {"preprocess_logits_for_metrics": lambda tokens, labels: tokens, "per_device_eval_batch_size": 1}
-    trainer = make(tmp_path, **options)
-    assert trainer.predict(samples()).predictions.tolist() == expected(pad=-100).tolist()
 
 
 @pytest.mark.parametrize("options", [{"batch_eval_metrics": True}, {"eval_do_concat_batches": False}])

@@ -100,23 +100,6 @@ def test_predict_with_and_without_labels(tmp_path: Path) -> None:
     assert "blind_loss" not in blind.metrics
 
 
-def test_predictions_of_different_lengths_are_padded(tmp_path: Path) -> None:
-    class Echo(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"logits": x * self.scale, "pair": (x * 2).sum(-1)}
-
-    rows = [{"x": torch.ones(length)} for length in (2, 3, 1)]
-    arguments = make_arguments(tmp_path, per_device_eval_batch_size=1, eval_accumulation_steps=2)
-    logits, pair = Trainer(Echo(), arguments).predict(rows).predictions
-    assert logits.tolist() == [[1, 1, -100], [1, 1, 1], [1, -100, -100]]
-    assert pair.tolist() == [4, 6, 2]
-    assert Trainer(Echo(), arguments).predict(rows, ignore_keys=["logits"]).predictions.tolist() == [4, 6, 2]
-
-
 def test_compute_metrics_gets_what_it_asks_for(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -137,18 +120,6 @@ def test_compute_metrics_gets_what_it_asks_for(tmp_path: Path) -> None:
     assert seen["inputs"].shape == (6, 4)
     assert seen["losses"].shape == (6,)
     assert seen["predictions"].shape == (6,)
-
-
-def test_metrics_batch_by_batch(tmp_path: Path) -> None:
-    calls = []
-
-    def count(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
-        calls.append((len(prediction.label_ids), compute_result))
-        return {"seen": float(sum(size for size, _ in calls))} if compute_result else {}
-
-    trainer = Trainer(Net(), make_arguments(tmp_path, batch_eval_metrics=True), compute_metrics=count)
-    assert trainer.evaluate(make_rows(9))["eval_seen"] == 9
-    assert calls == [(4, False), (4, False), (1, True)]
 
 
 def test_metrics_batch_by_batch_get_tensors_as_the_model_gave_them(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.optimizer_runs import Words, make_run
-from support.resuming import StopAt, assert_same, outcome
+from support.optimizer_runs import Words
+from support.resuming import assert_same
 from torch import nn
 
 from hftrain import ConfigError, Muon, StrategyError
@@ -129,17 +128,6 @@ def test_updates_are_those_of_torch(adjust: str, nesterov: bool, dtype: torch.dt
         for each in (made, *peers):
             each.step()
     assert_same(dict(ours.state_dict()), dict(theirs.state_dict()))
-
-
-def test_run_continues_exactly_twice(tmp_path: Path) -> None:
-    whole = make_run(tmp_path / "whole", "muon", max_steps=6)
-    whole.train()
-    for at in (2, 4):
-        run = make_run(tmp_path / "parts", "muon", StopAt(at), max_steps=6)
-        run.train(resume_from_checkpoint=at > 2)
-    run = make_run(tmp_path / "parts", "muon", max_steps=6)
-    run.train(resume_from_checkpoint=True)
-    assert_same(outcome(run), outcome(whole))
 
 
 def test_group_that_is_added_later_is_adamws() -> None:

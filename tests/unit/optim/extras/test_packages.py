@@ -316,16 +316,3 @@ def test_anyprecision_state_keeps_its_dtypes() -> None:
 def test_anyprecision_refuses_what_is_no_dtype() -> None:
     with pytest.raises(ConfigError, match="names no dtype"):
         class_of("adamw_anyprecision", options="momentum_dtype=int8")
-
-
-def test_anyprecision_runs_a_closure() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = AnyPrecisionAdamW([parameter], lr=0.1)
-
-    def closure() -> torch.Tensor:
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 1.0
-    assert parameter.item() < 1
