@@ -389,7 +389,7 @@ def tests_sim(session: nox.Session) -> None:
     skip_unless_marked(session, "sim", "nothing would run on the simulated accelerator")
     need_programs(session, "g++ ninja-build", "g++", "ninja")
     install(session, "test", "transformers", "peft")
-    session.run("python", "-m", "tests.support.torch_sim.build", env={"PYTHONPATH": "tests"})
+    session.run("python", "-m", "tests.support.torch_sim.build")
     pytest(session, "sim and not slow", "tests/sim", *WORKERS, *NO_HANG)
 
 

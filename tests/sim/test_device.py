@@ -22,13 +22,41 @@ load()
 ctypes.string_at(torch.ones(4, device="sim").data_ptr(), 4)
 """
 
+FORKING = """
+import os
+import torch
+from support.torch_sim import load
+load()
+kept = torch.ones(4, device="sim")
+if os.fork():
+    os.wait()
+    print("parent", kept.tolist())
+else:
+    try:
+        kept + 1
+    except RuntimeError as error:
+        print(error, flush=True)
+    del kept
+    os._exit(0)
+"""
+
+
+def in_a_process(script: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parents[1]
+    return subprocess.run([sys.executable, "-c", script], cwd=tests, capture_output=True, text=True, check=False)
+
 
 def test_the_host_cannot_touch_its_memory() -> None:
-    tests = Path(__file__).parents[1]
-    ended = subprocess.run([sys.executable, "-c", TOUCHING], cwd=tests, capture_output=True, text=True, check=False)
+    ended = in_a_process(TOUCHING)
     assert ended.returncode < 0
     assert "Segmentation fault" in ended.stderr
     assert "string_at" in ended.stderr
+
+
+def test_a_forked_process_is_refused() -> None:
+    told = in_a_process(FORKING).stdout
+    assert "Cannot re-initialize SIM in forked subprocess" in told
+    assert "parent [1.0, 1.0, 1.0, 1.0]" in told
 
 
 def test_memory_that_was_not_written_reads_as_nan() -> None:
@@ -146,7 +174,7 @@ def test_waits_are_counted_with_their_places(sim: Any) -> None:
         x.cpu()
         torch.ones(3).to("sim", non_blocking=True)
         x[x > 1]
-        x[x > 2] = 0
+        x.masked_select(x > 2)
         torch.accelerator.synchronize()
     kinds = ["item", "blocking copy", "pageable copy", "data-dependent", "data-dependent", "explicit"]
     assert [wait.kind for wait in waits] == kinds

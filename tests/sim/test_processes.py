@@ -13,6 +13,7 @@ from support.tiny import Net, make_rows, make_trainer
 from support.torch_sim import load
 
 from hftrain import set_seed
+from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.sim
 
@@ -136,6 +137,9 @@ def test_torchs_wrappers_train_on_it(run_distributed: Run, kind: str) -> None:
     assert all(answer["other"] == 0 for answer in answers)
 
 
+LAYERS = {"layers.0": "colwise_gather_output", "layers.4": "rowwise_split_input"}
+
+
 def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -143,7 +147,8 @@ def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any
     if joins:
         dist.init_process_group(BACKENDS)
     set_seed(0)
-    trainer = make_trainer(Path("run"), use_cpu=use_cpu, strategy=strategy, max_steps=4, **options)
+    chosen: Any = create_strategy("tp", use_cpu=use_cpu, plan=LAYERS) if strategy == "tp" else strategy
+    trainer = make_trainer(Path("run"), use_cpu=use_cpu, strategy=chosen, max_steps=4, **options)
     trainer.train()
     rank = int(os.environ["RANK"])
     state = trainer.strategy.model_state(trainer.model)
@@ -162,7 +167,7 @@ CURRENT = "strategies/base.py makes the process's device the current one for cud
 
 
 @pytest.mark.parametrize("joins", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=MEETING))])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, joins: bool) -> None:
     expected = run_distributed(trained, strategy=strategy, use_cpu=True)
     found = run_distributed(trained, strategy=strategy, use_cpu=False, joins=joins)

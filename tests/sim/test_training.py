@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import engines
-from support.tiny import Net, Task, make_rows, share
+from support.tiny import Net, Task, at, make_rows, share
 from support.two_devices import numbers, run, run_on_both, weights
 from torch import nn
 
@@ -20,10 +22,12 @@ from hftrain import (
     FlightLog,
     Freeze,
     GradientClipping,
+    Mixture,
     SavePolicy,
     SpikeGuard,
     Throughput,
 )
+from hftrain.preemption.signals import TrainingStopped
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.sim
@@ -192,6 +196,28 @@ def test_the_current_device_is_the_one_that_trains(tmp_path: Path, sim: Any) -> 
         sim.set_device(0)
     assert next(trainer.model.parameters()).device == torch.device("sim:1")
     assert sim.num_allocations(0) == before
+
+
+def test_a_mixture_is_read_as_on_the_cpu(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    for use_cpu in (True, False):
+        mixture = Mixture({"a": (make_rows(12), 1.0), "b": (make_rows(12, seed=2), 2.0)})
+        run(tmp_path / str(use_cpu), use_cpu=use_cpu, train_dataset=mixture, **settings)
+    one, other = (load_file(tmp_path / name / "checkpoint-6/model.safetensors") for name in ("True", "False"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_signal_saves_and_the_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def stop(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = run(tmp_path / "a", use_cpu=False)
+    with pytest.raises(TrainingStopped, match="SIGTERM"):
+        run(tmp_path / "b", Net, lambda: at("on_step_end", stop), use_cpu=False, save_strategy="steps", save_steps=50)
+    assert (tmp_path / "b/checkpoint-5").is_dir()
+    resumed = run(tmp_path / "b", use_cpu=False, resume=True, save_strategy="steps", save_steps=50)
+    assert all(map(torch.equal, weights(whole), weights(resumed)))
 
 
 def test_an_engine_trains_as_on_the_cpu(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def waits_of_batches(sim: Any, folder: Path, model: Any, does: str, **options: A
     return many[: len(many) - len(few)]
 
 
-EVALUATION = "step/evaluation_mean.py makes tensors of numbers on the device"
+EVALUATION = "loops/evaluate.py copies the counts of each batch to the device from memory that is not pinned"
 
 
 @pytest.mark.parametrize("does", ["evaluate", "predict"])
