@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from hftrain.checkpoint.manifest import PACKAGES
@@ -30,7 +31,7 @@ def show_check(output_dir: str | None = None, output: str | None = None) -> Answ
     width = max(len(each.name) for each in outcomes)
     lines = [f"{each.status:8}  {each.name:{width}}  {each.found}" for each in outcomes]
     lines += [f"\n{each.name}: {each.remedy}" for each in failed]
-    data = {"versions": installed_versions(*PACKAGES), "proofs": [each._asdict() for each in outcomes]}
+    data = {"versions": installed_versions(*PACKAGES), "proofs": [asdict(each) for each in outcomes]}
     answer = Answer(lines if is_main else [], data, status=int(bool(failed)))
     if output is not None and is_main:
         Path(output).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

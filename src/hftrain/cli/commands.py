@@ -93,11 +93,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     ):
         add(name, show, summary).add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
 
-    what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
-    part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
-    what = "a folder to prove locks and renames in, such as that of a run; shared, if there are several machines"
-    part.add_argument("--output-dir", metavar="FOLDER", help=what).complete = folder  # type: ignore[attr-defined]
-    part.add_argument("-o", "--output", metavar="FILE", help="write the answer as JSON, to be attached to a report")
+    _add_check(add, folder)
 
     what = "list a run's checkpoints and the one that a resume takes"
     part = add(
@@ -146,6 +142,14 @@ def _add(
     if not options:
         part.add_argument("--json", action="store_true", help="print JSON instead, for programs")
     return part
+
+
+def _add_check(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
+    what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
+    part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
+    what = "a folder to prove locks and renames in, such as that of a run; shared, if there are several machines"
+    part.add_argument("--output-dir", metavar="FOLDER", help=what).complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FILE", help="write the answer as JSON, to be attached to a report")
 
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:

@@ -30,6 +30,15 @@ def has_own_queue(device_type: str) -> bool:
     return found is not None and found.type == device_type != "mps"
 
 
+def use_device(device: torch.device) -> torch.device:
+    """Make a device the current one of its kind, and return it with its index; without one, it is the current."""
+    if not has_own_queue(device.type):
+        return device
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
 def device_name(device: torch.device) -> str:
     """Return the model of a device if torch knows it, otherwise the machine's architecture."""
     read_name = getattr(_module(device.type), "get_device_name", None)

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.devices import has_own_queue, move
+from hftrain.core.devices import has_own_queue, move, use_device
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.parameters import load_optimizer_state, whole_shape
@@ -387,14 +387,9 @@ class Strategy(Ranks, Shown):
 
     def _take(self, device: torch.device) -> None:
         """Set `device` as this process's device."""
-        is_queued = has_own_queue(device.type)
-        if is_queued:
-            index = torch.accelerator.current_device_index() if device.index is None else device.index
-            device = torch.device(device.type, index)
-            torch.accelerator.set_device_index(index)
-        self._device = device
+        self._device = device = use_device(device)
         # Copies to a device may overlap with host work; copies to the host must be complete before use.
-        non_blocking = is_queued if self.non_blocking is None else self.non_blocking
+        non_blocking = has_own_queue(device.type) if self.non_blocking is None else self.non_blocking
         self._move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
 
 

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hftrain import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain.arguments import TrainingArguments
+from hftrain.callbacks import PrinterCallback, TrainerCallback
 from hftrain.core.launcher import read_launch
+from hftrain.core.seed import set_seed
+from hftrain.trainer import Trainer
 
 BATCH, STEPS = 4, 8
 _WIDTH, _RATE = 32, 0.1
@@ -30,6 +33,7 @@ class Net(nn.Module):
         self.layers, self.scale = nn.Sequential(*inner, nn.Linear(width, _WIDTH)), width**-0.5
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss of a batch."""
         return {"loss": nn.functional.mse_loss(self.layers(x) * self.scale, labels)}
 
 

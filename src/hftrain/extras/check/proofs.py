@@ -10,15 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hftrain import SavePolicy, TrainerCallback, launch
+from hftrain.callbacks import TrainerCallback
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import load_weights
 from hftrain.core.devices import device_name, find_device_type
 from hftrain.core.errors import HFTrainError
@@ -26,6 +28,7 @@ from hftrain.core.launcher import read_launch
 from hftrain.extras.check.probes import BATCH, STEPS, batches, make_trainer, new_net, samples, train, train_by_hand
 from hftrain.storage.files import free_bytes, readable_bytes
 from hftrain.storage.locks import FolderLock
+from hftrain.strategies.launching import launch
 from hftrain.strategies.registry import create_strategy
 
 # How far numbers may be apart, relative to the largest: rounding in another order, with room.
@@ -49,7 +52,8 @@ class Absent(Exception):
     """There is nothing here to prove; the message says why."""
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """One line of the table."""
 
     name: str
