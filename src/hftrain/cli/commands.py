@@ -95,14 +95,6 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
     _add_check(add, folder)
 
-    what = "list a run's checkpoints and the one that a resume takes"
-    part = add(
-        "checkpoints", "checkpoints:show_checkpoints", what, "Each one is checked for missing and truncated files."
-    )
-    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
-    verify = "also compare the SHA-256 of every file"
-    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
-
     _add_views(add, folder)
 
     what = "train as a YAML file says, with overrides as options"
@@ -154,6 +146,13 @@ def _add_check(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
     """Add the commands that show or combine what runs have written."""
+    what = "list a run's checkpoints and the one that a resume takes"
+    part = add(
+        "checkpoints", "checkpoints:show_checkpoints", what, "Each one is checked for missing and truncated files."
+    )
+    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    verify = "also compare the SHA-256 of every file"
+    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
     part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or as an image file")
     part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     metric = "a logged number such as eval_loss, may be repeated; by default the losses"
