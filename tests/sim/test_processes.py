@@ -162,11 +162,7 @@ def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any
     }
 
 
-MEETING = "strategies/distributed.py meets by accelerate, which does not know the device"
-CURRENT = "strategies/base.py makes the process's device the current one for cuda only"
-
-
-@pytest.mark.parametrize("joins", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=MEETING))])
+@pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, joins: bool) -> None:
     expected = run_distributed(trained, strategy=strategy, use_cpu=True)
@@ -178,9 +174,7 @@ def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, 
             torch.testing.assert_close(torch.tensor(other["weights"][name]), torch.tensor(value), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.xfail(strict=True, reason=CURRENT))]
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_process_puts_nothing_on_the_device_of_another(run_distributed: Run, strategy: str) -> None:
     answers = run_distributed(trained, strategy=strategy, use_cpu=False, joins=True)
     assert [answer["other"] for answer in answers] == [0, 0]

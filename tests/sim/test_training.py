@@ -166,7 +166,6 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert model.first.weight is model.second.weight
 
 
-@pytest.mark.xfail(strict=True, reason="core/seed.py captures the generators of the kinds that it lists only")
 def test_a_run_with_dropout_resumes_to_the_bit(tmp_path: Path) -> None:
     def dropping() -> Net:
         return Net(dropout=0.3)
@@ -234,7 +233,6 @@ def test_an_excluded_batch_is_found_again(tmp_path: Path) -> None:
     assert trainer.state.global_step == 12
 
 
-@pytest.mark.xfail(strict=True, reason="extras/flight/ledger.py hands over the batch that is not on the device")
 def test_sample_losses_get_a_batch_on_the_device(tmp_path: Path) -> None:
     def sample_losses(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs[1], batch["labels"], reduction="none")
@@ -242,12 +240,10 @@ def test_sample_losses_get_a_batch_on_the_device(tmp_path: Path) -> None:
     run(tmp_path, use_cpu=False, flight_log=FlightLog(sample_losses=sample_losses))
 
 
-@pytest.mark.xfail(strict=True, reason="arguments/processes.py knows cuda, xpu and mps only")
 def test_arguments_tell_the_device(tmp_path: Path) -> None:
     assert run(tmp_path, use_cpu=False).args.device.type == "sim"
 
 
-@pytest.mark.xfail(strict=True, reason="Module.to makes new parameters on devices that torch does not know")
 def test_tied_weights_stay_tied_where_torch_unties_them(tmp_path: Path, sim: Any) -> None:
     with sim.strict_assignment():
         model = run(tmp_path, Tied, use_cpu=False).model

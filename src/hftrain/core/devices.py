@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ def move(module: nn.Module, device: torch.device) -> nn.Module:
     On some devices torch would replace them by new ones, which unties tied weights, and an optimizer would hold those
     from before.
     """
+    if all(each.device == device for each in chain(module.parameters(), module.buffers())):
+        return module
     probe = nn.LayerNorm(1)
     weight = probe.weight
     if probe.to(device).weight is weight:

@@ -19,7 +19,7 @@ from hftrain.data.datasets import has_length
 from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.window import LogWindow, merge_reports
-from hftrain.task.items import OWN_ITEMS
+from hftrain.task.items import OWN_ITEMS, known_count
 from hftrain.task.module import checked_count
 
 _END = object()
@@ -322,7 +322,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         loss = loss.reshape(()).to(self._sum_dtype)
         for kind, loss_sum in self._loss_sums.items():
-            factor, count = counts[kind] if isinstance(counts, Mapping) else (counts, counts)
+            # Those that are on the host would have to be copied to the device.
+            factor, count = map(known_count, counts[kind] if isinstance(counts, Mapping) else (counts, counts))
             if isinstance(count, torch.Tensor):
                 count = count.reshape(()).to(loss, non_blocking=True)
                 factor = factor.reshape(()).to(loss, non_blocking=True) if isinstance(factor, torch.Tensor) else factor

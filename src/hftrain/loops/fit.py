@@ -18,7 +18,7 @@ from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
 from hftrain.loops.contract import Loop
-from hftrain.loops.window import LossWindow, as_number
+from hftrain.loops.window import LossWindow
 from hftrain.step.stepper import Stepper
 
 
@@ -355,8 +355,6 @@ class FitLoop(Loop[FitParts]):
     def _read_logs(self) -> dict[str, Any]:
         losses = self.parts.losses
         logs: dict[str, Any] = dict(losses.read())
-        if losses.grad_norm is not None:
-            logs["grad_norm"] = as_number(losses.grad_norm)
         rate = losses.learning_rate
         # A checkpoint of transformers' Trainer does not hold the rate of the last step.
         logs["learning_rate"] = float(self.parts.optimizer.param_groups[0]["lr"] if rate is None else rate)

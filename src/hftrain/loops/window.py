@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -67,11 +68,17 @@ class LossWindow(WindowState):
         """Count all but the last `num_steps` steps as read; does nothing unless the window is live."""
 
     def read(self) -> dict[str, float]:
-        """Return the window's mean loss per step and start a new window; synchronises, collective."""
+        """Return the window's mean loss per step and the last norm, and start a new window; collective.
+
+        The host waits for the device once.
+        """
         logs: dict[str, float] = {}
         self._fold()
-        if self.sum is not None and self.num_steps:
-            total = float(self._reduce(self._filled_up(self.sum)))
+        has_loss = self.sum is not None and self.num_steps > 0
+        norm: Sequence[Any] = () if self.grad_norm is None else (self.grad_norm,)
+        if has_loss:
+            total, num_finite, *norm = as_numbers(self._reduce(self._filled_up()), self.num_finite, *norm)
+            self._count_nonfinite(int(num_finite))
             logs["loss"] = total / self.num_steps
             if math.isfinite(total) or not self._hides_nonfinite:
                 self.run_total += total
@@ -79,6 +86,8 @@ class LossWindow(WindowState):
         if self.num_hidden:
             logs["nonfinite_losses"] = self.num_hidden
             self._warn_nonfinite(is_shown=not math.isfinite(logs.get("loss", 0.0)))
+        if norm:
+            logs["grad_norm"] = as_numbers(*norm)[0]
         self.sum = None
         self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
@@ -94,20 +103,18 @@ class LossWindow(WindowState):
                 "logged mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
             )
 
-    def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
-        """Replace the hidden losses by the mean of the others; NaN if none is finite."""
-        num_micro_steps, num_finite = self.num_micro_steps, self.num_finite
-        if self._count_nonfinite() and self._hides_nonfinite:
-            total = total if self._has_replaced else total * (num_micro_steps / num_finite)
-            return torch.where(torch.as_tensor(num_finite) > 0, total, float("nan"))
-        return total
+    def _filled_up(self) -> Any:
+        """Return the sum with the mean of the others in place of the hidden losses; NaN if none is finite."""
+        if not (self._hides_nonfinite and isinstance(self.num_finite, torch.Tensor)):
+            return self.sum
+        # Without hidden losses the factor is 1, so that nobody has to ask the device whether there are any.
+        factor = 1.0 if self._has_replaced else self.num_micro_steps / self.num_finite
+        return torch.where(self.num_finite > 0, self.sum * factor, float("nan"))  # type: ignore[operator]
 
-    def _count_nonfinite(self) -> int:
-        """Count the losses that were not finite and return their number; synchronises."""
-        num_missing = self.num_micro_steps - int(self.num_finite)
-        self.num_nonfinite += num_missing
+    def _count_nonfinite(self, num_finite: int) -> None:
+        """Count the losses since the last count that were not finite."""
+        self.num_nonfinite += self.num_micro_steps - num_finite
         self.num_finite = self.num_micro_steps = 0
-        return num_missing
 
     @property
     def num_hidden(self) -> int:
@@ -178,7 +185,7 @@ class LiveLossWindow(LossWindow):
 
     def leave(self, num_steps: int) -> None:
         """Count all but the last `num_steps` steps as read, for code that resets the sum."""
-        self._count_nonfinite()
+        self._count_nonfinite(int(self.num_finite))
         self.run_steps += self.num_steps - num_steps
         self.num_steps = num_steps
 
@@ -287,9 +294,19 @@ def _is_sum(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def as_number(value: Any) -> float:
-    """Return a number, a 0-d tensor or a sharded one (`DTensor`) as a float; synchronises, collective if sharded."""
-    return float(_whole(value))
+def as_numbers(*values: Any) -> list[float]:
+    """Return numbers, 0-d tensors and sharded ones (`DTensor`) as floats; collective if one is sharded.
+
+    The host waits once for all plain tensors.
+    """
+    whole = [_whole(value) for value in values]
+    plain = [value for value in whole if type(value) is torch.Tensor and value.numel() == 1]
+    if len({value.device for value in plain}) > 1 or any(value.dtype.is_complex for value in plain):
+        return [float(value) for value in whole]
+    dtype = reduce(torch.promote_types, (value.dtype for value in plain), torch.float32)
+    read = iter(torch.stack([value.detach().reshape(()).to(dtype) for value in plain]).tolist() if plain else ())
+    is_plain = {id(value) for value in plain}
+    return [next(read) if id(value) in is_plain else float(value) for value in whole]
 
 
 def _whole(value: Any) -> Any:

@@ -25,7 +25,7 @@ from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import LiveLossWindow, as_number, merge_reports
+from hftrain.loops.window import LiveLossWindow, as_numbers, merge_reports
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -222,7 +222,7 @@ class Run:
         if parts.control.should_log:
             self.counts.read()
             # The norm of an engine, or a sharded one, is not a plain tensor.
-            grad_norm = None if grad_norm is None else as_number(grad_norm)
+            grad_norm = None if grad_norm is None else as_numbers(grad_norm)[0]
         # In the documented order, because an override may take them by position.
         values = {
             "tr_loss": parts.losses.open_sum(),

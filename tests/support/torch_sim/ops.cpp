@@ -458,7 +458,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "_stack", "_stack.out", "any.dims",
-        "any.dims_out", "all.dims", "all.dims_out", "convolution", "convolution_backward"})
+        "any.dims_out", "all.dims", "all.dims_out", "convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

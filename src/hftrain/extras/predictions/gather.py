@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from hftrain.core.devices import to_host
 from hftrain.core.errors import TaskError
 from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.extras.predictions.buffers import Array, Rows, allocate, common_kind, padded
@@ -33,6 +34,8 @@ class _Keeper:
         self._moves_every = moves_every
         self._takes_objects = takes_objects
         self._waiting: list[Any] = []
+        # What is on its way to the host: it has arrived when the next batch is there.
+        self._arriving: list[Callable[[], Any]] = []
 
     def add(self, tree: Any) -> None:
         """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped.
@@ -47,13 +50,21 @@ class _Keeper:
         leaves, _ = pytree.tree_flatten(tree)
         is_on_host = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
         if is_on_host or len(self._waiting) == self._moves_every:
-            self.to_host()
+            self._begin_to_move()
 
-    def to_host(self) -> None:
-        """Move batches that are still on the device to host memory; synchronises."""
+    def _begin_to_move(self) -> None:
+        """Begin to move what is on the device to host memory, and store what was moved before."""
+        arriving, self._arriving = self._arriving[::-1], []
+        while arriving:
+            self._store(arriving.pop()())
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
-            self._store(map_tensors(waiting.pop(), torch.Tensor.cpu))
+            self._arriving.append(to_host(waiting.pop()))
+
+    def to_host(self) -> None:
+        """Move batches that are still on the device to host memory; the host waits for them."""
+        self._begin_to_move()
+        self._begin_to_move()
 
     def _store(self, tree: Any) -> None:
         raise NotImplementedError
