@@ -74,8 +74,9 @@ class ScaledPrecision(AutocastPrecision):
     loss_scaling = True
 
     _scaler: GradScaler
-    # As it was read last: only of an optimizer that skips updates on the device it must be that of the step before.
     _scale: float
+    # The updates since the scale has changed: after so many in a row it grows.
+    _num_in_a_row: int
     _num_skipped: int
     _unscaled: set[int]
     # In the current step: whether an optimizer was not called, or was and may have skipped its update itself.
@@ -86,7 +87,7 @@ class ScaledPrecision(AutocastPrecision):
         super().prepare(device, scaler_factory)
         self._scaler = scaler_factory(device)
         self._scale = self._scaler.get_scale()
-        self._num_skipped = 0
+        self._num_skipped = self._num_in_a_row = 0
         self._unscaled = set()
         self._is_skipped = self._is_unsure = False
 
@@ -134,10 +135,13 @@ class ScaledPrecision(AutocastPrecision):
         is_skipped, before = self._is_skipped, self._scale
         self._scaler.update()
         self._unscaled.clear()
-        if is_skipped or self._is_unsure:
+        self._num_in_a_row += 1
+        # Otherwise the scale is what it was, and reading it would be a second wait.
+        if is_skipped or self._is_unsure or self._num_in_a_row >= self._scaler.get_growth_interval():
             self._scale = self._scaler.get_scale()
             # Only an overflow lowers the scale. One of 0 cannot get lower, and gradients divided by it are not finite.
             is_skipped = is_skipped or self._scale < before or not self._scale
+            self._num_in_a_row = 0 if self._scale != before else self._num_in_a_row
         self._is_skipped = self._is_unsure = False
         self._num_skipped += is_skipped
         if is_skipped and self._scale < 1:
@@ -150,7 +154,7 @@ class ScaledPrecision(AutocastPrecision):
 
     def logs(self) -> dict[str, float]:
         """Return the loss scale and the number of skipped steps so far."""
-        return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._num_skipped}
+        return {"loss_scale": self._scale, "skipped_steps": self._num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._scaler.state_dict(), "num_skipped": self._num_skipped}
@@ -170,3 +174,4 @@ class ScaledPrecision(AutocastPrecision):
             self._scaler.load_state_dict(state)
             self._scale = self._scaler.get_scale()
             self._num_skipped = state.get("num_skipped", 0)
+            self._num_in_a_row = counts["_growth_tracker"]

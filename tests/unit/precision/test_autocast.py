@@ -80,6 +80,27 @@ def test_steps_are_skipped_and_counted_however_low_the_scale_is() -> None:
     assert weight.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_logged_scale_is_the_scalers_though_it_is_seldom_read(fused: bool) -> None:
+    precision, weight = opened("fp16", init_scale=256.0, growth_interval=3), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=fused)
+    overflows = [False, False, True, False, False, False, False, True, True, *[False] * 7]
+    done, logged, scales = [], [], []
+    for step, is_overflow in enumerate(overflows):
+        if step == 12:  # in the middle of a row
+            state = precision.state_dict()
+            precision = opened("fp16")
+            precision.load_state_dict(state)
+        precision.backward((weight * (float("inf") if is_overflow else 1.0)).sum())
+        done.append(precision.step(optimizer))
+        optimizer.zero_grad()
+        logged.append(precision.logs()["loss_scale"])
+        scales.append(precision.state_dict()["scale"])
+    assert done == [not each for each in overflows]
+    assert logged == scales
+    assert logged[-1] == 256.0 / 2 * 2 / 2 / 2 * 2 * 2
+
+
 def test_scaler_state_survives_a_resume() -> None:
     first = opened("fp16", init_scale=256.0)
     overflow_run(first, at=1)
