@@ -5,12 +5,9 @@ Refuse control flags that only some ranks set.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,13 +18,14 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.core.errors import ConfigError, listed
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.progress import Counter, Progress, TrainerControl
+from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
+from hftrain.loops.window import KeptGraphs
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.step.stepper import StepCalls, has_own_steps
+from hftrain.step.stepper import has_own_steps
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
@@ -44,11 +42,6 @@ _CLEARED: dict[str, tuple[str, ...]] = {
     AFTER_ACTING: _ACTIONS,
 }
 
-# `KeptGraphs`: the steps of a session that are marked, and the step after which it checks the marks. A program may keep
-# its first results, or those of a few recent steps.
-_MARK_FROM, _MARK_TO, _CHECK_AT = 3, 5, 8
-_MAX_NODES = 200
-_NODE = itemgetter(0)
 
 
 class TrainingChecks:
@@ -171,72 +164,6 @@ class TrainingChecks:
                 f"zero_grad(). Remove zero_grad(); the Trainer drops the gradients after each update."
             )
         self._passes.clear()
-
-
-class _Mark:
-    """An object that lives as long as the graph of a step."""
-
-
-class KeptGraphs:
-    """Warn once if the graphs of earlier steps stay in memory, as in a list of losses that are not detached.
-
-    Marks are attached to the graphs of a few early steps. Some steps later it checks which are still alive.
-
-    Args:
-        computing: Its `backward` is replaced in these steps.
-        pending: Functions that are called at the end of each step.
-        progress: The position of the run.
-    """
-
-    def __init__(self, computing: StepCalls, pending: list[Callable[[], None]], progress: Progress) -> None:
-        self._computing, self._pending, self._progress = computing, pending, progress
-        self._num_steps = 0
-        self._mark = _Mark()
-        self._marks: list[weakref.ref[_Mark]] = []
-        self._backward = self._computing.backward
-        pending.append(self._end_step)
-
-    def close(self) -> None:
-        """Stop checking; safe to call twice."""
-        if self._computing.backward == self._mark_and_run:
-            self._computing.backward = self._backward
-        if self._end_step in self._pending:
-            self._pending.remove(self._end_step)
-
-    def _end_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps == _MARK_FROM - 1:
-            self._backward, self._computing.backward = self._computing.backward, self._mark_and_run
-        elif self._num_steps == _MARK_TO:
-            self._computing.backward = self._backward
-        elif self._num_steps == _CHECK_AT:
-            self.close()
-            if self._are_alive():
-                gc.collect()  # what only a reference cycle keeps is not kept
-            if self._are_alive():
-                step, begin = self._progress.step, self._progress.step - _CHECK_AT
-                warn_once(
-                    f"The graphs of steps {begin + _MARK_FROM} to {begin + _MARK_TO} are still in memory after step "
-                    f"{step}: something keeps the losses or outputs of each step. Keep loss.detach() or loss.item() "
-                    "instead; otherwise memory use grows from step to step."
-                )
-        if _MARK_FROM <= self._num_steps <= _MARK_TO:
-            self._marks.append(weakref.ref(self._mark))
-        self._mark = _Mark()
-
-    def _are_alive(self) -> bool:
-        return bool(self._marks) and all(mark() is not None for mark in self._marks)
-
-    def _mark_and_run(self, loss: torch.Tensor, **options: Any) -> None:
-        self._backward(loss, **options)
-        nodes: list[Any] = [loss.grad_fn]
-        for node in nodes:  # grows
-            # The node of a parameter lives as long as the parameter.
-            if node is None or hasattr(node, "variable"):
-                continue
-            node.metadata[_Mark] = self._mark
-            if len(nodes) < _MAX_NODES:
-                nodes += map(_NODE, node.next_functions)
 
 
 def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) -> None:
