@@ -74,7 +74,8 @@ def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
     """
     steps = list(ledger)
     losses = [sum(map(total_loss, lines)) / len(lines) for lines in ledger.values()]
-    norms = [_as_float(lines[0].get("norm")) for lines in ledger.values()]
+    told = [lines[0].get("norm") for lines in ledger.values()]
+    norms = [float(norm) if isinstance(norm, (int, float)) else math.nan for norm in told]
     found: dict[int, tuple[float, float]] = {}
     for place, step in enumerate(steps):
         others = slice(max(0, place - WINDOW), place) if place >= MIN_STEPS else slice(0, 2 * MIN_STEPS)
@@ -83,10 +84,6 @@ def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
         if is_out or (ledger[step][0].get("norm") is not None and not norm <= limit_of(norms[others])):
             found[step] = loss, norm
     return found
-
-
-def _as_float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:

@@ -50,7 +50,6 @@ class AccelerateLogger(Logger):
         self._tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """End the run, unless the user opened it."""
         if self._run is not None and self._is_own:
             self._run = None
             self._tracker.finish()

@@ -105,14 +105,12 @@ class Kept(_Keeper):
         form = spec, [isinstance(leaf, Objects) for leaf in leaves]
         if self._form is None:
             self._form = form
-            self._rows = [self._open(is_objects) for is_objects in form[1]]
+            whole = self._num_samples
+            self._rows = [_ObjectRows() if is_objects else Rows(num_expected=whole) for is_objects in form[1]]
         elif form != self._form:
             raise _mismatch("batches", [self._form, form])
         for rows, leaf in zip(self._rows, leaves, strict=True):
             rows.append(leaf)
-
-    def _open(self, is_objects: bool) -> Any:
-        return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples)
 
     def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
