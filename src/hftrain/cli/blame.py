@@ -118,7 +118,6 @@ def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
 
 
 def _entries(line: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Yield each known sample of a process's step."""
     losses, each, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
     for number, samples in enumerate(line.get("samples") or []):
         own = each[number] if number < len(each) else None
@@ -230,7 +229,6 @@ def _describe(suspect: Suspect) -> list[str]:
 
 
 def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> None:
-    """Find suspects in the batches that were kept, and say what they look like."""
     rows: dict[str, dict[str, torch.Tensor]] = {}
     for step in sorted({step for each in suspects for step in each.steps}):
         for rank, line in enumerate(ledger[step]):

@@ -46,19 +46,13 @@ def until_training(act: Callable[..., object]) -> Iterator[None]:
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
-    """Return the lines that `hftrain estimate` prints; see `estimate_script`."""
-    estimate = estimate_script(script, arguments)
-    return Answer([str(estimate)], asdict(estimate))
-
-
-def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:
     """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
 
     Raises:
         ConfigError: There is no such file, or it ends without calling `train()`.
     """
     estimate: MemoryEstimate = at_training(script, arguments, lambda trainer: trainer.estimate_memory())
-    return estimate
+    return Answer([str(estimate)], asdict(estimate))
 
 
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:

@@ -115,7 +115,6 @@ def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing:
 
 
 def _backward(computing: StepCalls, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
-    """Accumulate gradients like the run, with its loss scaling and through its engine."""
     if computing.optimizer is None:
         type(accelerator).backward(accelerator, loss, **options)
         return

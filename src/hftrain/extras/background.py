@@ -138,7 +138,6 @@ class BackgroundWriter(CheckpointWriter):
             self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies) -> None:
-        """Allocate memory for the copies as soon as all tensors exist."""
         parts = self._parts
         strategy, optimizer, manager = parts.strategy, parts.optimizer, self.manager
 

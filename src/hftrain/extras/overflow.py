@@ -107,7 +107,6 @@ class DebugUnderflowOverflow:
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors in nested containers, each with its path."""
     if isinstance(value, torch.Tensor):
         # This process's shard of a sharded parameter.
         value = value.to_local() if hasattr(value, "to_local") else value

@@ -15,16 +15,11 @@ from hftrain.strategies.environment import is_set
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 # Keys that are options of the strategy, most of them with the same name.
-_OPTIONS = {
-    "min_num_params": "min_num_params",
-    "transformer_layer_cls_to_wrap": "layer_classes",
-    "forward_prefetch": "forward_prefetch",
-    "sync_module_states": "sync_module_states",
-    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "activation_checkpointing": "activation_checkpointing",
-    "state_dict_type": "state_dict_type",
-    "reshard_after_forward": "reshard_after_forward",
-}
+_ALIKE = (
+    *("min_num_params", "forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading"),
+    *("activation_checkpointing", "state_dict_type", "reshard_after_forward"),
+)
+_OPTIONS = {"transformer_layer_cls_to_wrap": "layer_classes", **{name: name for name in _ALIKE}}
 _KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
 # Keys of accelerate's own config file, and keys that have another name here.
 _OF_ACCELERATE = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")

@@ -83,8 +83,6 @@ def pack_dataset(dataset: Any, length: int, *, packing: str = "bfd", buffer_size
 
 
 class _Rows:
-    """What a Trainer asks of datasets of rows."""
-
     def check_run(self, args: TrainingArguments, model: nn.Module, collator: Any) -> None:
         """Raise if a run would join the documents of a row."""
         check_packed_rows(args, model, collator)
@@ -183,7 +181,6 @@ class _StatefulPackedStream(PackedStream):
 
 
 def _fill(lengths: Iterable[int], length: int, packing: str) -> list[list[Piece]]:
-    """Assign the tokens of documents to rows."""
     return (_best_fit if packing == "bfd" else _wrap)([int(each) for each in lengths], length)
 
 

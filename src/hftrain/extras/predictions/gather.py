@@ -22,14 +22,10 @@ _CHUNK_OBJECTS = 1 << 14
 
 
 class _Keeper:
-    """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host.
-
-    Args:
-        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Also keep values other than tensors: lists as one object per sample, others as one per batch.
-    """
+    """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host."""
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
+        # Batches kept on the device before they move to the host; None moves them at the end.
         self._moves_every = moves_every
         self._takes_objects = takes_objects
         self._waiting: list[Any] = []
@@ -147,8 +143,6 @@ class Kept(_Keeper):
 
 
 class _ObjectRows:
-    """Collect objects, one per row."""
-
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
         self._objects: list[Any] = []

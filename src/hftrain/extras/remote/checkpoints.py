@@ -243,7 +243,6 @@ class RemoteCheckpoints(Checkpoints):
 
 
 def _holds(folder: Path, manifest: Manifest) -> bool:
-    """Tell whether a local folder is the intact checkpoint of a manifest."""
     try:
         return verify(folder) == manifest
     except CheckpointError:

@@ -160,7 +160,6 @@ def _attempt(
     resume: str | None = None,
     **options: Any,
 ) -> Any:
-    """Train and evaluate once, and return the objective or objectives; collective."""
     with trying(trainer, parts, follow, trial, **options) as run:
         trainer.train(resume_from_checkpoint=resume, trial=trial)
         if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
