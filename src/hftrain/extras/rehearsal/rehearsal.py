@@ -40,15 +40,12 @@ def rehearse(
     resume: Path | None,
     found: Path,
 ) -> TrainOutput:
-    """Train, evaluate, save and resume with copies, and restore everything; collective.
+    """Train, evaluate, save and resume with copies, restore everything, and return the training's result; collective.
 
     Args:
         run: Trains from a checkpoint, or from the start.
         resume: The checkpoint that the user wants to resume from.
         found: The existing part of the output folder's path when `train` was called, see `existing_part`.
-
-    Returns:
-        The result of training the first steps.
     """
     args, strategy, output_dir = trainer.args, trainer.strategy, trainer.output_dir
     size = trainer.get_total_train_batch_size(args)
