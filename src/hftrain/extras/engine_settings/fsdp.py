@@ -64,7 +64,9 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
     if isinstance(options.get("layer_classes"), str):
         options["layer_classes"] = [name.strip() for name in options["layer_classes"].split(",")]
     if words:
-        options.update(_from_words(words, is_cut=bool(config.get("min_num_params") or options.get("layer_classes"))))
+        is_cut = bool(config.get("min_num_params") or options.get("layer_classes"))
+        options["sharding"] = next((word for word in words if word in _SHARDINGS), _SHARDINGS[0])
+        options["offload"], options["auto_wrap"] = "offload" in words, "auto_wrap" in words or is_cut
     return options
 
 
@@ -87,15 +89,6 @@ def _keys_of_wrapper(config: dict[str, Any]) -> list[str]:
 
 def _prefetch(config: dict[str, Any]) -> str:
     return str(config.get("backward_prefetch") or "backward_pre").lower()
-
-
-def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
-    shardings = [word for word in words if word in _SHARDINGS]
-    return {
-        "sharding": shardings[0] if shardings else _SHARDINGS[0],
-        "offload": "offload" in words,
-        "auto_wrap": "auto_wrap" in words or is_cut,
-    }
 
 
 def read_fsdp_config(given: Any) -> dict[str, Any]:
