@@ -74,7 +74,6 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
 
 
 def _differences_around(runs: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """Return which arguments, versions, data and environment of two runs differ, as far as both have them."""
     found: dict[str, tuple[Any, Any]] = {}
     mine, other = ({**read_sessions(run)[-1], **vars(read_run(run, name=run))} for run in runs)
     for what in ("arguments", "versions", "data", "environment"):

@@ -74,7 +74,8 @@ def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
     """
     steps = list(ledger)
     losses = [sum(map(total_loss, lines)) / len(lines) for lines in ledger.values()]
-    norms = [_as_float(lines[0].get("norm")) for lines in ledger.values()]
+    told = [lines[0].get("norm") for lines in ledger.values()]
+    norms = [float(norm) if isinstance(norm, (int, float)) else math.nan for norm in told]
     found: dict[int, tuple[float, float]] = {}
     for place, step in enumerate(steps):
         others = slice(max(0, place - WINDOW), place) if place >= MIN_STEPS else slice(0, 2 * MIN_STEPS)
@@ -83,10 +84,6 @@ def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
         if is_out or (ledger[step][0].get("norm") is not None and not norm <= limit_of(norms[others])):
             found[step] = loss, norm
     return found
-
-
-def _as_float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
@@ -121,7 +118,6 @@ def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
 
 
 def _entries(line: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Yield each known sample of a process's step."""
     losses, each, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
     for number, samples in enumerate(line.get("samples") or []):
         own = each[number] if number < len(each) else None
@@ -233,7 +229,6 @@ def _describe(suspect: Suspect) -> list[str]:
 
 
 def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> None:
-    """Find suspects in the batches that were kept, and say what they look like."""
     rows: dict[str, dict[str, torch.Tensor]] = {}
     for step in sorted({step for each in suspects for step in each.steps}):
         for rank, line in enumerate(ledger[step]):

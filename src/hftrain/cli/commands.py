@@ -145,7 +145,6 @@ def _add_check(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
 
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
-    """Add the commands that show or combine what runs have written."""
     what = "list a run's checkpoints and the one that a resume takes"
     part = add(
         "checkpoints", "checkpoints:show_checkpoints", what, "Each one is checked for missing and truncated files."

@@ -91,12 +91,7 @@ def show_fit(arguments: Sequence[str]) -> Answer:
 
 
 class _Config:
-    """A configuration: that of a file or a run, then the options.
-
-    Args:
-        argv: The arguments after ``fit``.
-        makers: What makes the task and the data, if the configuration does not name it.
-    """
+    """A configuration: that of a file or a run, then the options; `makers` are used for what neither names."""
 
     def __init__(self, argv: Sequence[str], makers: Mapping[str, Any]) -> None:
         require("jsonargparse>=4.53", feature="hftrain fit", extra="config")
@@ -186,7 +181,6 @@ class _Config:
             raise ConfigError(f"{where}: cannot import {path!r}.", f"{error}.", remedy) from error
 
     def _check_known(self) -> None:
-        """Raise for a key or option that no signature has, with similar ones."""
         known = set(self._parser.get_defaults(skip_validation=True).keys()) - {"file"}
         sections = {dest[:place] for dest in known for place, letter in enumerate(dest) if letter == "."}
         for key in self._file:
@@ -260,7 +254,6 @@ def _path_of(made: Any) -> str:
 
 
 def _near(key: str, known: set[str]) -> str:
-    """Return similar keys of the same section."""
     beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
     section, _, name = key.rpartition(".")
     hint = suggest(f"{section}.{names_elsewhere('settings').get(name, name)}" if section == "args" else key, beside)

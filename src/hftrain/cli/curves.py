@@ -38,9 +38,6 @@ def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str
         metrics: Names of logged numbers; by default the losses of training and evaluation.
         output: An image file to write instead: ``.png``, ``.svg`` or ``.pdf``.
 
-    Returns:
-        The lines to print.
-
     Raises:
         ConfigError: A folder contains no run, no run has logged such a metric, or the image has another suffix.
         MissingDependencyError: The packages of the extra ``report`` are not installed.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
+from hftrain.core.preserve import temporarily
 from hftrain.extras.rehearsal.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
 
@@ -28,37 +29,26 @@ def until_training(act: Callable[..., object]) -> Iterator[None]:
 
     What the script prints is not the answer of a command. Its arguments and search path are restored.
     """
-    train, argv, path = Trainer.train, sys.argv, list(sys.path)
+    train = Trainer.train
 
     def stand_in(*args: Any, **kwargs: Any) -> NoReturn:
-        Trainer.train = train  # type: ignore[method-assign]  # `act` may train
-        act(*args, **kwargs)
+        with temporarily(Trainer, train=train):  # `act` may train
+            act(*args, **kwargs)
         raise _Reached
 
-    Trainer.train = stand_in  # type: ignore[method-assign]
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except _Reached:
-        pass
-    finally:
-        Trainer.train, sys.argv, sys.path[:] = train, argv, path  # type: ignore[method-assign]
+    kept = temporarily(sys, argv=sys.argv, path=list(sys.path))
+    with temporarily(Trainer, train=stand_in), kept, suppress(_Reached), redirect_stdout(sys.stderr):
+        yield
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
-    """Return the lines that `hftrain estimate` prints; see `estimate_script`."""
-    estimate = estimate_script(script, arguments)
-    return Answer([str(estimate)], asdict(estimate))
-
-
-def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:
     """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
 
     Raises:
         ConfigError: There is no such file, or it ends without calling `train()`.
     """
     estimate: MemoryEstimate = at_training(script, arguments, lambda trainer: trainer.estimate_memory())
-    return estimate
+    return Answer([str(estimate)], asdict(estimate))
 
 
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:

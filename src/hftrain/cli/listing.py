@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from hftrain.cli.answer import Answer
 from hftrain.core.errors import HFTrainError
 from hftrain.core.registry import Registry
-from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
@@ -91,14 +90,7 @@ def _strategy(name: str, *, use_cpu: bool) -> Strategy:
 
 def _refusal(strategy: Strategy, precision: str) -> str | None:
     """Return why a strategy cannot run a precision here, None if it can."""
-
-    def check() -> Precision:
-        made = precisions.create(precision)
-        check_legal(strategy, made)
-        return made
-
-    made = _make(check)
-    return made if isinstance(made, str) else None
+    return _make(lambda: check_legal(strategy, precisions.create(precision)))
 
 
 def _make(build: Callable[[], T]) -> T | str:

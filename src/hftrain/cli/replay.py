@@ -201,11 +201,7 @@ def _train(
     command: Sequence[str], session: Mapping[str, Any], *, folder: Path, start: Path | None, step: int,
     observe: Callable[[Any], Observer], changes: Mapping[str, Any],
 ) -> Path | None:  # fmt: skip
-    """Run a command up to its first training, which writes into a folder only and which an observer ends.
-
-    Returns:
-        The checkpoint from which: `start`, or one elsewhere that the script names and the session began with.
-    """
+    """Run a command up to its first training, in a folder, which an observer ends; return from which checkpoint."""
     starts: list[Path | None] = []
 
     def do(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +263,6 @@ def _in_folder(folder: str) -> Iterator[None]:
 
 
 def _execute(command: Sequence[str]) -> None:
-    """Run what Python was told to run: a script, or a module (-m)."""
     words = list(command)
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[2 if words[0] in ("-X", "-W") else 1 :]

@@ -50,9 +50,6 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> Answer:
         runs: Their folders; see `read_runs`.
         output: The HTML file to write; an existing one is replaced.
 
-    Returns:
-        The line to print.
-
     Raises:
         ConfigError: A folder contains no run, or the file cannot be written.
         MissingDependencyError: The packages of the extra ``report`` are not installed.
@@ -151,7 +148,6 @@ def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, 
 
 
 def _marks(run: RunRecord, color: int) -> list[dict[str, Any]]:
-    """Return the marks of a run's resumes and stops."""
     marks: dict[int, str] = {}
     for event in run.events:
         step = event.get("step", 0)
@@ -307,7 +303,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]
 
 
 def _notes(run: RunRecord) -> Iterable[str]:
-    """Yield what is missing from the report, and why."""
     if not run.sessions:
         yield _NO_JOURNAL
     if run.num_earlier:

@@ -165,7 +165,6 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
 
 
 def _short_names(folders: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths that are distinct."""
     parts = [
         (folder if is_url(folder) else Path(folder).resolve().as_posix()).rstrip("/").split("/") for folder in folders
     ]
@@ -177,7 +176,6 @@ def _short_names(folders: Sequence[str]) -> list[str]:
 
 
 def _fetch(url: str, copy: Path) -> None:
-    """Download the small files of a remote run."""
     remote = extra("remote").RemoteFolder(url)
     try:
         for folder in remote.names():
@@ -229,14 +227,10 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
 
 
 class _Journal:
-    """Read a journal line by line: what is superseded by a resume, or belongs to an earlier run, is dropped.
-
-    Args:
-        saved: The log of the newest state: all there is without a journal.
-    """
+    """Read a journal line by line: what is superseded by a resume, or belongs to an earlier run, is dropped."""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        self._saved = saved
+        self._saved = saved  # the log of the newest state: all there is without a journal
         self.num_lines = self.num_unread = self.num_runs = 0
         self._start([])
         for entry in saved:

@@ -93,7 +93,6 @@ def _exchange(facades: list[ModuleType], objects: dict[int, Any]) -> None:
 
 
 def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
-    """Return the (module, name, object) of all attributes of transformers' modules."""
     modules = [*facades, *(module for module in _modules() if _package(module) == "transformers")]
     unique = {id(module): module for module in modules}.values()
     return [(module, name, value) for module in unique for name, value in vars(module).items()]

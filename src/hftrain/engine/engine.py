@@ -53,9 +53,6 @@ class _NoModel:
     def __getattr__(self, name: str) -> Any:
         raise refused("step(), save() or load()", "There is no model yet.", "Call setup() first.")
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.model  # type: ignore[no-any-return]
-
 
 class Engine:
     """Use hftrain's strategies, precisions and checkpoints in your own training loop.

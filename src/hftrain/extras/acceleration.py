@@ -46,9 +46,11 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
     if known and (known.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(known)):
         # A singleton that would keep the settings of an earlier Trainer.
         known.clear()
-    if _is_of_another_device(strategy):
+    process = accelerate_state("PartialState")
+    is_alone = strategy.world_size == 1
+    if process and is_alone and torch.device(process.get("device", "cpu")).type != strategy.device_type:
         known.clear()
-        accelerate_state("PartialState").clear()
+        process.clear()
     accelerator: Any = Accelerator(
         mixed_precision=mixed,
         # The Trainer accumulates, so `backward` must not divide: as documented, a training_step divides its loss.
@@ -100,7 +102,6 @@ def adopt_accelerator(
 
 
 def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: StepCalls) -> None:
-    """Replace the accelerator's methods by the run's; mutates it."""
     from accelerate import Accelerator
 
     accelerator.backward = computing.own_backward = partial(_backward, computing, accelerator)
@@ -114,7 +115,6 @@ def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing:
 
 
 def _backward(computing: StepCalls, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
-    """Accumulate gradients like the run, with its loss scaling and through its engine."""
     if computing.optimizer is None:
         type(accelerator).backward(accelerator, loss, **options)
         return
@@ -126,11 +126,7 @@ def _backward(computing: StepCalls, accelerator: Any, loss: torch.Tensor, **opti
 def _unscale(
     strategy: Strategy, precision: Precision, computing: StepCalls, accelerator: Any, optimizer: Any = None
 ) -> None:
-    """Unscale the gradients of the run's optimizer, or of others, once per update.
-
-    Raises:
-        TaskError: More scaled gradients will be added to them in this update.
-    """
+    """Unscale the gradients of the run's optimizer, or of others, once per update."""
     if computing.optimizer is None:
         type(accelerator).unscale_gradients(accelerator, optimizer)
     elif precision.policy.loss_scaling and Owns.SCALING not in strategy.owns:
@@ -171,16 +167,6 @@ def _clip_norm(
 
 def _has_engine(known: Any) -> bool:
     return known.get("deepspeed_plugins") is not None or known.get("fsdp_plugin") is not None
-
-
-def _is_of_another_device(strategy: Strategy) -> bool:
-    """Return whether accelerate was set up for another kind of device, in a run of one process."""
-    known = accelerate_state("PartialState")
-    return (
-        bool(known)
-        and strategy.world_size == 1
-        and torch.device(known.get("device", "cpu")).type != strategy.device_type
-    )
 
 
 def _check(accelerator: Any, strategy: Strategy) -> None:

@@ -61,7 +61,6 @@ def dismiss_groups(optimizer: Optimizer, schedules: Iterable[Any], *, num: int) 
 
 
 def _leaves(schedule: Any) -> list[Any]:
-    """Return the innermost schedules of composed ones."""
     parts = getattr(schedule, "_schedulers", None)
     return [schedule] if parts is None else [leaf for part in parts for leaf in _leaves(part)]
 

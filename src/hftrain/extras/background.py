@@ -67,11 +67,9 @@ class BackgroundWriter(CheckpointWriter):
 
     @property
     def is_async(self) -> bool:
-        """Whether checkpoints are written in the background."""
         return self._copies is not None
 
     def keep(self, tree: Any) -> Any:
-        """Return a nested structure, copied to host memory if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
 
     def write(
@@ -107,7 +105,6 @@ class BackgroundWriter(CheckpointWriter):
         self._flight = BackgroundWrite(f"written {captured.step}", work, conclude, consensus=self._consensus)
 
     def finish(self, *, for_next: bool = False, name: str | None = None) -> None:
-        """Wait for a background write, and raise its error; see `CheckpointWriter.finish`."""
         flight, start_s = self._flight, time.perf_counter()
         if flight is not None and name in (None, flight.name):
             flight.finish()
@@ -141,7 +138,6 @@ class BackgroundWriter(CheckpointWriter):
             self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies) -> None:
-        """Allocate memory for the copies as soon as all tensors exist."""
         parts = self._parts
         strategy, optimizer, manager = parts.strategy, parts.optimizer, self.manager
 

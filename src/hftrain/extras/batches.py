@@ -56,8 +56,6 @@ class BatchCallback(TrainerCallback):
 
 
 class _Events:
-    """The events of a run, with further keywords in a step."""
-
     def __init__(self, events: Any, given: dict[str, Any]) -> None:
         self._events, self._given = events, given
 

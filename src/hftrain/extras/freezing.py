@@ -17,8 +17,6 @@ from hftrain.optim.layerwise import find_named, find_path
 
 
 class _Frozen(NamedTuple):
-    """What one pattern freezes, and the hooks that keep the statistics of its batch normalization."""
-
     until: Any
     parameters: list[nn.Parameter]
     hooks: list[Any]

@@ -69,7 +69,6 @@ class LengthShuffledSampler(ArraySampler):
         self.epoch = epoch
 
     def draw(self) -> Lengths:
-        """Return the order of this epoch."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = grouped_order(self.lengths, self.batch_size, generator=generator)
         if self._shuffles_batches:
@@ -87,18 +86,14 @@ class LengthShuffledSampler(ArraySampler):
             batches[1:] = batches[1:][shuffled(num_full - 1, generator).numpy()]
 
 
-def grouped_order(
-    lengths: Any, batch_size: int, *, num_batches: int | None = None, generator: torch.Generator | None = None
-) -> Lengths:
+def grouped_order(lengths: Any, batch_size: int, *, generator: torch.Generator | None = None) -> Lengths:
     """Return a random order, cut into groups that are each sorted from long to short; the longest sample comes first.
 
-    A group is `num_batches` batches, up to 50 if that is None.
+    A group is up to 50 batches.
     """
     lengths = _as_array(lengths)
     num = len(lengths)
-    if num_batches is None:
-        num_batches = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
-    size = num_batches * batch_size
+    size = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1) * batch_size
     order: Lengths = shuffled(num, generator).numpy()
     # In place, some groups at a time.
     at_once = max(_SORTED_AT_ONCE // size, 1) * size

@@ -85,12 +85,10 @@ class IntervalCallback(TrainerCallback, ExportableState):
                 setattr(control, flag, True)
 
     def _number(self, interval: Length, state: TrainerState) -> int:
-        """Return how many times an interval has passed."""
         position = {"ep": state.epoch or 0.0, "tok": state.num_input_tokens_seen, "s": self.elapsed_s}[interval.unit]
         return math.floor(position / interval.value + 1e-9)
 
     def _read_clock(self, step: int) -> None:
-        """Read the main process's clock, and agree on the step of the next reading."""
         now_s, num_steps = time.monotonic() - self._begun_s, max(1, step - self._read_at)
         if self._group.world_size > 1:
             step_s = max(now_s - self.elapsed_s, 1e-6) / num_steps

@@ -44,11 +44,9 @@ class SetLimits(Limits):
         self.of_evaluation = {name: facts[name]} if name in facts else {}
 
     def num_train(self, num_batches: int | None) -> int | None:
-        """Return the batches in a pass of one process, of as many as its loader has (None: unknown)."""
         return _limited(self.of_training, num_batches)
 
     def for_evaluation(self, loader: Any) -> Any:
-        """Return the part of an evaluation loader that is read."""
         if not self.of_evaluation:
             return loader
         number = _limited(self.of_evaluation, len(loader) if has_length(loader) else None)
@@ -104,11 +102,9 @@ class LimitedFeed(TrainFeed):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in one pass of this rank, or None if unknown."""
         return self._limits.num_train(super().num_batches)
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
-        """Start a pass, see `TrainFeed.open`."""
         # The order follows from the pass's number.
         epoch = 0 if "overfit_batches" in self._limits.of_training else epoch
         batches, number = super().open(epoch, skip=skip, offset=offset), self.num_batches

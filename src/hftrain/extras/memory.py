@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hftrain.core.optional import require
 _LOOKS_EVERY_S = 0.005
 
 
+@dataclass(eq=False)
 class MemoryMeter:
     """Measure how a section of code changes one counter of bytes.
 
@@ -22,30 +24,24 @@ class MemoryMeter:
         reset_peak: Resets the peak, also for other readers of it.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], int],
-        *,
-        read_peak: Callable[[], int] | None = None,
-        reset_peak: Callable[[], None] | None = None,
-    ) -> None:
-        self._read, self._read_peak, self._reset_peak = read, read_peak, reset_peak
-        self.needs_looks = read_peak is None
+    read: Callable[[], int]
+    read_peak: Callable[[], int] | None = None
+    reset_peak: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Begin a section."""
-        if self._reset_peak is not None:
-            self._reset_peak()
-        self._begin = self._peak = self._read()
+        if self.reset_peak is not None:
+            self.reset_peak()
+        self._begin = self._peak = self.read()
 
     def look(self) -> None:
         """Record the current use."""
-        self._peak = max(self._peak, self._read())
+        self._peak = max(self._peak, self.read())
 
     def deltas(self) -> dict[str, int]:
         """Return the bytes gained and the bytes freed after the peak; their sum is what the section needed."""
-        end = self._read()
-        peak = self._peak if self._read_peak is None else self._read_peak()
+        end = self.read()
+        peak = self._peak if self.read_peak is None else self.read_peak()
         return {"alloc_delta": end - self._begin, "peaked_delta": max(0, peak - end)}
 
 
@@ -106,7 +102,7 @@ class MemoryTracker:
             metrics.update(self.stop())
 
     def _sample(self, stop: threading.Event) -> None:
-        meters = [meter for meter in self._meters.values() if meter.needs_looks]
+        meters = [meter for meter in self._meters.values() if meter.read_peak is None]
         while not stop.wait(_LOOKS_EVERY_S):
             for meter in meters:
                 meter.look()

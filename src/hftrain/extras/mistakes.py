@@ -127,7 +127,6 @@ def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
 
 
 def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any) -> str:
-    """Describe the batch of a step, and what to do if it is none or its columns cannot be taken."""
     if batch is None:
         return "The data_collator returned None as a batch. Let it return the batch."
     if is_samples(batch):
@@ -245,13 +244,7 @@ _HINTS = {
 
 
 def hint_for(error: Exception, model: nn.Module, batch: Any) -> str | None:
-    """Return what to do about an error; None if its message is not one of the known ones.
-
-    Args:
-        error: The error of a step.
-        model: The network.
-        batch: The batch of the step; None if there was none.
-    """
+    """Return what to do about an error of a step; None if its message is not one of the known ones."""
     for pattern, hint in _HINTS.items():
         told = re.search(pattern, str(error))
         if told is not None and (text := hint.format_map(_Facts(told, model, batch))):

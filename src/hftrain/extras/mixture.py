@@ -376,7 +376,6 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
         return copy.deepcopy({"at": vars(self._at), "streams": streams})
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `_save` returned, for the next iteration."""
         state = copy.deepcopy(dict(state))
         self._at, self._is_loaded = SimpleNamespace(**state["at"]), True
         for dataset, found in zip(self.datasets, state["streams"], strict=True):

@@ -71,7 +71,13 @@ class DebugUnderflowOverflow:
         if is_traced:
             logger.warning("Batch %d\n%s\n%s", self.batch_number, _HEAD, self._frames[-1])
         elif faults:
-            self._stop(module, faults)
+            frames = "\n".join(self._frames)
+            logger.error("The last %d frames before the fault:\n%s\n%s", len(self._frames), _HEAD, frames)
+            raise TaskError(
+                f"A watched forward pass reached {self._names[module]} ({type(module).__name__}).",
+                f"In batch {self.batch_number} its {' and '.join(faults)} held an infinity or NaN.",
+                "The log above this error shows the frames that led to it; look for the first large number.",
+            )
         if module is self.model:
             self.batch_number += 1
             if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
@@ -95,19 +101,8 @@ class DebugUnderflowOverflow:
         self._frames.append("\n".join(lines))
         return faults
 
-    def _stop(self, module: nn.Module, faults: list[str]) -> None:
-        frames = "\n".join(self._frames)
-        logger.error("The last %d frames before the fault:\n%s\n%s", len(self._frames), _HEAD, frames)
-        name = f"{self._names[module]} ({type(module).__name__})"
-        raise TaskError(
-            f"A watched forward pass reached {name}.",
-            f"In batch {self.batch_number} its {' and '.join(faults)} held an infinity or NaN.",
-            "The log above this error shows the frames that led to it; look for the first large number.",
-        )
-
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors in nested containers, each with its path."""
     if isinstance(value, torch.Tensor):
         # This process's shard of a sharded parameter.
         value = value.to_local() if hasattr(value, "to_local") else value

@@ -100,10 +100,6 @@ def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
     """Raise if a run uses features that its loop does not support.
 
-    Args:
-        loop: Any loop.
-        used: The features in use, each with the setting that selects it.
-
     Raises:
         ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
     """

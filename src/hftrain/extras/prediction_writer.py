@@ -173,7 +173,6 @@ def _place(args: Any, *, data_ranks: Any = None, **_: Any) -> tuple[int, int, bo
 
 
 def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a nested structure by path."""
     if isinstance(tree, torch.Tensor):
         return {name: tree}
     if tree is None or is_cache(tree):

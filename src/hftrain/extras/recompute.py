@@ -54,7 +54,7 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
         options.setdefault("use_reentrant", False)
     enable(**{keyword: options}) if options else enable()
     may_be_reentrant = options.get("use_reentrant", True)
-    return _require_input_gradients(model) if is_partly_frozen and may_be_reentrant else _nothing
+    return _require_input_gradients(model) if is_partly_frozen and may_be_reentrant else lambda: None
 
 
 def _require_input_gradients(model: nn.Module) -> Undo:
@@ -69,7 +69,7 @@ def _require_input_gradients(model: nn.Module) -> Undo:
             "checkpoint is reentrant, and get_input_embeddings() names no layer. Set use_reentrant=False in "
             "gradient_checkpointing_kwargs."
         )
-        return _nothing
+        return lambda: None
 
     def require(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and isinstance(output, torch.Tensor):
@@ -121,10 +121,6 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
     return checkpoint(call, *values, **options)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 # Costly to compute, and small; without batched products, which hold the scores of attention.

@@ -153,7 +153,6 @@ def _in_short(value: Any) -> Any:
 
 
 def _reads_all(loader: Any) -> bool:
-    """Return whether a loader of the user's reads a whole dataset."""
     is_own = is_plain_loader(loader) and not isinstance(loader, RankLoader)
     parts = (loader.dataset, *samplers_of(loader)) if is_own else ()
     return is_own and type(loader.sampler) in (RandomSampler, SequentialSampler) and not any(map(is_rank_aware, parts))

@@ -99,7 +99,6 @@ class EpochStream(StreamWrapper):
         return {"stream": stream, "is_over": self._is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the next iteration."""
         if self._begun is None and not self._is_loaded:
             self._first_state = copy.deepcopy(self.dataset.state_dict())
         self._is_loaded, self._is_over, self._unread = True, bool(state["is_over"]), state["stream"]
@@ -211,7 +210,6 @@ class EvenedStream(StreamWrapper):
         return {"stream": self._end if self._is_filled and not count else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the next iteration."""
         self._first_state, self._count = state["start"], int(state["count"])
         self._end = state.get("end", self._first_state)  # as older checkpoints had it
         self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])

@@ -17,11 +17,7 @@ WORKER_SEEDS = ("batch", "epoch")
 
 
 def check_worker_seeds(value: str) -> str:
-    """Return the Trainer's argument.
-
-    Raises:
-        ConfigError: It has no such value.
-    """
+    """Return the Trainer's argument; raise `ConfigError` if it has no such value."""
     check_known(value, WORKER_SEEDS, f"Cannot use worker_seeds={value!r}.", "")
     return value
 

@@ -50,7 +50,6 @@ class AccelerateLogger(Logger):
         self._tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """End the run, unless the user opened it."""
         if self._run is not None and self._is_own:
             self._run = None
             self._tracker.finish()
@@ -120,7 +119,6 @@ class ClearMLLogger(AccelerateLogger):
         self._run.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
 
     def finish_training(self) -> None:
-        """Wait until pending data is sent."""
         self._run.flush()
 
 
@@ -175,7 +173,6 @@ class CometLogger(AccelerateLogger):
         self._run.flush()
 
     def finish_training(self) -> None:
-        """Wait until pending data is sent."""
         self._run.flush()
 
 
@@ -245,7 +242,6 @@ class SwanLabLogger(AccelerateLogger, MediaByWrapping):
             warn_once("SWANLAB_LOG_MODEL is set, but SwanLab keeps no models: none is uploaded.")
 
     def start(self, run: RunFacts) -> None:
-        """Start, continue or join a run; record the settings."""
         # SwanLab 0.10 fails on the documented variable because it parses it as JSON settings.
         self._project = os.environ.pop("SWANLAB_PROJECT", None)
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from hftrain import ConfigError, Trainer
 from hftrain.cli.commands import main
-from hftrain.cli.estimate import estimate_script
+from hftrain.cli.estimate import show_estimate
 
 SCRIPT = """
 import sys
@@ -41,13 +41,13 @@ def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.Mo
     assert "trained" not in shown
     assert before == (Trainer.train, sys.argv, sys.path)
     assert not (tmp_path / "out").exists()
-    assert estimate_script("script.py", ["1000"]).parameters_bytes == 4 * 1001
+    assert show_estimate("script.py", ["1000"]).data["parameters_bytes"] == 4 * 1001
 
 
 def test_script_without_a_training_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('nothing')\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"without a call of Trainer\.train"):
-        estimate_script(tmp_path / "script.py")
+        show_estimate(tmp_path / "script.py")
 
 
 def test_script_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,6 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
 
 def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:
-    """Warn if the arguments choose an optimizer or a schedule but the config creates it."""
     defaults = {each.name: each.default for each in fields(args)}
     for part, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         value = getattr(args, name)

@@ -15,16 +15,11 @@ from hftrain.strategies.environment import is_set
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 # Keys that are options of the strategy, most of them with the same name.
-_OPTIONS = {
-    "min_num_params": "min_num_params",
-    "transformer_layer_cls_to_wrap": "layer_classes",
-    "forward_prefetch": "forward_prefetch",
-    "sync_module_states": "sync_module_states",
-    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "activation_checkpointing": "activation_checkpointing",
-    "state_dict_type": "state_dict_type",
-    "reshard_after_forward": "reshard_after_forward",
-}
+_ALIKE = (
+    *("min_num_params", "forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading"),
+    *("activation_checkpointing", "state_dict_type", "reshard_after_forward"),
+)
+_OPTIONS = {"transformer_layer_cls_to_wrap": "layer_classes", **{name: name for name in _ALIKE}}
 _KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
 # Keys of accelerate's own config file, and keys that have another name here.
 _OF_ACCELERATE = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")
@@ -69,7 +64,9 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
     if isinstance(options.get("layer_classes"), str):
         options["layer_classes"] = [name.strip() for name in options["layer_classes"].split(",")]
     if words:
-        options.update(_from_words(words, is_cut=bool(config.get("min_num_params") or options.get("layer_classes"))))
+        is_cut = bool(config.get("min_num_params") or options.get("layer_classes"))
+        options["sharding"] = next((word for word in words if word in _SHARDINGS), _SHARDINGS[0])
+        options["offload"], options["auto_wrap"] = "offload" in words, "auto_wrap" in words or is_cut
     return options
 
 
@@ -92,15 +89,6 @@ def _keys_of_wrapper(config: dict[str, Any]) -> list[str]:
 
 def _prefetch(config: dict[str, Any]) -> str:
     return str(config.get("backward_prefetch") or "backward_pre").lower()
-
-
-def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
-    shardings = [word for word in words if word in _SHARDINGS]
-    return {
-        "sharding": shardings[0] if shardings else _SHARDINGS[0],
-        "offload": "offload" in words,
-        "auto_wrap": "auto_wrap" in words or is_cut,
-    }
 
 
 def read_fsdp_config(given: Any) -> dict[str, Any]:

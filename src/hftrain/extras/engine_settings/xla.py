@@ -36,7 +36,9 @@ def xla_options(args: Any) -> dict[str, Any]:
         if args.fsdp:
             raise _refuse("fsdp", args.fsdp, "It needs the key xla on XLA devices.", "Set fsdp_config={'xla': True}.")
         return options
-    _check_words([str(word) for word in args.fsdp])
+    if refused := [str(word) for word in args.fsdp if str(word) not in ("full_shard", "auto_wrap")]:
+        reason = f"{refused[0]!r} is not among the ways in which the XLA compiler splits a model."
+        raise _refuse("fsdp", [*map(str, args.fsdp)], reason, "Use 'full_shard', with or without 'auto_wrap'.")
     _check_settings(args, config.get("xla_fsdp_settings", {}))
     if config.get("activation_checkpointing"):
         remedy = "Use the key xla_fsdp_grad_ckpt."
@@ -74,13 +76,6 @@ class XLAMetricsCallback(TrainerCallback):
             print(torch_xla.debug.metrics.metrics_report(), flush=True)
 
     on_evaluate = on_epoch_end
-
-
-def _check_words(words: list[str]) -> None:
-    refused = [word for word in words if word not in ("full_shard", "auto_wrap")]
-    if refused:
-        reason = f"{refused[0]!r} is not among the ways in which the XLA compiler splits a model."
-        raise _refuse("fsdp", words, reason, "Use 'full_shard', with or without 'auto_wrap'.")
 
 
 def _check_settings(args: Any, settings: Any) -> None:

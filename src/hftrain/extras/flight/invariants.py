@@ -23,6 +23,7 @@ from hftrain.data.samplers import (
     RankBatches,
     samplers_of,
 )
+from hftrain.extras.flight.observing import own_part
 from hftrain.extras.flight.samples import open_batches_of
 
 # Samplers that draw each sample once in a pass, and what shares their samples and fills up the last batches.
@@ -103,7 +104,7 @@ class Invariants:
         first = self._looks[0][1] if self._looks else {}
         found: dict[str, Any] = {}
         for name, parameter in self._trained:
-            weights, gradient = _local(parameter).reshape(-1), parameter.grad
+            weights, gradient = own_part(parameter).reshape(-1), parameter.grad
             if not weights.numel() or not parameter.requires_grad or (gradient is not None and gradient.is_sparse):
                 continue
             if gradient is None:
@@ -112,7 +113,7 @@ class Invariants:
                 place = first[name][0]
                 found[name] = place, weights.take(place).clone()
             else:
-                sizes = _local(gradient).reshape(-1).abs()
+                sizes = own_part(gradient).reshape(-1).abs()
                 place = sizes.argmax()
                 found[name] = place, weights.take(place).clone(), sizes.take(place) > 0
         if any(each is not None for each in found.values()):  # else they are updated in the backward pass
@@ -248,8 +249,3 @@ def _is_still(looks: Sequence[Any]) -> bool:
     """Whether a weight whose gradient was not zero was the same each time."""
     (_, first, is_reached), *others = looks
     return bool(torch.stack([is_reached, *(first == each[1] for each in others)]).all())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own.detach()

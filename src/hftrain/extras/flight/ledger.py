@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -101,7 +101,7 @@ class FlightLog(TrainerCallback):
         recorder.precision = precision.policy.name
 
         def backward(loss: torch.Tensor, **options: Any) -> None:
-            with _Timed(recorder, "backward"):
+            with recorder.timed("backward"):
                 stepper.backward(loss, **options)
 
         return replace(stepper, backward=backward)
@@ -130,8 +130,6 @@ class FlightLog(TrainerCallback):
 
 
 class _Recorder:
-    """The lines of one session of a run, in one process."""
-
     def __init__(self, settings: FlightLog, args: Any, strategy: Any) -> None:
         self._settings, self._args, self._strategy = settings, args, strategy
         self._ledger = Ledger(args.output_dir, strategy=strategy, rotate_bytes=settings.rotate_bytes)
@@ -148,6 +146,17 @@ class _Recorder:
         self._hook: Any = None
         self._stacks: StackDumps | None = None
         self.phase = Phase()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Tell that a phase goes on, and add its seconds to its entry if it has one."""
+        outer, start_s = self.phase.begin(name), time.perf_counter()
+        try:
+            yield
+        finally:
+            if name in self.seconds:
+                self.seconds[name] += time.perf_counter() - start_s
+            self.phase.begin(outer)
 
     def watch(self, parts: Any) -> Any:
         """Return the loop's parts, which note what they do."""
@@ -168,12 +177,12 @@ class _Recorder:
 
         def take(*args: Any) -> Any:
             self.phase.step = parts.progress.step + 1
-            with _Timed(self, "data"):
+            with self.timed("data"):
                 return hooks.get_batch_samples(*args)
 
         def train(model: Any, batch: Any, num_items: Any) -> Any:
             before = seconds["backward"]
-            with _Timed(self, "forward"):
+            with self.timed("forward"):
                 loss = hooks.training_step(model, batch, num_items)
             seconds["forward"] -= seconds["backward"] - before
             micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
@@ -186,13 +195,13 @@ class _Recorder:
 
         def step() -> bool:
             invariants.look()
-            with _Timed(self, "step"):
+            with self.timed("step"):
                 is_updated = bool(stepper.step())
             prints = fingerprint.of(parts.progress.step) if trained else None
             self._update = {"prints": prints, "skipped": not is_updated}
             return is_updated
 
-        acts = {name: _Timed(self, name)(getattr(hooks, name)) for name in ("evaluate", "save")}
+        acts = {name: self.timed(name)(getattr(hooks, name)) for name in ("evaluate", "save")}
         feeds = {"get_batch_samples": take, "make_feed": partial(feed.change, hooks)}
         changed = replace(hooks, training_step=train, **feeds, **acts)
         return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, clip=invariants.clip, step=step))
@@ -309,22 +318,6 @@ class _Recorder:
         if self._lines:
             lines, self._lines = self._lines, []
             self._ledger.append(lines)
-
-
-class _Timed(ContextDecorator):
-    """Tell that a phase goes on, and add its seconds to its entry if it has one."""
-
-    def __init__(self, recorder: _Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def __enter__(self) -> None:
-        self._outer = self._recorder.phase.begin(self._name)
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._name in self._recorder.seconds:
-            self._recorder.seconds[self._name] += time.perf_counter() - self._start_s
-        self._recorder.phase.begin(self._outer)
 
 
 def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:

@@ -61,9 +61,7 @@ class Observer(TrainerCallback):
                 self.num_items.append(num_items)
             return train(model, batch, num_items)
 
-        def save_nothing() -> None:
-            parts.control.should_save = False
-
+        save_nothing = partial(setattr, parts.control, "should_save", False)
         changed = replace(parts.hooks, training_step=step, save=save_nothing)
         return replace(parts, hooks=changed, stepper=replace(parts.stepper, step=update_observed))
 

@@ -219,16 +219,13 @@ class ExcludeSamples(TrainerCallback):
                 "Pass the list that hftrain blame writes for a run with this data.",
             )
         if kind is int and has_length(loader.dataset):
-            self._check_indices(len(loader.dataset))
+            num = len(loader.dataset)
+            if unknown := sorted(each for each in self.samples if not 0 <= each < num):
+                asked = f"Cannot leave out sample {unknown[0]}."
+                raise ConfigError(asked, f"The dataset has {num} samples.", "Correct exclude_samples.")
+            if len(self.samples) >= num:
+                raise ConfigError("Cannot leave out all samples.", "Nothing would be trained on.", "Shorten the list.")
         return changed
-
-    def _check_indices(self, num: int) -> None:
-        if unknown := sorted(each for each in self.samples if not 0 <= each < num):
-            raise ConfigError(
-                f"Cannot leave out sample {unknown[0]}.", f"The dataset has {num} samples.", "Correct exclude_samples."
-            )
-        if len(self.samples) >= num:
-            raise ConfigError("Cannot leave out all samples.", "Nothing would be trained on.", "Shorten the list.")
 
 
 def _read(samples: Any) -> frozenset[Any]:

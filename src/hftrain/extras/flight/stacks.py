@@ -110,14 +110,11 @@ class StackDumps:
 
     def _look(self) -> None:
         while not self._is_over.wait(_POLL_S):
-            if self._size() != self._noted:
-                self._note()
-
-    def _note(self) -> None:
-        self._noted = self._size()
-        place = {"size": self._noted, "phase": self._phase.text, "collectives": pending_collectives()}
-        with suppress(OSError):
-            self._place.write_text(json.dumps(place), encoding="utf-8")
+            if (size := self._size()) != self._noted:
+                self._noted = size
+                place = {"size": size, "phase": self._phase.text, "collectives": pending_collectives()}
+                with suppress(OSError):
+                    self._place.write_text(json.dumps(place), encoding="utf-8")
 
 
 def pending_collectives() -> list[str] | None:

@@ -90,7 +90,7 @@ class TrainerHub:
             self._trainer.save_model(_internal_call=True)
         if self._trainer.strategy.is_main:
             with self._warning(message):
-                self._push_output(message=message, blocking=True)
+                self._push_output({}, message=message, blocking=True)
 
     def after_training(self) -> None:
         """Push the final model and files that earlier pushes left out; warn how many pushes failed. Collective."""
@@ -117,7 +117,7 @@ class TrainerHub:
         if not self._trainer.strategy.is_main:
             return None
         self._made(private=private)
-        return self._push_output(message=message, blocking=blocking, token=token, revision=revision, card=card)
+        return self._push_output(card, message=message, blocking=blocking, token=token, revision=revision)
 
     def write_card(self, **given: Any) -> None:
         """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
@@ -127,10 +127,11 @@ class TrainerHub:
             return
         folder.mkdir(parents=True, exist_ok=True)
         config = getattr(model, "config", None)
+        is_transformers = any(kind.__module__.split(".")[0] == "transformers" for kind in type(model).__mro__)
         base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
         facts = CardFacts(
             model_name=given["model_name"] or self._model_name(),
-            library_name="transformers" if _is_transformers(model) else "hftrain",
+            library_name="transformers" if is_transformers else "hftrain",
             language=given["language"],
             license=given["license"] or self._license_of(base),
             tags=_as_list(given["tags"]),
@@ -162,22 +163,12 @@ class TrainerHub:
         return self.uploads
 
     def _push_output(
-        self,
-        *,
-        message: str,
-        blocking: bool,
-        token: str | None = None,
-        revision: str | None = None,
-        card: Mapping[str, Any] | None = None,
+        self, card: Mapping[str, Any], *, blocking: bool, revision: str | None = None, **given: Any
     ) -> Any:
         uploads = self._made()
-        self._write_card_of_push(card or {})
-        push = Push(
-            message=message,
-            files=output_files(self._output.folder),
-            revision=revision or self._trainer.args.hub_revision,
-            token=token,
-        )
+        self._write_card_of_push(card)
+        revision = revision or self._trainer.args.hub_revision
+        push = Push(files=output_files(self._output.folder), revision=revision, **given)
         return uploads.upload(push) if blocking else uploads.submit(push)
 
     def _write_card_of_push(self, card: Mapping[str, Any]) -> None:
@@ -215,10 +206,6 @@ class TrainerHub:
                 logger.info("The license of %s cannot be looked up: %s", base, error)
                 self._licenses[base] = None
         return self._licenses[base]
-
-
-def _is_transformers(model: Any) -> bool:
-    return any(kind.__module__.split(".")[0] == "transformers" for kind in type(model).__mro__)
 
 
 def _hub_name(name: Any) -> str | None:

@@ -135,7 +135,6 @@ class TaskOptimizer:
         return self._finish(before)
 
     def _prepare(self, run: _Running) -> None:
-        """Average, unscale and clip the gradients."""
         if not self._owner.outcomes:
             self._owner.norms.clear()  # of the step before
         if run.averages:
@@ -177,8 +176,6 @@ class TaskOptimizer:
 
 
 class _Running:
-    """What the optimizers need of a run."""
-
     def __init__(
         self, owner: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, computing: StepCalls | None
     ) -> None:

@@ -14,6 +14,7 @@ from hftrain.core.parameters import attention_of
 from hftrain.core.seed import preserved_rng
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
+from hftrain.task.modes import kept_modes
 from hftrain.task.module import TaskModule
 
 # Collators that only stack the rows.
@@ -97,15 +98,10 @@ def _leak(model: nn.Module) -> float:
         first, second = (_logits(each)[0, _NUM_TOKENS:].double() for each in outputs)
         return float((first - second).abs().max())
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), preserved_rng():
-            apart = change(joined % _NUM_TOKENS)
-            return apart / max(change(joined), 1e-30) if apart else 0.0
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
+    with kept_modes(model), torch.no_grad(), preserved_rng():
+        model.eval()
+        apart = change(joined % _NUM_TOKENS)
+        return apart / max(change(joined), 1e-30) if apart else 0.0
 
 
 def _logits(output: Any) -> torch.Tensor:

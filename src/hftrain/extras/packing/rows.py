@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.data.datasets import has_state, tell_epoch
@@ -82,16 +80,10 @@ def pack_dataset(dataset: Any, length: int, *, packing: str = "bfd", buffer_size
     return PackedDataset(dataset, length, packing=packing)
 
 
-class _Rows:
-    """What a Trainer asks of datasets of rows."""
-
-    def check_run(self, args: TrainingArguments, model: nn.Module, collator: Any) -> None:
-        """Raise if a run would join the documents of a row."""
-        check_packed_rows(args, model, collator)
-
-
-class PackedDataset(_Rows, Dataset[Row]):
+class PackedDataset(Dataset[Row]):
     """The rows of a map-style dataset; see `pack_dataset`. The lengths of all documents are read once."""
+
+    check_run = staticmethod(check_packed_rows)
 
     def __init__(self, dataset: Any, length: int, *, packing: str) -> None:
         self.dataset, self.length = dataset, length
@@ -112,8 +104,10 @@ class PackedDataset(_Rows, Dataset[Row]):
         return len(self._ends)
 
 
-class PackedStream(_Rows, IterableDataset[Row]):
+class PackedStream(IterableDataset[Row]):
     """The rows of a stream; see `pack_dataset`. Each loader worker packs its own part of the stream."""
+
+    check_run = staticmethod(check_packed_rows)
 
     def __init__(self, dataset: Any, length: int, *, packing: str, buffer_size: int) -> None:
         self.dataset, self.length = dataset, length
@@ -183,7 +177,6 @@ class _StatefulPackedStream(PackedStream):
 
 
 def _fill(lengths: Iterable[int], length: int, packing: str) -> list[list[Piece]]:
-    """Assign the tokens of documents to rows."""
     return (_best_fit if packing == "bfd" else _wrap)([int(each) for each in lengths], length)
 
 

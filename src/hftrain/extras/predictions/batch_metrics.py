@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from hftrain.extras.predictions.gather import Kept, as_tensors
 from hftrain.loops.contract import Group
 
 
+@dataclass(eq=False)
 class BatchMetrics:
     """Call the user's function with each batch's tensors; with several ranks, join one batch of each rank per call.
 
@@ -25,19 +27,11 @@ class BatchMetrics:
         finish_outputs: Applied to the joined outputs.
     """
 
-    def __init__(
-        self,
-        compute: Callable[..., Mapping[str, Any] | None],
-        *,
-        group: Group,
-        takes_objects: bool = False,
-        finish_outputs: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.metrics: Mapping[str, Any] = {}
-        self._compute = compute
-        self._finish_outputs = finish_outputs
-        self._group = group
-        self._takes_objects = takes_objects
+    compute: Callable[..., Mapping[str, Any] | None]
+    group: Group
+    takes_objects: bool = False
+    finish_outputs: Callable[[Any], Any] | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, parts: Mapping[str, Any], *, is_last: bool) -> None:
         """Call the function with one turn's outputs, labels, inputs and losses, if the first two exist. Collective.
@@ -51,29 +45,29 @@ class BatchMetrics:
         """
         turn: Any = None
         if parts.get("outputs") is not None and parts.get("labels") is not None:
-            turn = detach(as_tensors(parts, takes_objects=self._takes_objects))
-        if self._group.world_size > 1:
+            turn = detach(as_tensors(parts, takes_objects=self.takes_objects))
+        if self.group.world_size > 1:
             turn = self._over_ranks(turn)
         if turn is not None:
-            if self._finish_outputs is not None:
-                turn["outputs"] = self._finish_outputs(turn["outputs"])
+            if self.finish_outputs is not None:
+                turn["outputs"] = self.finish_outputs(turn["outputs"])
             prediction = EvalPrediction(turn.pop("outputs"), turn.pop("labels"), **turn)
-            self.metrics = call_metrics(self._compute, prediction, compute_result=is_last)
+            self.metrics = call_metrics(self.compute, prediction, compute_result=is_last)
 
     def _over_ranks(self, mine: Any) -> Any:
         """Return the joined batches of all ranks on this rank's device; None if there are none. Collective."""
         # NumPy arrays lack some dtypes of tensors.
         names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_of(mine)]
-        dtypes: Iterator[str] = iter(next(filter(None, self._group.gather_object(names)), []))
-        kept = Kept(takes_objects=self._takes_objects)
+        dtypes: Iterator[str] = iter(next(filter(None, self.group.gather_object(names)), []))
+        kept = Kept(takes_objects=self.takes_objects)
         kept.add(mine)
 
         def as_sent(array: Any) -> Any:
             if isinstance(array, numpy.ndarray):
-                return torch.from_numpy(array).to(self._group.device, getattr(torch, next(dtypes)))
+                return torch.from_numpy(array).to(self.group.device, getattr(torch, next(dtypes)))
             return array
 
-        joined = kept.joined(self._group, is_interleaved=False)
+        joined = kept.joined(self.group, is_interleaved=False)
         return pytree.tree_map(as_sent, joined, is_leaf=lambda each: isinstance(each, list))
 
 

@@ -23,14 +23,10 @@ _CHUNK_OBJECTS = 1 << 14
 
 
 class _Keeper:
-    """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host.
-
-    Args:
-        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Also keep values other than tensors: lists as one object per sample, others as one per batch.
-    """
+    """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host."""
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
+        # Batches kept on the device before they move to the host; None moves them at the end.
         self._moves_every = moves_every
         self._takes_objects = takes_objects
         self._waiting: list[Any] = []
@@ -116,14 +112,12 @@ class Kept(_Keeper):
         form = spec, [isinstance(leaf, Objects) for leaf in leaves]
         if self._form is None:
             self._form = form
-            self._rows = [self._open(is_objects) for is_objects in form[1]]
+            whole = self._num_samples
+            self._rows = [_ObjectRows() if is_objects else Rows(num_expected=whole) for is_objects in form[1]]
         elif form != self._form:
             raise _mismatch("batches", [self._form, form])
         for rows, leaf in zip(self._rows, leaves, strict=True):
             rows.append(leaf)
-
-    def _open(self, is_objects: bool) -> Any:
-        return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples)
 
     def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
@@ -160,8 +154,6 @@ class Kept(_Keeper):
 
 
 class _ObjectRows:
-    """Collect objects, one per row."""
-
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
         self._objects: list[Any] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,32 +23,25 @@ class _Profiler(TrainerCallback):
 
     _strategy: Any = None
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """Return the context of a part."""
+    def span(self, name: str) -> Any:
+        """Return the context of a part, which is a decorator, too."""
         raise NotImplementedError
 
     def wrap_stepper(self, stepper: Any, *, strategy: Any, **_: Any) -> Any:
         """Put spans around backward pass, clipping, update and transfer to the device."""
         self._strategy = strategy
-        strategy.to_device = self._inside("transfer", strategy.to_device)
-        return replace(stepper, **{name: self._inside(name, getattr(stepper, name)) for name in _CALLS})
+        strategy.to_device = self.span("transfer")(strategy.to_device)
+        return replace(stepper, **{name: self.span(name)(getattr(stepper, name)) for name in _CALLS})
 
     def wrap_parts(self, parts: Any) -> Any:
         """Put spans around what the loop calls."""
-        hooks = {hook: self._inside(name, getattr(parts.hooks, hook)) for hook, name in _HOOKS.items()}
+        hooks = {hook: self.span(name)(getattr(parts.hooks, hook)) for hook, name in _HOOKS.items()}
         return replace(parts, hooks=replace(parts.hooks, **hooks))
 
     def close_run(self) -> None:
         """Take the span off the strategy."""
         if self._strategy is not None:
             vars(self._strategy).pop("to_device", None)
-
-    def _inside(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.span(name):
-                return call(*args, **kwargs)
-
-        return run
 
 
 class SimpleProfiler(_Profiler):
@@ -72,7 +65,6 @@ class SimpleProfiler(_Profiler):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the time inside to a part."""
         if not hasattr(self, "_open"):  # the training is not ready yet
             yield
             return
@@ -133,8 +125,7 @@ class TorchProfiler(_Profiler):
         self.path: Path | None = None
         self._profile: Any = None
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """Return a range."""
+    def span(self, name: str) -> Any:
         return torch.profiler.record_function(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,14 +68,7 @@ class Throughput(TrainerCallback):
         def log(logs: dict[str, Any]) -> None:
             hooks.log({**logs, **self._speed(parts.device)})
 
-        def pausing(call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                with self._paused():
-                    return call(*args)
-
-            return run
-
-        others = {"evaluate": pausing(hooks.evaluate), "save": pausing(hooks.save)}
+        others = {"evaluate": self._paused()(hooks.evaluate), "save": self._paused()(hooks.save)}
         return replace(parts, hooks=replace(hooks, training_step=training_step, log=log, **others))
 
     @contextmanager

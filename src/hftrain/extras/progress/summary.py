@@ -87,7 +87,6 @@ def _best_and_last(parts: RunParts, saver: Saver) -> Rows:
 
 
 def _oddities(parts: RunParts, saver: Saver) -> Rows:
-    """Return the problems of a run: losses or weights that are not finite, skipped updates and saves."""
     rows: Rows = {}
     if parts.losses.num_nonfinite:
         rows["NaN or infinite"] = [f"{parts.losses.num_nonfinite} training losses"]

@@ -82,17 +82,12 @@ def estimate_memory(trainer: TrainerHooks, train: Callable[[Any], object]) -> Me
 
 @dataclass(eq=False)
 class _StepWatch(TrainerCallback):
-    """Measure the live memory during each step, including memory allocated before it.
-
-    Args:
-        precision: Counts the skipped steps.
-        found: Receives an estimate per step; a list outside, because a rehearsal restores the callbacks' attributes.
-    """
+    """Measure the live memory during each step, including memory allocated before it."""
 
     device_type: str
     precision: Precision
     read_wrapped: Callable[[], nn.Module]
-    found: list[MemoryEstimate]
+    found: list[MemoryEstimate]  # one outside, because a rehearsal restores the callbacks' attributes
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]

@@ -40,15 +40,12 @@ def rehearse(
     resume: Path | None,
     found: Path,
 ) -> TrainOutput:
-    """Train, evaluate, save and resume with copies, and restore everything; collective.
+    """Train, evaluate, save and resume with copies, restore everything, and return the training's result; collective.
 
     Args:
         run: Trains from a checkpoint, or from the start.
         resume: The checkpoint that the user wants to resume from.
         found: The existing part of the output folder's path when `train` was called, see `existing_part`.
-
-    Returns:
-        The result of training the first steps.
     """
     args, strategy, output_dir = trainer.args, trainer.strategy, trainer.output_dir
     size = trainer.get_total_train_batch_size(args)
@@ -125,12 +122,7 @@ def _copy_parts(trainer: TrainerHooks, own: TrainerParts) -> None:
 
 @dataclass(eq=False)
 class _Director(TrainerCallback):
-    """Stop after a few steps, after logging, evaluating and saving as the arguments ask; measure the times.
-
-    Args:
-        num_steps: Optimizer steps after the first of this run.
-        acts: Whether the last step logs, evaluates and saves, independent of the intervals.
-    """
+    """Stop after a few steps, the last of which logs, evaluates and saves if it `acts`; measure the times."""
 
     num_steps: int
     acts: bool
@@ -171,7 +163,6 @@ class _Director(TrainerCallback):
 
 
 def _free() -> None:
-    """Free the memory of the copies."""
     gc.collect()
     empty_cache()
 
@@ -186,7 +177,6 @@ def clear(folder: Path, output_dir: Path, *, found: Path) -> None:
 
 
 def _summary(args: TrainingArguments, first: _Director, second: _Director, *, size: int, took_s: float) -> str:
-    """Return a summary of the rehearsal in a few lines, with times."""
     num_batches = first.num_steps
     later = first.step_s[1:] or first.step_s
     step_s = sum(later) / len(later) if later else 0.0

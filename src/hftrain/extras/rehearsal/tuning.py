@@ -184,7 +184,6 @@ class Tuner:
 
 
 def _is_of_trials(callback: Any) -> bool:
-    """Return whether a trial keeps a callback: not if it shows or judges a run."""
     bars, judges = extra("progress"), extra("early_stopping").EarlyStoppingCallback
     left_out = (PrinterCallback, bars.ProgressCallback, bars.SummaryCallback, judges)
     return not (isinstance(callback, left_out) or bars.is_notebook_table(callback))

@@ -73,7 +73,6 @@ class RemoteCheckpoints(Checkpoints):
             raise self._unreachable(error) from error
 
     def read(self, name: str) -> Manifest | None:
-        """Return a checkpoint's manifest, None if it is missing, damaged or of another step."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 manifest = self._download_manifest(name, Path(folder) / name)
@@ -244,7 +243,6 @@ class RemoteCheckpoints(Checkpoints):
 
 
 def _holds(folder: Path, manifest: Manifest) -> bool:
-    """Tell whether a local folder is the intact checkpoint of a manifest."""
     try:
         return verify(folder) == manifest
     except CheckpointError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hftrain.core.errors import ConfigError, MissingDependencyError, check_known
 from hftrain.core.optional import is_available, require
@@ -31,27 +31,10 @@ class SearchConfig:
     scope: str = "last"
 
 
-class Report(Protocol):
-    """Report an intermediate value to a backend; raises to end the trial."""
-
-    def __call__(self, values: Any, *, step: int, folder: str) -> None:
-        """Report the objective after a step; `folder` holds the run's checkpoints."""
-
-
-class Attempt(Protocol):
-    """Train and evaluate once with a trial's hyper-parameters, and return its objective or objectives."""
-
-    def __call__(
-        self,
-        trial: Any,
-        *,
-        space: Callable[[Any], Any] | None = None,
-        run_id: str | None = None,
-        report: Report | None = None,
-        resume: str | None = None,
-    ) -> Any:
-        """Train with `space(trial)`, or with the trial itself, a dict of values, if `space` is None."""
-
+# Reports the objective to a backend, after `step` and with the `folder` of the checkpoints; raises to end the trial.
+Report = Callable[..., None]
+# Trains and evaluates once with a trial and options of `trying`, and returns the objective or objectives.
+Attempt = Callable[..., Any]
 
 # In the order of preference.
 _REQUIREMENTS = {

@@ -108,7 +108,6 @@ def minimized_objective(metrics: Mapping[str, Any], *, is_task: bool) -> float:
 
 
 def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the losses, and the metrics, without speeds, memory and counts."""
     kept = {
         name: value
         for name, value in metrics.items()

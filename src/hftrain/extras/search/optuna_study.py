@@ -150,12 +150,7 @@ class SharedTrial:
 def search_together(
     run: Callable[[Callable[[Any], Any]], Result], attempt: Callable[[Any], Any], *, group: Strategy
 ) -> Result:
-    """Run a search on the main process and each of its trials on all. Collective.
-
-    Args:
-        run: Runs the search with the given trial function.
-        attempt: Trains with a trial. Collective.
-    """
+    """Run a search on the main process and each of its trials, with `attempt`, on all. Collective."""
     if not group.is_main:
         return _follow(attempt, group)
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
@@ -18,7 +17,7 @@ from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
 from hftrain.core.types import BestRun, HPSearchBackend
-from hftrain.extras.search.config import Attempt, Report, SearchConfig, check_directions, choose_backend
+from hftrain.extras.search.config import Report, SearchConfig, check_directions, choose_backend
 from hftrain.extras.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -30,10 +29,7 @@ from hftrain.extras.search.optuna_study import report_to_optuna, search_with_opt
 from hftrain.extras.search.ray_tune import search_with_ray
 from hftrain.extras.search.values import apply_hyperparameters
 from hftrain.extras.search.wandb_sweep import search_with_wandb
-from hftrain.run.output import Output
-from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule
 from hftrain.trainer.parts import TrainerParts
 
 logger = get_logger(__name__)
@@ -120,8 +116,7 @@ def search_trials(
     Args:
         follow: Updates what a Trainer made from its arguments, after these have changed.
     """
-    has_data = trainer.eval_dataset is not None or parts.hooks.is_overridden("get_eval_dataloader", "evaluate")
-    check_search(trainer.model_init, fast_dev_run=trainer.fast_dev_run, has_data=has_data)
+    _check_search(trainer, parts)
     chosen = trainer.hp_search_backend = choose_backend(backend)
     try:
         config = SearchConfig(
@@ -131,13 +126,26 @@ def search_trials(
             options=options,
             scope=trainer.args.ray_scope or "last",
         )
-        objective = compute_objective or default_objective(trainer.task, config)
+        default: Objective = default_compute_objective
+        if config.directions == ("minimize",):
+            default = partial(minimized_objective, is_task=not isinstance(trainer.task, ModelTask))
         attempt = partial(_attempt, trainer, parts, follow, len(config.directions))
-        attempt = partial(attempt, compute_objective=objective, hp_name=hp_name)
+        attempt = partial(attempt, compute_objective=compute_objective or default, hp_name=hp_name)
         # Each trial creates its own, and Ray's processes must not receive these.
         trainer.accelerator = None
-        evaluates, handler = trainer.args.eval_strategy != "no", trainer.callback_handler
-        return search(config, chosen, attempt, strategy=trainer.strategy, handler=handler, evaluates=evaluates)
+        if chosen is HPSearchBackend.OPTUNA:
+            trainer.strategy.launch()
+            return search_with_optuna(config, attempt, group=trainer.strategy)
+        if trainer.strategy.world_size > 1:
+            raise ConfigError(
+                f"Cannot use backend={chosen.value!r} on {trainer.strategy.world_size} processes.",
+                "It runs trials in processes that it chooses itself.",
+                "Launch one process, or use backend='optuna', whose trials run on all processes together.",
+            )
+        if chosen is HPSearchBackend.WANDB:
+            return search_with_wandb(config, attempt)
+        with _portable(trainer.callback_handler):
+            return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
     finally:
         trainer.hp_search_backend = None
 
@@ -152,7 +160,6 @@ def _attempt(
     resume: str | None = None,
     **options: Any,
 ) -> Any:
-    """Train and evaluate once, and return the objective or objectives; collective."""
     with trying(trainer, parts, follow, trial, **options) as run:
         trainer.train(resume_from_checkpoint=resume, trial=trial)
         if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
@@ -163,28 +170,9 @@ def _attempt(
 
 @contextmanager
 def trying(
-    trainer: Any, parts: TrainerParts, follow: Callable[[], None], trial: Any, **options: Any
-) -> Iterator[TrialRun]:
-    """Let a Trainer train with a trial's values; the options are those of `_with_values`."""
-    noise, given = trainer.neftune_noise_alpha, trainer.args.neftune_noise_alpha
-    try:
-        with _with_values(trainer.args, parts.output, trainer.model_init, trial, **options) as run:
-            if trainer.args.neftune_noise_alpha != given:
-                trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
-            parts.trial_run, parts.hooks.trial, trainer.hp_name = run, run.trial, options.get("hp_name")
-            follow()
-            yield run
-    finally:
-        parts.trial_run = parts.hooks.trial = None
-        trainer.neftune_noise_alpha = noise
-        follow()
-
-
-@contextmanager
-def _with_values(
-    args: TrainingArguments,
-    output: Output,
-    model_init: Callable[..., Any] | None,
+    trainer: Any,
+    parts: TrainerParts,
+    follow: Callable[[], None],
     trial: Any,
     *,
     space: Callable[[Any], Any] | None = None,
@@ -193,13 +181,14 @@ def _with_values(
     compute_objective: Objective | None = None,
     report: Report | None = None,
 ) -> Iterator[TrialRun]:
-    """Set the arguments to a trial's values while it runs.
+    """Let a Trainer train with a trial's values.
 
     Args:
         space: Returns the values of a trial; None takes the values it has suggested already.
         run_id: The backend's name of the trial; None takes the number of an Optuna trial.
     """
-    model_init = check_model_init(model_init, asked="train(trial=...)")
+    args, noise, given = trainer.args, trainer.neftune_noise_alpha, trainer.args.neftune_noise_alpha
+    model_init = check_model_init(trainer.model_init, asked="train(trial=...)")
     is_dict = isinstance(trial, Mapping)
     if not is_dict and not hasattr(trial, "suggest_float"):
         raise ConfigError(
@@ -212,59 +201,36 @@ def _with_values(
         report = partial(report_to_optuna, trial) if space is None else report
     params = _values(trial, space)
     name = _name(trial, run_id, hp_name)
-    with preserved(args):
-        unknown = apply_hyperparameters(args, params, is_for_model=takes_trial(model_init))
-        if unknown:
-            logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
-        if name is not None:
-            args.output_dir = output.below(name)
-        compute = compute_objective or default_compute_objective
-        yield TrialRun(trial=trial, name=name, params=params, compute_objective=compute, report=report)
+    compute = compute_objective or default_compute_objective
+    try:
+        with preserved(args):
+            unknown = apply_hyperparameters(args, params, is_for_model=takes_trial(model_init))
+            if unknown:
+                logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
+            if name is not None:
+                args.output_dir = parts.output.below(name)
+            if args.neftune_noise_alpha != given:
+                trainer.neftune_noise_alpha = args.neftune_noise_alpha
+            run = TrialRun(trial=trial, name=name, params=params, compute_objective=compute, report=report)
+            parts.trial_run, parts.hooks.trial, trainer.hp_name = run, trial, hp_name
+            follow()
+            yield run
+    finally:
+        parts.trial_run = parts.hooks.trial = None
+        trainer.neftune_noise_alpha = noise
+        follow()
 
 
-def search(
-    config: SearchConfig,
-    backend: HPSearchBackend,
-    attempt: Attempt,
-    *,
-    strategy: Strategy,
-    handler: CallbackHandler,
-    evaluates: bool,
-) -> BestRun | list[BestRun]:
-    """Search with a backend; `evaluates` is whether a trial evaluates during training."""
-    if backend is HPSearchBackend.OPTUNA:
-        strategy.launch()
-        return search_with_optuna(config, attempt, group=strategy)
-    if strategy.world_size > 1:
-        raise ConfigError(
-            f"Cannot use backend={backend.value!r} on {strategy.world_size} processes.",
-            "It runs trials in processes that it chooses itself.",
-            "Launch one process, or use backend='optuna', whose trials run on all processes together.",
-        )
-    if backend is HPSearchBackend.WANDB:
-        return search_with_wandb(config, attempt)
-    with _portable(handler):
-        return search_with_ray(config, attempt, evaluates=evaluates)
-
-
-def default_objective(task: TaskModule, config: SearchConfig) -> Objective:
-    """Return the objective of a search to which none is given."""
-    if config.directions != ("minimize",):
-        return default_compute_objective
-    return partial(minimized_objective, is_task=not isinstance(task, ModelTask))
-
-
-def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:
-    """Raise if a search cannot run."""
-    check_model_init(model_init, asked="hyperparameter_search()")
-    if fast_dev_run:
+def _check_search(trainer: Any, parts: TrainerParts) -> None:
+    check_model_init(trainer.model_init, asked="hyperparameter_search()")
+    if trainer.fast_dev_run:
         raise ConfigError(
             "Cannot run hyperparameter_search().",
             "With fast_dev_run nothing is trained that an objective could be computed of.",
             "Rehearse with train(trial={...}), and search without fast_dev_run.",
-            fast_dev_run=fast_dev_run,
+            fast_dev_run=trainer.fast_dev_run,
         )
-    if not has_data:
+    if trainer.eval_dataset is None and not parts.hooks.is_overridden("get_eval_dataloader", "evaluate"):
         raise ConfigError(
             "Cannot run hyperparameter_search().",
             "A trial's objective comes from an evaluation, and there is no eval_dataset.",
