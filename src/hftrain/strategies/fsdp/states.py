@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,17 +137,13 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
     return found
 
 
-def split_optimizer(state: dict[str, Any], kind: type = DTensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state without tensors of a kind, and these by ``"<parameter index>.<key>"``."""
-    plain: dict[int, dict[str, Any]] = {index: {} for index in state["state"]}
-    split = {}
-    for index, entry in state["state"].items():
-        for key, value in entry.items():
-            if isinstance(value, kind):
-                split[f"{index}.{key}"] = value
-            else:
-                plain[index][key] = value
-    return {**state, "state": plain}, split
+def split_optimizer(state: dict[str, Any], is_split: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer's state without the values that are split, and these by ``"<parameter index>.<key>"``."""
+    entries = state["state"].items()
+    plain = {index: {key: x for key, x in entry.items() if not is_split(x)} for index, entry in entries}
+    return {**state, "state": plain}, {
+        f"{i}.{key}": x for i, entry in entries for key, x in entry.items() if is_split(x)
+    }
 
 
 def _is_writer(tensor: DTensor) -> bool:

@@ -41,10 +41,6 @@ class FSDPStrategy(SplittingStrategy):
     sharded by one reduce-scatter. The model is changed in place: its parameters become `DTensor` objects.
 
     Args:
-        use_cpu: See `DistributedStrategy`.
-        backend: See `DistributedStrategy`.
-        timeout_s: See `DistributedStrategy`.
-        place_model: See `DistributedStrategy`; sharded parameters are always on the device, or the CPU with `offload`.
         sharding: ``"full_shard"`` shards parameters, gradients and optimizer state; ``"shard_grad_op"`` keeps the
             gathered parameters from the forward to the backward pass; ``"no_shard"`` shards nothing;
             ``"hybrid_shard"`` and ``"hybrid_shard_zero2"`` act as the first two within a machine and replicate across
@@ -62,9 +58,7 @@ class FSDPStrategy(SplittingStrategy):
         activation_checkpointing: Recompute each unit's activations in the backward pass.
         state_dict_type: Whether checkpoints hold each process's shards or the full state gathered on rank 0.
         shard_size: The number of processes that share one replica in hybrid sharding; None uses those of a machine.
-
-    Units:
-        timeout_s: seconds.
+        **options: See `DistributedStrategy`; sharded parameters are always on the device, or the CPU with `offload`.
 
     Raises:
         ConfigError: Options contradict each other or do not exist.
@@ -79,10 +73,6 @@ class FSDPStrategy(SplittingStrategy):
     def __init__(
         self,
         *,
-        use_cpu: bool = False,
-        backend: str | None = None,
-        timeout_s: float = 1800,
-        place_model: bool = True,
         sharding: str = "full_shard",
         offload: bool = False,
         auto_wrap: bool = True,
@@ -95,9 +85,10 @@ class FSDPStrategy(SplittingStrategy):
         activation_checkpointing: bool = False,
         state_dict_type: str = "SHARDED_STATE_DICT",
         shard_size: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
-        if offload and backend is None and self.device_type != "cpu":
+        super().__init__(**options)
+        if offload and options.get("backend") is None and self.device_type != "cpu":
             # Gradients in host memory need a CPU backend to sum their norm.
             self.backend = f"cpu:gloo,{self.device_type}:{self.backend}"
         self.sharding, self.offload, self.shard_size = sharding, offload, shard_size
@@ -239,7 +230,7 @@ class FSDPStrategy(SplittingStrategy):
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        plain, split = shards.split_optimizer(optimizer.state_dict())
+        plain, split = shards.split_optimizer(optimizer.state_dict(), lambda value: isinstance(value, DTensor))
         return plain, shards.pieces(split, is_main=self.is_main)
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:

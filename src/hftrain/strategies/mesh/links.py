@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hftrain.strategies.collectives import broadcast_object
+from hftrain.strategies.ranks import MemberRanks
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMS = 8
@@ -44,7 +44,7 @@ class Links:
 
     def broadcast_object(self, value: Any, device: torch.device) -> Any:
         """Return the last stage's value, after a JSON round trip."""
-        return broadcast_object(value, src=self.size - 1, device=device, group=self.group)
+        return MemberRanks(self.group, device).broadcast_object(value, self.size - 1)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the last stage's tensor."""
