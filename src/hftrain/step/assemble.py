@@ -85,7 +85,7 @@ def assemble_stepper(
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=engine.zero_grad
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
-        else _make_zero_grad(optimizer, left),
+        else partial(_zero_grad, optimizer, left),
     )
     follower = getattr(strategy, "follower", None)
     return stepper if follower is None else _checked(stepper, follower)
@@ -124,7 +124,7 @@ def _assemble_in_backward(precision: Precision, optimizer: Any, max_norm: float,
         backward=partial(optimizer.update_in_backward, backward=precision.backward, max_norm=max(max_norm, 0.0)),
         clip=optimizer.last_norm,
         step=partial(precision.step, optimizer),
-        zero_grad=_make_zero_grad(optimizer, unheld),
+        zero_grad=partial(_zero_grad, optimizer, unheld),
     )
 
 
@@ -164,16 +164,10 @@ def _measure_and_clip(clip: Callable[[], Any], precision: Precision, optimizer: 
     return clip()
 
 
-def _make_zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[[], None]:
-    if not unheld:
-        return optimizer.zero_grad
-
-    def zero_grad() -> None:
-        optimizer.zero_grad()
-        for parameter in unheld:
-            parameter.grad = None
-
-    return zero_grad
+def _zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    for parameter in unheld:
+        parameter.grad = None
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:

@@ -98,11 +98,9 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
-        if device_type == "mps":
-            return "torch has no process group that serves MPS"
         if policy.compute_dtype == torch.float16 and device_type == "cpu":
             return "DeepSpeed has no float16 on most CPUs; 'bf16' works"
-        return None
+        return super().refuses(policy, device_type)
 
     @property
     def stage(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.core.launcher import read_launch
@@ -25,7 +27,7 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp import states as shards
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units, recompute_activations
+from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units
 from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
@@ -159,8 +161,9 @@ class FSDPStrategy(SplittingStrategy):
                     "transformer_layer_cls_to_wrap, or set min_num_params, to save memory.",
                     type(model).__name__,
                 )
-            if self.activation_checkpointing:
-                recompute_activations(units)
+            for unit in units if self.activation_checkpointing else ():
+                # Not torch's checkpoint wrapper, a module that would change the parameter names.
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
             root = self._split(model, units, policy, whole)
         follower = SplitParameters.attach(root, self)
         self.follower = follower if self.world_size > 1 and isinstance(root, FSDPModule) else None
