@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 # The planner takes some 200 microseconds a tensor.
 _blocks: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor that may be sharded (`DTensor`, which is not imported)."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from hftrain.core.blocks import local_part
 from hftrain.core.errors import ConfigError
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -45,7 +46,7 @@ def can_fuse(
     kinds = {(type(p), p.dtype, p.device, getattr(p, "device_mesh", None)): p for p in parameters}
     try:
         # The kernels read the memory of parameter, gradient and moments in parallel and ignore strides.
-        if not all(_local(p).is_contiguous() for p in parameters):
+        if not all(local_part(p.detach()).is_contiguous() for p in parameters):
             return False
         # torch does not list the supported devices, dtypes and tensor types, so one parameter of each kind is stepped.
         stand_ins = [parameter.detach().new_zeros(_VECTORISED) for parameter in kinds.values()]
@@ -58,18 +59,12 @@ def can_fuse(
         return False
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's part of a DTensor, and any other tensor as it is; does not import DTensor."""
-    part: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def _changes(cls: type[Optimizer], stand_ins: list[torch.Tensor]) -> bool:
     """Return whether one call steps every element: torch's SGD leaves those of 16 bits unchanged on a CPU."""
     for stand_in in stand_ins:
         stand_in.grad = torch.ones_like(stand_in)
     cls(stand_ins, lr=1.0, fused=True).step()  # type: ignore[call-arg]
-    return all(bool(_local(stand_in).all()) for stand_in in stand_ins)
+    return all(bool(local_part(stand_in).all()) for stand_in in stand_ins)
 
 
 def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
@@ -141,7 +136,7 @@ def check_fusible(cls: type[Optimizer], parameters: Iterable[torch.Tensor]) -> N
                 "torch's fused SGD leaves them unchanged on a CPU.",
                 "Leave fused out.",
             )
-        parameter = _local(parameter)
+        parameter = local_part(parameter.detach())
         # A tensor without gaps keeps its strides here; the moments get the same strides.
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             raise ConfigError(

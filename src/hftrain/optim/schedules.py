@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers
@@ -206,6 +206,8 @@ def stages(
 
     Warns once when the stages and the run differ in length.
     """
+    check_known(warmup_type, RISES, f"Cannot use warmup_type={warmup_type!r}.", "There is no such shape.")
+    check_known(decay_type, FALLS, f"Cannot use decay_type={decay_type!r}.", "There is no such shape.")
     stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if min(stable, num_decay_steps) < 0:
         raise ConfigError(
@@ -223,16 +225,10 @@ def stages(
     return {
         "stable": stable,
         "decay": num_decay_steps,
-        "warmup_type": _known(warmup_type, RISES, "warmup_type"),
-        "decay_type": _known(decay_type, FALLS, "decay_type"),
+        "warmup_type": warmup_type,
+        "decay_type": decay_type,
         "min_rate": _share(min_lr_ratio, "min_lr_ratio"),
     }
-
-
-def _known(name: str, names: Iterable[str], option: str) -> str:
-    if name not in names:
-        raise ConfigError(f"Cannot use {option}={name!r}.", "There is no such shape.", suggest(name, names))
-    return name
 
 
 def _share(value: float, option: str) -> float:

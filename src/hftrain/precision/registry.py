@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hftrain.core.registry import Registry
@@ -38,24 +40,17 @@ precisions: Registry[Precision] = Registry(
     },
 )
 
-precisions.register("fp32", "hftrain.precision.base:FullPrecision", summary="float32 throughout")
-precisions.register(
-    "tf32",
-    "hftrain.precision.base:FullPrecision",
-    summary="float32, with TF32 inside matrix products and convolutions",
-    matmul="high",
+_FULL, _PURE = "base:FullPrecision", "pure:PurePrecision"
+# Name, location in this package, summary, options.
+_BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("fp32", _FULL, "float32 throughout", {}),
+    ("tf32", _FULL, "float32, with TF32 inside matrix products and convolutions", {"matmul": "high"}),
+    ("bf16", "autocast:AutocastPrecision", "float32 parameters, bfloat16 operations", {}),
+    ("fp16", "autocast:ScaledPrecision", "float32 parameters, float16 operations, a scaled loss", {}),
+    ("bf16_true", _PURE, "bfloat16 throughout, parameters included", {"dtype": torch.bfloat16}),
+    ("fp16_true", _PURE, "float16 throughout, parameters included, without loss scaling", {"dtype": torch.float16}),
+    ("fp64", _PURE, "float64 throughout", {"dtype": torch.float64}),
 )
-precisions.register(
-    "bf16", "hftrain.precision.autocast:AutocastPrecision", summary="float32 parameters, bfloat16 operations"
-)
-precisions.register(
-    "fp16",
-    "hftrain.precision.autocast:ScaledPrecision",
-    summary="float32 parameters, float16 operations, a scaled loss",
-)
-for _name, _dtype, _summary in (
-    ("bf16_true", torch.bfloat16, "bfloat16 throughout, parameters included"),
-    ("fp16_true", torch.float16, "float16 throughout, parameters included, without loss scaling"),
-    ("fp64", torch.float64, "float64 throughout"),
-):
-    precisions.register(_name, "hftrain.precision.pure:PurePrecision", summary=_summary, name=_name, dtype=_dtype)
+for _name, _home, _summary, _preset in _BUILT_IN:
+    _named = {"name": _name} if _home == _PURE else {}
+    precisions.register(_name, f"hftrain.precision.{_home}", summary=_summary, **_preset, **_named)

@@ -46,26 +46,20 @@ def strongest(asked: Iterable[str | None]) -> str | None:
 
 
 class Group(Protocol):
-    """The processes that save together; a strategy is one."""
+    """The processes that save together: a strategy, or what has these of one. `is_main` is the process that commits.
+
+    If each machine keeps its own checkpoints, the process with `is_local_main` commits for it.
+    """
 
     @property
-    def rank(self) -> int:
-        """This process's number."""
-
+    def rank(self) -> int: ...
     @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-
+    def world_size(self) -> int: ...
     @property
-    def is_main(self) -> bool:
-        """Whether this is the one process that commits."""
-
+    def is_main(self) -> bool: ...
     @property
-    def is_local_main(self) -> bool:
-        """Whether this process commits for its machine, if each machine keeps its own checkpoints."""
-
-    def all_true(self, flag: bool) -> bool:
-        """Tell every process whether the flag is set on all; collective."""
+    def is_local_main(self) -> bool: ...
+    def all_true(self, flag: bool) -> bool: ...
 
 
 class Consensus:

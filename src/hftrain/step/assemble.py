@@ -73,21 +73,11 @@ def assemble_stepper(
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     norm = getattr(strategy, "last_norm", None) if max_grad_norm else None  # its float() reads the last update's
-    clip: Callable[[], Any] = (
-        _make_clip(
-            strategy,
-            optimizer,
-            args,
-            unscale=partial(precision.unscale, optimizer) if unscales else None,
-            unclipped=unclipped,
-            unheld=[] if unscales else left,
-            computing=computing,
-        )
-        if Owns.CLIP not in owns
-        else lambda: norm
-    )
+    unscale, reached = (partial(precision.unscale, optimizer), []) if unscales else (None, left)
+    own_clip = partial(_clip, strategy, optimizer, args, unscale, unclipped, reached, computing)
+    clip: Callable[[], Any] = (lambda: norm) if Owns.CLIP in owns else own_clip
     if hasattr(optimizer, "measure"):
-        clip = _measured(clip, precision, optimizer)
+        clip = partial(_measure_and_clip, clip, precision, optimizer)
     stepper = Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
@@ -95,7 +85,7 @@ def assemble_stepper(
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=engine.zero_grad
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
-        else _make_zero_grad(optimizer, left),
+        else partial(_zero_grad, optimizer, left),
     )
     follower = getattr(strategy, "follower", None)
     return stepper if follower is None else _checked(stepper, follower)
@@ -134,64 +124,50 @@ def _assemble_in_backward(precision: Precision, optimizer: Any, max_norm: float,
         backward=partial(optimizer.update_in_backward, backward=precision.backward, max_norm=max(max_norm, 0.0)),
         clip=optimizer.last_norm,
         step=partial(precision.step, optimizer),
-        zero_grad=_make_zero_grad(optimizer, unheld),
+        zero_grad=partial(_zero_grad, optimizer, unheld),
     )
 
 
-def _make_clip(
+def _clip(
     strategy: Strategy,
     optimizer: Optimizer,
     args: Any,
-    *,
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
     unheld: list[torch.Tensor],
     computing: StepCalls | None,
-) -> Callable[[], torch.Tensor | None]:
-    def clip() -> torch.Tensor | None:
-        max_norm = args.max_grad_norm
-        if not max_norm or max_norm < 0:
-            return None
-        if unscale is not None:
-            unscale()
-        # Read at each step because a callback may add a parameter group.
-        parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
-        reached = unheld and [parameter for parameter in unheld if parameter.grad is not None]
-        if reached:
-            held = set(map(id, parameters))
-            parameters += [parameter for parameter in reached if id(parameter) not in held]
-        if unclipped:
-            left_out = set(map(id, unclipped))
-            parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
-        if computing is None or computing.accelerator is None:
-            return strategy.clip_grad_norm(parameters, max_norm)
-        norm: torch.Tensor | None = computing.accelerator.clip_grad_norm_(parameters, max_norm)
-        return norm
-
-    return clip
+) -> torch.Tensor | None:
+    max_norm = args.max_grad_norm
+    if not max_norm or max_norm < 0:
+        return None
+    if unscale is not None:
+        unscale()
+    # Read at each step because a callback may add a parameter group.
+    parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    reached = unheld and [parameter for parameter in unheld if parameter.grad is not None]
+    if reached:
+        held = set(map(id, parameters))
+        parameters += [parameter for parameter in reached if id(parameter) not in held]
+    if unclipped:
+        left_out = set(map(id, unclipped))
+        parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
+    if computing is None or computing.accelerator is None:
+        return strategy.clip_grad_norm(parameters, max_norm)
+    norm: torch.Tensor | None = computing.accelerator.clip_grad_norm_(parameters, max_norm)
+    return norm
 
 
-def _measured(clip: Callable[[], Any], precision: Precision, optimizer: Any) -> Callable[[], Any]:
-    """Return a function that notes the norms of several optimizers before it clips."""
-
-    def measure_and_clip() -> Any:
-        precision.unscale(optimizer)
-        optimizer.measure()
-        return clip()
-
-    return measure_and_clip
+def _measure_and_clip(clip: Callable[[], Any], precision: Precision, optimizer: Any) -> Any:
+    """Note the norms of several optimizers, and clip."""
+    precision.unscale(optimizer)
+    optimizer.measure()
+    return clip()
 
 
-def _make_zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[[], None]:
-    if not unheld:
-        return optimizer.zero_grad
-
-    def zero_grad() -> None:
-        optimizer.zero_grad()
-        for parameter in unheld:
-            parameter.grad = None
-
-    return zero_grad
+def _zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    for parameter in unheld:
+        parameter.grad = None
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +51,11 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         kind = self.src_device_obj.type
         dtype = torch.get_autocast_dtype(kind)
 
-        def within(replica: nn.Module) -> Callable[..., Any]:
-            def call(*given: Any, **named: Any) -> Any:
-                torch.set_autocast_dtype(kind, dtype)
-                return replica(*given, **named)
+        def call(replica: nn.Module, *given: Any, **named: Any) -> Any:
+            torch.set_autocast_dtype(kind, dtype)
+            return replica(*given, **named)
 
-            return call
-
-        return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)
+        return super().parallel_apply([partial(call, replica) for replica in replicas], inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the joined outputs of the replicas."""

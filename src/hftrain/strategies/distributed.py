@@ -158,9 +158,6 @@ class DistributedStrategy(GroupRanks, Strategy):
 
         torch compares sizes only, and says the place of a parameter. Other differences end in a broken connection, an
         abort or a timeout, or mix up values without an error.
-
-        Raises:
-            ConfigError: It names the first that differs, by name, shape, dtype or being frozen, and its ranks.
         """
         if self.world_size == 1:
             return
@@ -301,10 +298,7 @@ def drain_at_exit() -> None:
 
 @functools.cache
 def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Connect to a launch's store once; rank 0 may serve it for all later groups.
-
-    Collective.
-    """
+    """Connect to a launch's store once; rank 0 may serve it for all later groups. Collective."""
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:  # a name may appear late: a Kubernetes pod's, for one, when the pod is ready

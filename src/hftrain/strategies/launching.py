@@ -88,7 +88,9 @@ def launch(
 
 
 def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    _forget_single_process()
+    # Created before the fork, accelerate's state would not read this process's launch.
+    for state in ("PartialState", "AcceleratorState", "GradientState") if accelerate_state("PartialState") else ():
+        accelerate_state(state).clear()
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -98,13 +100,6 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
             name = f"{time.monotonic_ns()} {read_launch().rank}"
             Path(notes, name).write_text(traceback.format_exc(), encoding="utf-8")
         raise
-
-
-def _forget_single_process() -> None:
-    """Reset accelerate's state if it was created before the fork, so that it reads this process's launch."""
-    if accelerate_state("PartialState"):
-        for state in ("PartialState", "AcceleratorState", "GradientState"):
-            accelerate_state(state).clear()
 
 
 def _first_failure(notes: str) -> tuple[int, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.preserve import temporarily
-from hftrain.core.tree import pytree
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.distributed import DistributedStrategy
 
@@ -83,42 +83,54 @@ def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
     Raises:
         StrategyError: They hold another type; raised on rank `src` alone.
     """
-    leaves: list[Any] = []
-    form: Any = None
-    if strategy.rank == src:
-        leaves, spec = pytree.tree_flatten(_plain(tree))
-        form = pytree.treespec_dumps(spec), [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    spec_text, kinds = strategy.broadcast_object(form, src)
+    form = strategy.broadcast_object(described(tree, _refused) if strategy.rank == src else None, src)
     if strategy.rank != src:
-        leaves = [_empty(kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            # As bytes: backends do not support every dtype.
-            dist.broadcast(leaf.detach().contiguous().reshape(-1).view(torch.uint8), src)
-    return tree if strategy.rank == src else pytree.tree_unflatten(leaves, pytree.treespec_loads(spec_text))
+        tree = map_tensors(restored(form), lambda like: empty(like, strategy.device))
+    for tensor in tensors_of(tree):
+        # As bytes: backends do not support every dtype.
+        dist.broadcast(tensor.detach().contiguous().reshape(-1).view(torch.uint8), src)
+    return tree
 
 
-def _kind(tensor: torch.Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def _empty(kind: list[Any], device: torch.device) -> torch.Tensor:
-    return torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
-
-
-def _plain(tree: Any) -> Any:
-    """Return nested arguments converted to plain dicts, lists and tuples."""
-    if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return (tuple if isinstance(tree, tuple) else list)(map(_plain, tree))
-    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
-        return tree
+def _refused(leaf: Any) -> NoReturn:
     raise StrategyError(
         "Cannot evaluate a sharded model on fewer batches than there are processes.",
-        f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
+        f"The others must run the model too, and its arguments hold a {type(leaf).__name__}, which cannot be sent.",
         "Evaluate on more samples, or pass the model tensors, numbers and text.",
     )
+
+
+def described(tree: Any, other: Callable[[Any], Any] = lambda leaf: None) -> Any:
+    """Return nested values as JSON: tensors by dtype and shape, and what `other` returns for what is not plain."""
+    if isinstance(tree, torch.Tensor):
+        return ["tensor", str(tree.dtype).removeprefix("torch."), list(tree.shape), tree.requires_grad]
+    if isinstance(tree, Mapping):
+        return ["mapping", {key: described(value, other) for key, value in tree.items()}]
+    if isinstance(tree, (list, tuple)):
+        return ["tuple" if isinstance(tree, tuple) else "list", [described(value, other) for value in tree]]
+    return ["plain", tree if isinstance(tree, (type(None), bool, int, float, str)) else other(tree)]
+
+
+def restored(form: Any, kind: Any = dict) -> Any:
+    """Return what was described, with tensors on the meta device.
+
+    Args:
+        form: The description.
+        kind: The type of the outermost mapping.
+    """
+    what, value, *more = form
+    if what == "tensor":
+        return torch.empty(more[0], dtype=getattr(torch, value), device="meta", requires_grad=more[1])
+    if what == "mapping":
+        return kind({key: restored(each) for key, each in value.items()})
+    if what in ("list", "tuple"):
+        return (tuple if what == "tuple" else list)(map(restored, value))
+    return value
+
+
+def empty(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype, contiguous and without content."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
 
 
 class SplittingStrategy(DistributedStrategy):

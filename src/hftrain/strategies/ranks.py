@@ -1,7 +1,11 @@
-"""The collectives of all processes, or of those that read different samples."""
+"""The collectives of all processes, or of those that read different samples.
+
+Objects are sent as JSON, never as pickles, so that data from another machine cannot run code.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +14,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hftrain.core.errors import StrategyError
-from hftrain.strategies import collectives
 from hftrain.strategies.base import Ranks
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_MAX_DIMS = 8
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
 
 
 class GroupRanks(Ranks):
@@ -20,24 +30,59 @@ class GroupRanks(Ranks):
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         if self.world_size == 1:
             return tensor
-        return collectives.reduce(tensor, op=op, device=self.device, group=self.group)
+        result = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(result, _REDUCE_OPS[op], self.group)
+        return result / self.world_size if op == "mean" else result
 
     def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
         if self.world_size == 1:
             return super().reduce_later(tensor)
-        return collectives.sum_later(tensor, self.device, group=self.group)
+        result = tensor.detach().to(self.device, copy=True, non_blocking=True)
+        return result, dist.all_reduce(result, dist.ReduceOp.SUM, self.group, async_op=True).wait
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = super().gather(tensor)
-        return tensor if self.world_size == 1 else collectives.gather(tensor, device=self.device, group=self.group)
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.detach().to(self.device)
+        headers = self._gather_headers(tensor)
+        lengths = [header[1] for header in headers]
+        # A rank without rows may have any trailing shape and dtype.
+        kinds = {(header[0], *header[2:]) for header in headers if header[1]}
+        if len(kinds) > 1:
+            raise StrategyError(
+                "Tensors of all processes were to be gathered.",
+                "They differ in more than their number of rows.",
+                "Pad them to one shape, and cast them to one dtype, first.",
+                kinds=[(_DTYPES[dtype], *trailing) for dtype, *trailing in sorted(kinds)],
+            )
+        if not kinds:
+            return tensor
+        dtype, *trailing = kinds.pop()
+        padded = torch.zeros(max(lengths), *trailing, dtype=_DTYPES[dtype], device=self.device)
+        if len(tensor):
+            padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, self.group)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def gather_object(self, obj: Any) -> list[Any]:
-        return [obj] if self.world_size == 1 else collectives.gather_object(obj, device=self.device, group=self.group)
+        if self.world_size == 1:
+            return [obj]
+        # json.dumps writes a single line, so line breaks only occur between ranks.
+        lines = self.gather(_encode(json.dumps(obj) + "\n"))
+        return [json.loads(line) for line in _decode(lines).splitlines()]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self.world_size == 1:
             return obj
-        return collectives.broadcast_object(obj, src=src, device=self.device, group=self.group)
+        payload = _encode(json.dumps(obj) if self.rank == src else "").to(self.device)
+        length = torch.tensor(len(payload), device=self.device)
+        dist.broadcast(length, group=self.group, group_src=src)
+        if self.rank != src:
+            payload = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        dist.broadcast(payload, group=self.group, group_src=src)
+        return json.loads(_decode(payload))
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -47,6 +92,24 @@ class GroupRanks(Ranks):
 
     def all_true(self, flag: bool) -> bool:
         return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
+
+    def _gather_headers(self, tensor: torch.Tensor) -> list[list[int]]:
+        """Return every rank's dtype (its index in `_DTYPES`) and shape."""
+        header = [_DTYPES.index(tensor.dtype), *tensor.shape]
+        mine = torch.tensor([len(header), *header, *[0] * (_MAX_DIMS - tensor.dim())], device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine, self.group)
+        return [fields[:length] for length, *fields in torch.stack(rows).tolist()]
+
+
+class MemberRanks(GroupRanks):
+    """The processes of any group that this one belongs to."""
+
+    device: Any = None
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
 
 class DataRanks(GroupRanks):
@@ -88,3 +151,11 @@ class DataRanks(GroupRanks):
                 "Call launch() of the strategy first.",
             )
         return self._group
+
+
+def _encode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode("ascii")

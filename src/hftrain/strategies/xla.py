@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy
@@ -221,14 +222,8 @@ class XLAStrategy(Strategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state in host memory, with tied tensors tied. Ends no step, so RNG states do not change."""
-        copies: dict[int, torch.Tensor] = {}
+        to_host = cache(lambda tensor: tensor.detach().cpu())
         state = self.unwrap(model).state_dict(keep_vars=True)
-
-        def to_host(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().cpu()
-            return copies[id(tensor)]
-
         return {name: map_tensors(value, to_host) for name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -237,7 +232,6 @@ class XLAStrategy(Strategy):
         return found
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state in host memory."""
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         return state
 

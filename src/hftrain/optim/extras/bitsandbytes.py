@@ -14,9 +14,8 @@ logger = get_logger(__name__)
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
     """Return AdamW. Source: Dettmers et al., 2022, arXiv 2110.02861."""
-    options = read_options(config, {"min_8bit_size": int})
-    settings = {"betas": config.betas, "eps": config.eps, "is_paged": is_paged, **options}
-    return _paired("AdamW", config, model, bits=bits, **settings)
+    settings = {"betas": config.betas, "eps": config.eps, "is_paged": is_paged}
+    return _paired("AdamW", config, model, bits=bits, **settings, **read_options(config, {"min_8bit_size": int}))
 
 
 def lion(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:

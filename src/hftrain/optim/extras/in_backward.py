@@ -74,11 +74,8 @@ class LayerWise(UpdatesInBackward):
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
         """Run the backward pass and step each parameter in it; `max_norm` has no effect."""
-        self._is_updating = True
-        try:
+        with temporarily(self, _is_updating=True):
             backward(loss)
-        finally:
-            self._is_updating = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the backward pass has stepped every parameter."""

@@ -16,7 +16,7 @@ _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std
 
 def galore_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's AdamW. Source: Zhao et al., 2024, arXiv 2403.03507."""
-    cls = _load("GaLoreAdamW", config)
+    cls = _load(":GaLoreAdamW", config)
     settings = {"betas": config.betas, "eps": config.eps, "no_deprecation_warning": True}
     return _paired(cls, config, model, is_layerwise=is_layerwise, **settings)
 
@@ -24,14 +24,14 @@ def galore_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwi
 def galore_adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's Adafactor, with an external learning rate."""
     _check_whole(config, model)
-    cls = _load("GaLoreAdafactor", config)
+    cls = _load(":GaLoreAdafactor", config)
     return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
 
 
 def galore_adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Return GaLore's 8-bit AdamW."""
     check_cuda(config, reason="the package synchronises with the device in each update")
-    cls = _load("GaLoreAdamW8bit", config)
+    cls = _load(":GaLoreAdamW8bit", config)
     base = load("bitsandbytes.optim.optimizer:Optimizer2State", "bitsandbytes>=0.44", config, extra="bitsandbytes")
 
     def start(self: Any, params: Any, **settings: Any) -> None:
@@ -50,28 +50,17 @@ def _check_whole(config: OptimizerConfig, model: nn.Module | None) -> None:
 
 
 def _load(name: str, config: OptimizerConfig) -> Any:
-    return load(f"galore_torch:{name}", "galore-torch", config, extra="galore")
+    return load(f"galore_torch{name}", "galore-torch", config, extra="galore")
 
 
-def _paired(
-    cls: Any, config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool, **settings: Any
-) -> OptimizerClass:
-    projector = load("galore_torch.galore_projector:GaLoreProjector", "galore-torch", config, extra="galore")
-    made, given = low_rank_class(
-        cls, config, model, low_rank=_GALORE, choices=_GALORE_CHOICES, is_layerwise=is_layerwise, **settings
-    )
+def _paired(cls: Any, config: OptimizerConfig, model: nn.Module | None, **settings: Any) -> OptimizerClass:
+    projector = _load(".galore_projector:GaLoreProjector", config)
+    made, given = low_rank_class(cls, config, model, low_rank=_GALORE, choices=_GALORE_CHOICES, **settings)
     made.make_projector = lambda self, group, state: projector(group["rank"])  # type: ignore[attr-defined]
     return made, given
 
 
-_APOLLO = {
-    "rank": 128,
-    "proj": "random",
-    "scale_type": "channel",
-    "update_proj_gap": 200,
-    "scale": 1.0,
-    "proj_type": "std",
-}
+_APOLLO = {**_GALORE, "proj": "random", "scale_type": "channel", "scale": 1.0}
 _APOLLO_CHOICES = {
     "proj": ("random", "svd"),
     "scale_type": ("channel", "tensor"),
@@ -83,12 +72,7 @@ def apollo_adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwi
     """Return APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
     _check_whole(config, model)
     cls = load("apollo_torch:APOLLOAdamW", "apollo-torch", config, extra="apollo")
-    settings: dict[str, Any] = {
-        "low_rank": _APOLLO,
-        "choices": _APOLLO_CHOICES,
-        "betas": config.betas,
-        "eps": config.eps,
-    }
-    made, given = low_rank_class(cls, config, model, is_layerwise=is_layerwise, **settings)
+    settings: dict[str, Any] = {"is_layerwise": is_layerwise, "betas": config.betas, "eps": config.eps}
+    made, given = low_rank_class(cls, config, model, low_rank=_APOLLO, choices=_APOLLO_CHOICES, **settings)
     made.make_projector = cls._initialize_projector  # type: ignore[attr-defined]
     return made, given

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer, adamw
 
-from hftrain.core.blocks import block_of
+from hftrain.core.blocks import block_of, local_part
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.optim.low_rank import find_targets
@@ -127,11 +127,11 @@ class Muon(Optimizer):
             assert gradient is not None
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-            gradient, average = _local(gradient), _local(state["momentum_buffer"])
+            gradient, average = local_part(gradient), local_part(state["momentum_buffer"])
             average.lerp_(gradient, 1 - momentum)
             updates.append(gradient.lerp(average, momentum) if group["nesterov"] else average)
         for matrix, update in zip(matrices, _orthogonal(matrices, updates, group["ns_steps"]), strict=True):
-            own = _local(matrix)
+            own = local_part(matrix)
             own.mul_(1 - rate * group["weight_decay"])
             own.add_(update, alpha=-rate * _RATES[group["adjust_lr_fn"]](*matrix.shape))
 
@@ -163,10 +163,6 @@ def orthogonalise(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.T if is_tall else found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], num_steps: int) -> list[torch.Tensor]:

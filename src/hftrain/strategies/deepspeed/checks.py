@@ -32,10 +32,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """
     for key in config:
         # A key with a leading or trailing "_" or "#" was disabled on purpose.
-        near = (
-            [] if str(key).strip("_#") in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
-        )
-        if near:
+        near = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
+        if near and str(key).strip("_#") not in _KEYS:
             raise refused(
                 f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Did you mean {near[0]!r}?"
             )
@@ -70,23 +68,14 @@ def check_offload(config: Mapping[str, Any]) -> None:
             )
 
 
-def check_for_training(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
+def check_with_deepspeed(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
     """Raise if DeepSpeed cannot train a model with a filled config. Imports DeepSpeed.
 
     Raises:
-        ConfigError: See `check_nvme`, `check_with_deepspeed` and `check_buffers`.
+        ConfigError: DeepSpeed rejects the ZeRO section, with its reason, does not have the named optimizer or schedule,
+            or cannot offload to NVMe.
     """
-    check_nvme(config)
-    check_with_deepspeed(config)
-    check_buffers(config, model, world_size=world_size)
-
-
-def check_with_deepspeed(config: Mapping[str, Any]) -> None:
-    """Raise if DeepSpeed rejects the ZeRO section or does not have the named optimizer or schedule. Imports it.
-
-    Raises:
-        ConfigError: DeepSpeed rejects the config; the message holds its reason.
-    """
+    _check_nvme(config)
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -104,29 +93,21 @@ def check_with_deepspeed(config: Mapping[str, Any]) -> None:
     if scheduler and not hasattr(lr_schedules, scheduler) and not hasattr(torch.optim.lr_scheduler, scheduler):
         known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
         raise refused(f"there is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+    check_buffers(config, model, world_size=world_size)
 
 
-def check_nvme(config: Mapping[str, Any]) -> None:
-    """Raise if a config offloads to NVMe and DeepSpeed cannot, for example because libaio is missing.
-
-    Raises:
-        ConfigError: There is no `nvme_path`, or libaio is missing.
-    """
+def _check_nvme(config: Mapping[str, Any]) -> None:
     parts = [part for part in _OFFLOADS if find(config, f"zero_optimization.{part}.device") == "nvme"]
     if not parts:
         return
-    reason, remedy = None, ""
+    asked = f"Cannot use a DeepSpeed config with device='nvme' in {' and '.join(parts)}."
     if not all(find(config, f"zero_optimization.{part}.nvme_path") for part in parts):
-        reason, remedy = "It has no path.", "Set nvme_path next to the device, to a folder on the drive."
-    else:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        raise ConfigError(asked, "It has no path.", "Set nvme_path next to the device, to a folder on the drive.")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            reason = "DeepSpeed reads and writes there through libaio, and does not find it or its headers."
-            remedy = "Install libaio (Debian: libaio-dev), or offload to the CPU."
-    if reason:
-        asked = f"Cannot use a DeepSpeed config with device='nvme' in {' and '.join(parts)}."
-        raise ConfigError(asked, reason, remedy)
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        reason = "DeepSpeed reads and writes there through libaio, and does not find it or its headers."
+        raise ConfigError(asked, reason, "Install libaio (Debian: libaio-dev), or offload to the CPU.")
 
 
 def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:

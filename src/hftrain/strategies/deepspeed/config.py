@@ -18,7 +18,7 @@ STAGES = (0, 1, 2, 3)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _PREFETCH = "stage3_prefetch_bucket_size"
 # With these the engine divides the work in ways that hftrain's loaders do not support.
-_PARALLEL = (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",))
+_PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +60,11 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if zero.get("stage", 0) not in (*STAGES, AUTO) or isinstance(zero.get("stage"), bool):
         remedy = f"Write the number {zero['stage']}." if zero["stage"] in map(str, STAGES) else f"Use one of {STAGES}."
         raise refused(f"zero_optimization.stage={zero['stage']!r} is not a stage of ZeRO.", remedy)
-    for path in _PARALLEL:
-        size = find(config, ".".join(path)) or 1
+    for key in _PARALLEL:
+        size = find(config, key) or 1
         if size not in (1, AUTO):
-            key = ".".join(path)
             reason = f"{key} splits each sample's work over processes, which hftrain's loaders do not follow."
-            raise refused(reason, "Leave it out, or set it to 1.", **{path[-1]: size})
+            raise refused(reason, "Leave it out, or set it to 1.", **{key.rpartition(".")[2]: size})
     return config
 
 
@@ -108,10 +107,8 @@ def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
     """
     mismatches = []
     for each in values:
-        *path, last = each.key.split(".")
-        node: Any = config
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
+        home, _, last = each.key.rpartition(".")
+        node = find(config, home) if home else config
         if not isinstance(node, dict):
             continue
         present = node.get(last)

@@ -15,6 +15,7 @@ import torch
 from hftrain.core.errors import CheckpointError, StrategyError
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard
+from hftrain.strategies.fsdp.states import split_optimizer
 
 # The attributes with the float32 tensors that DeepSpeed's optimizers update: ZeRO-3, ZeRO-1/2 and 16-bit models.
 _MASTERS = (
@@ -60,17 +61,9 @@ def take_state(engine: Any) -> dict[str, Any]:
 
 def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Shard]]:
     """Split a state into the values that are equal on all ranks and this process's shards of the others."""
-    plain: dict[int, dict[str, Any]] = {}
-    pieces = {}
-    for index, entry in state["state"].items():
-        plain[index] = {}
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                flat = value.detach().reshape(-1)
-                pieces[f"{index}.{key}"] = Shard(flat, (rank * len(flat),), (world_size * len(flat),))
-            else:
-                plain[index][key] = value
-    return {**state, "state": plain}, pieces
+    plain, split = split_optimizer(state, lambda value: isinstance(value, torch.Tensor) and value.dim() > 0)
+    flat = {name: value.detach().reshape(-1) for name, value in split.items()}
+    return plain, {name: Shard(x, (rank * len(x),), (world_size * len(x),)) for name, x in flat.items()}
 
 
 def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int) -> None:

@@ -23,7 +23,7 @@ from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.deepspeed import zero3
-from hftrain.strategies.deepspeed.checks import check_for_training, check_keys, check_offload
+from hftrain.strategies.deepspeed.checks import check_keys, check_offload, check_with_deepspeed
 from hftrain.strategies.deepspeed.config import (
     HALVES,
     Fill,
@@ -54,21 +54,15 @@ class DeepSpeedStrategy(SplittingStrategy):
     parameters. A Trainer fills the config's "auto" values from the arguments; without a Trainer, set every value.
 
     Args:
-        use_cpu: See `DistributedStrategy`.
-        backend: See `DistributedStrategy`.
-        timeout_s: See `DistributedStrategy`.
-        place_model: Not used: DeepSpeed's engine places the model.
         config: A DeepSpeed config or the path of one; None builds one from `stage` and `offload`.
         stage: The ZeRO stage; None uses the config's, or 2 without a config.
         offload: Keep the optimizer state, and with stage 3 the parameters, in host memory.
+        **options: See `DistributedStrategy`. `place_model` is not used: DeepSpeed's engine places the model.
 
     Attributes:
         config: The current config, with all values filled that are known so far.
         makes: What the config defines instead of the Trainer: ``"optimizer"``, ``"scheduler"``.
         schedule: The schedule that the config defines; None before `setup` or if it defines none.
-
-    Units:
-        timeout_s: seconds.
 
     Raises:
         ConfigError: The config cannot be read, contradicts `stage`, or has settings that DeepSpeed would ignore.
@@ -84,16 +78,13 @@ class DeepSpeedStrategy(SplittingStrategy):
     def __init__(
         self,
         *,
-        use_cpu: bool = False,
-        backend: str | None = None,
-        timeout_s: float = 1800,
-        place_model: bool = True,
         config: Mapping[str, Any] | str | Path | None = None,
         stage: int | None = None,
         offload: bool = False,
+        **options: Any,
     ) -> None:
         require("deepspeed>=0.16", feature="strategy='deepspeed'", extra="deepspeed")
-        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
+        super().__init__(**options)
         read = None if config is None else read_config(config)
         self._given = with_preset(read, stage=stage, offload=offload)
         check_keys(self._given)
@@ -107,11 +98,9 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
-        if device_type == "mps":
-            return "torch has no process group that serves MPS"
         if policy.compute_dtype == torch.float16 and device_type == "cpu":
             return "DeepSpeed has no float16 on most CPUs; 'bf16' works"
-        return None
+        return super().refuses(policy, device_type)
 
     @property
     def stage(self) -> int:
@@ -162,7 +151,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             if hidden_size(model) is None:
                 reason += f" {type(model).__name__} has no config with a hidden_size."
             raise refused(reason, "Write numbers in the config, or leave the keys out.")
-        check_for_training(config, model, world_size=self.world_size)
+        check_with_deepspeed(config, model, world_size=self.world_size)
         check_trainable(model, name=self.name)
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -195,7 +184,6 @@ class DeepSpeedStrategy(SplittingStrategy):
         return GradScaler(device.type, enabled=False)
 
     def accelerator_options(self) -> dict[str, Any]:
-        """Return the documented plugin, the same object in every call."""
         if self._plugin is None:
             from accelerate import DeepSpeedPlugin
 
@@ -349,11 +337,6 @@ class DeepSpeedStrategy(SplittingStrategy):
         return split_off(take_state(self._engine), rank=self.rank, world_size=self.world_size)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a full state, equal on all ranks. Collective; mutates the optimizer.
-
-        Raises:
-            CheckpointError: The state was saved with different DeepSpeed settings.
-        """
         if is_plain(self._engine) and "deepspeed" not in state:
             super().load_optimizer_state(model, optimizer, state)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,14 +76,10 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
 def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
     """Return a model's full state in host memory on the main process, an empty dict on the others. Collective."""
     found: dict[str, Any] = {}
-    kept: dict[int, torch.Tensor] = {}
+    to_host = cache(lambda tensor: tensor.detach().cpu().clone())
     for name, tensor in gathered_tensors(model):
-        if is_main and isinstance(tensor, torch.Tensor):
-            if id(tensor) not in kept:
-                kept[id(tensor)] = tensor.detach().cpu().clone()
-            found[name] = kept[id(tensor)]
-        elif is_main:  # a module's extra state
-            found[name] = tensor
+        if is_main:  # a module's extra state may be no tensor
+            found[name] = to_host(tensor) if isinstance(tensor, torch.Tensor) else tensor
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hftrain.core.blocks import block_of
+from hftrain.core.blocks import block_of, local_part
 from hftrain.core.errors import CheckpointError
 from hftrain.core.meta import stored_in
 from hftrain.core.tree import map_tensors
@@ -28,16 +28,14 @@ def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
         device: The device of the communication.
         keeps: Whether this process needs the result; otherwise sharded tensors become None to save memory.
     """
-    known: dict[int, torch.Tensor | None] = {}
 
+    @functools.cache
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, DTensor):
             return tensor
-        if id(tensor) not in known:
-            full: Any = tensor.detach().to(device)
-            full = full.full_tensor()
-            known[id(tensor)] = full.cpu() if keeps else None
-        return known[id(tensor)]
+        full: Any = tensor.detach().to(device)
+        full = full.full_tensor()
+        return full.cpu() if keeps else None
 
     return map_tensors(tree, whole)
 
@@ -137,17 +135,13 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
     return found
 
 
-def split_optimizer(state: dict[str, Any], kind: type = DTensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state without tensors of a kind, and these by ``"<parameter index>.<key>"``."""
-    plain: dict[int, dict[str, Any]] = {index: {} for index in state["state"]}
-    split = {}
-    for index, entry in state["state"].items():
-        for key, value in entry.items():
-            if isinstance(value, kind):
-                split[f"{index}.{key}"] = value
-            else:
-                plain[index][key] = value
-    return {**state, "state": plain}, split
+def split_optimizer(state: dict[str, Any], is_split: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer's state without the values that are split, and these by ``"<parameter index>.<key>"``."""
+    entries = state["state"].items()
+    plain = {index: {key: x for key, x in entry.items() if not is_split(x)} for index, entry in entries}
+    return {**state, "state": plain}, {
+        f"{i}.{key}": x for i, entry in entries for key, x in entry.items() if is_split(x)
+    }
 
 
 def _is_writer(tensor: DTensor) -> bool:
@@ -198,9 +192,3 @@ def scale_down(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: floa
     for grad in grads:
         local_part(grad).mul_(factor.to(grad.device))
     return norm
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor that may be sharded."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

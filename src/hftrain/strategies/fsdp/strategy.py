@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.core.launcher import read_launch
@@ -25,7 +27,7 @@ from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp import states as shards
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units, recompute_activations
+from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units
 from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
@@ -41,10 +43,6 @@ class FSDPStrategy(SplittingStrategy):
     sharded by one reduce-scatter. The model is changed in place: its parameters become `DTensor` objects.
 
     Args:
-        use_cpu: See `DistributedStrategy`.
-        backend: See `DistributedStrategy`.
-        timeout_s: See `DistributedStrategy`.
-        place_model: See `DistributedStrategy`; sharded parameters are always on the device, or the CPU with `offload`.
         sharding: ``"full_shard"`` shards parameters, gradients and optimizer state; ``"shard_grad_op"`` keeps the
             gathered parameters from the forward to the backward pass; ``"no_shard"`` shards nothing;
             ``"hybrid_shard"`` and ``"hybrid_shard_zero2"`` act as the first two within a machine and replicate across
@@ -62,9 +60,7 @@ class FSDPStrategy(SplittingStrategy):
         activation_checkpointing: Recompute each unit's activations in the backward pass.
         state_dict_type: Whether checkpoints hold each process's shards or the full state gathered on rank 0.
         shard_size: The number of processes that share one replica in hybrid sharding; None uses those of a machine.
-
-    Units:
-        timeout_s: seconds.
+        **options: See `DistributedStrategy`; sharded parameters are always on the device, or the CPU with `offload`.
 
     Raises:
         ConfigError: Options contradict each other or do not exist.
@@ -79,10 +75,6 @@ class FSDPStrategy(SplittingStrategy):
     def __init__(
         self,
         *,
-        use_cpu: bool = False,
-        backend: str | None = None,
-        timeout_s: float = 1800,
-        place_model: bool = True,
         sharding: str = "full_shard",
         offload: bool = False,
         auto_wrap: bool = True,
@@ -95,9 +87,10 @@ class FSDPStrategy(SplittingStrategy):
         activation_checkpointing: bool = False,
         state_dict_type: str = "SHARDED_STATE_DICT",
         shard_size: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
-        if offload and backend is None and self.device_type != "cpu":
+        super().__init__(**options)
+        if offload and options.get("backend") is None and self.device_type != "cpu":
             # Gradients in host memory need a CPU backend to sum their norm.
             self.backend = f"cpu:gloo,{self.device_type}:{self.backend}"
         self.sharding, self.offload, self.shard_size = sharding, offload, shard_size
@@ -168,8 +161,9 @@ class FSDPStrategy(SplittingStrategy):
                     "transformer_layer_cls_to_wrap, or set min_num_params, to save memory.",
                     type(model).__name__,
                 )
-            if self.activation_checkpointing:
-                recompute_activations(units)
+            for unit in units if self.activation_checkpointing else ():
+                # Not torch's checkpoint wrapper, a module that would change the parameter names.
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
             root = self._split(model, units, policy, whole)
         follower = SplitParameters.attach(root, self)
         self.follower = follower if self.world_size > 1 and isinstance(root, FSDPModule) else None
@@ -239,7 +233,7 @@ class FSDPStrategy(SplittingStrategy):
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        plain, split = shards.split_optimizer(optimizer.state_dict())
+        plain, split = shards.split_optimizer(optimizer.state_dict(), lambda value: isinstance(value, DTensor))
         return plain, shards.pieces(split, is_main=self.is_main)
 
     def split_objects(self, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shard]]:

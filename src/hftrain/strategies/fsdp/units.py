@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.parameters import layer_hint
@@ -61,15 +59,6 @@ def check_dtypes(model: nn.Module, units: Sequence[nn.Module], *, strategy: str)
                 "Give them one dtype (model.float()), freeze those of the others, or make units of the parts that "
                 "have one (transformer_layer_cls_to_wrap).",
             )
-
-
-def recompute_activations(units: Sequence[nn.Module]) -> None:
-    """Make each unit recompute its activations in the backward pass instead of storing them; mutates the units.
-
-    Does not use torch's checkpoint wrapper, a module that would change the parameter names.
-    """
-    for unit in units:
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
 
 
 def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:

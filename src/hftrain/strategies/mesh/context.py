@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hftrain.core.errors import ConfigError, StrategyError, suggest
+from hftrain.core.errors import ConfigError, StrategyError, check_known
 from hftrain.core.parameters import attention_of
 from hftrain.strategies.mesh.attention import KINDS, SplitAttention
 from hftrain.strategies.mesh.moves import join
@@ -59,9 +59,7 @@ def split_context(
     Raises:
         ConfigError: The model cannot be split this way, or is split already.
     """
-    if kind not in KINDS:
-        reason = "No kind of context parallelism has that name."
-        raise ConfigError(f"Cannot use kind={kind!r}.", reason, suggest(kind, KINDS))
+    check_known(kind, KINDS, f"Cannot use kind={kind!r}.", "No kind of context parallelism has that name.")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "Its decoder attends to a second sequence, the encoder's."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, chain
 
 import torch
@@ -86,15 +87,12 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
 
 def release(model: nn.Module, cut: Cut, stage: int) -> None:
     """Move the tensors that other stages hold to the meta device, in place; names and their order stay."""
-    moved: dict[int, torch.Tensor] = {}
+    moved = cache(_meta)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _tensors(module, recurse=False):
             full = f"{prefix}.{name}" if prefix else name
-            if stage in cut.owners.get(full, (stage,)) or tensor.is_meta:
-                continue
-            if id(tensor) not in moved:
-                moved[id(tensor)] = _meta(tensor)
-            setattr(module, name, moved[id(tensor)])
+            if stage not in cut.owners.get(full, (stage,)) and not tensor.is_meta:
+                setattr(module, name, moved(tensor))
 
 
 def _declared(model: nn.Module) -> list[str]:
@@ -161,11 +159,7 @@ def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]
 def _balanced(sizes: Sequence[int], first: int, last: int, stages: int) -> list[int]:
     """Return the bounds of runs of layers, none empty, whose largest sum is smallest.
 
-    Args:
-        sizes: The size of each layer.
-        first: What the first run holds besides.
-        last: What the last run holds besides.
-        stages: The number of runs.
+    The first run holds `first` besides, the last one `last`.
 
     Example:
         >>> _balanced([1, 1, 1, 1], 2, 0, 2)

@@ -90,19 +90,11 @@ class Layout:
         """
         key = (dist.group.WORLD, self, device_type)
         if key not in _MESHES:
-            _MESHES[key] = self._make_meshes(device_type)
+            held = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.shard_size, "tp": self.tp}
+            read = {"pp": self.pp, "data": self.data_size, "cp": self.cp, "tp": self.tp}
+            made = (init_device_mesh(device_type, tuple(x.values()), mesh_dim_names=tuple(x)) for x in (held, read))
+            _MESHES[key] = Meshes(*made)
         return _MESHES[key]
-
-    def _make_meshes(self, device_type: str) -> Meshes:
-        held = init_device_mesh(
-            device_type,
-            (self.pp, self.dp_replicate, self.shard_size, self.tp),
-            mesh_dim_names=("pp", "replicate", "shard", "tp"),
-        )
-        read = init_device_mesh(
-            device_type, (self.pp, self.data_size, self.cp, self.tp), mesh_dim_names=("pp", "data", "cp", "tp")
-        )
-        return Meshes(held, read)
 
     def __str__(self) -> str:
         shown = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]

@@ -1,14 +1,14 @@
-"""The connections of a pipeline's stage to the others, and how outputs are described as JSON."""
+"""The connections of a pipeline's stage to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hftrain.strategies.collectives import broadcast_object
+from hftrain.strategies.ranks import MemberRanks
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMS = 8
@@ -44,7 +44,7 @@ class Links:
 
     def broadcast_object(self, value: Any, device: torch.device) -> Any:
         """Return the last stage's value, after a JSON round trip."""
-        return broadcast_object(value, src=self.size - 1, device=device, group=self.group)
+        return MemberRanks(self.group, device).broadcast_object(value, self.size - 1)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the last stage's tensor."""
@@ -54,36 +54,3 @@ class Links:
 
     def _global(self, step: int) -> int:
         return dist.get_global_rank(self.group, self.rank + step)
-
-
-def described(tree: Any) -> Any:
-    """Return nested outputs as JSON: tensors by dtype and shape; what is not plain becomes None."""
-    if isinstance(tree, torch.Tensor):
-        return ["tensor", str(tree.dtype).removeprefix("torch."), list(tree.shape), tree.requires_grad]
-    if isinstance(tree, Mapping):
-        return ["mapping", {key: described(value) for key, value in tree.items()}]
-    if isinstance(tree, (list, tuple)):
-        return ["tuple" if isinstance(tree, tuple) else "list", [described(value) for value in tree]]
-    return ["plain", tree if isinstance(tree, (bool, int, float, str)) else None]
-
-
-def restored(form: Any, kind: Any = dict) -> Any:
-    """Return what was described, with tensors on the meta device.
-
-    Args:
-        form: The description.
-        kind: The type of the outermost mapping.
-    """
-    what, value, *more = form
-    if what == "tensor":
-        return torch.empty(more[0], dtype=getattr(torch, value), device="meta", requires_grad=more[1])
-    if what == "mapping":
-        return kind({key: restored(each) for key, each in value.items()})
-    if what in ("list", "tuple"):
-        return (tuple if what == "tuple" else list)(map(restored, value))
-    return value
-
-
-def empty(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype, contiguous and without content."""
-    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)

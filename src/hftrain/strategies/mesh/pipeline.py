@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.strategies.mesh.cutting import divide, release
 from hftrain.strategies.mesh.links import Links
 from hftrain.strategies.mesh.schedules import COLLECTED, Run, sharded
@@ -95,8 +95,7 @@ class Pipeline(nn.Module):
 
     def _check(self) -> None:
         asked = f"Cannot train {type(self.module).__name__} with schedule={self.schedule!r}."
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(asked, "No schedule has that name.", suggest(self.schedule, SCHEDULES))
+        check_known(self.schedule, SCHEDULES, asked, "No schedule has that name.")
         if self.num_micro_batches < 1:
             raise ConfigError(asked, f"num_micro_batches={self.num_micro_batches} is not positive.", "Use 1 or more.")
         if self.schedule == "1f1b" and not (self.stage.is_causal or "num_items_in_batch" in self.stage.takes):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hftrain.core.errors import ConfigError, listed, suggest
+from hftrain.core.errors import ConfigError, check_known, listed
 from hftrain.strategies.mesh.styles import (
     Colwise,
     Experts,
@@ -105,12 +105,9 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
         )
     found = {}
     for pattern, style in plan.items():
-        if not isinstance(style, Style) and style not in STYLES:
-            raise ConfigError(
-                f"Cannot use the style {style!r} for {pattern}.",
-                "It is not one whose gradients are proved.",
-                suggest(str(style), STYLES),
-            )
+        if not isinstance(style, Style):
+            asked = f"Cannot use the style {style!r} for {pattern}."
+            check_known(style, STYLES, asked, "It is not one whose gradients are proved.")
         found[pattern] = style if isinstance(style, Style) else STYLES[style]
         if style == "mla_kv_a_proj":
             config: Any = bare.config

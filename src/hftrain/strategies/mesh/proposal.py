@@ -232,15 +232,8 @@ def _traffic(
 ) -> dict[str, Any]:
     """Return what a rank sends in a step.
 
-    Args:
-        found: The way to train.
-        layout: Its mesh.
-        saved: What a forward pass moves.
-        machine: How many processes a machine has.
-        scale: The micro-batch, in those of `saved`.
-        computed: Bytes of parameters that are gathered.
-        exchanged: Bytes of their gradients.
-        sent: Bytes that a stage sends to others for a micro-batch.
+    Bytes `computed` of parameters are gathered, `exchanged` of their gradients; a stage sends others `sent` for a
+    micro-batch, which is `scale` of those of `saved`.
     """
     shards, copies, times = layout.shard_size, layout.dp_replicate, found.accumulation
     passes = scale * (1.5 if found.checkpointing else 1)

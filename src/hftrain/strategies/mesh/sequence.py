@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.parameters import layer_hint
-from hftrain.core.tree import CACHES
+from hftrain.core.tree import CACHES, map_tensors
 
 # What runs inside the layers' forward pass, also when it is recomputed in the backward pass.
 Region = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -168,7 +168,7 @@ class SequenceSplit:
                 raise StrategyError(f"Cannot split the sequence over ranks with {name}.", reason, "Use cp_size=1.")
             return None
         if name in self._along:
-            return _map(value, lambda tensor: self._part(tensor, self._along[name]))
+            return map_tensors(value, lambda tensor: self._part(tensor, self._along[name]))
 
         def refuse(tensor: torch.Tensor) -> torch.Tensor:
             if self._length in tensor.shape:
@@ -180,7 +180,7 @@ class SequenceSplit:
                 )
             return tensor
 
-        return _map(value, refuse)
+        return map_tensors(value, refuse)
 
     def _part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part; copies of the last position fill it up, as no other values are sure to be valid."""
@@ -189,16 +189,6 @@ class SequenceSplit:
             return whole  # one value for all positions
         shape = [*whole.shape[:dim], self._padded - length, *whole.shape[dim + 1 :]]
         return self._cut(torch.cat([whole, whole.narrow(dim, length - 1, 1).expand(shape)], dim), dim)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)([_map(each, change) for each in value])
-    if isinstance(value, Mapping):
-        return {name: _map(each, change) for name, each in value.items()}
-    return value
 
 
 def _let_compute_in_regions(layer: nn.Module) -> None:

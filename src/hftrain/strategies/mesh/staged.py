@@ -12,11 +12,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hftrain.core.blocks import local_part
 from hftrain.core.types import Shard
-from hftrain.strategies.collectives import gather_object
-from hftrain.strategies.fsdp.states import local_part, norm_of, pieces, scale_down, split_optimizer
-from hftrain.strategies.mesh.links import empty
+from hftrain.strategies.fsdp.states import norm_of, pieces, scale_down, split_optimizer
+from hftrain.strategies.lockstep import empty
 from hftrain.strategies.mesh.pipeline import Pipeline
+from hftrain.strategies.ranks import MemberRanks
 
 State = dict[str, Any]
 
@@ -33,9 +34,9 @@ def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: boo
     own = {id(parameter) for _, parameter in pipeline.own_parameters(once=True)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries = {index: entry for index, entry in state["state"].items() if id(parameters[index]) in own}
-    plain, tensors = split_optimizer({**state, "state": entries}, torch.Tensor)
+    plain, tensors = split_optimizer({**state, "state": entries}, torch.is_tensor)
     device = next(pipeline.own_parameters())[1].device
-    stages = gather_object(plain["state"], device=device, group=pipeline.group)
+    stages = MemberRanks(pipeline.group, device).gather_object(plain["state"])
     # Keys are text after JSON.
     whole = {int(index): entry for each in stages for index, entry in each.items() if entry}
     return {**state, "state": whole}, pieces(tensors, is_main=is_writer)

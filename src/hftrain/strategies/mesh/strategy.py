@@ -22,7 +22,7 @@ from hftrain.core.errors import ConfigError, HFTrainError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.meta import is_weightless
 from hftrain.core.notes import add_note
-from hftrain.core.tree import pytree
+from hftrain.core.tree import tensors_of
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
@@ -325,8 +325,8 @@ class MeshStrategy(FSDPStrategy):
 
         def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-            told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given if not each.is_meta]
+            given = [each for each in tensors_of((args, kwargs)) if not each.is_meta]
+            told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given]
             readers: dict[int, list[Any]] = {}
             for data_rank, each in self.gather_object([self.data.rank, told]):
                 if readers.setdefault(data_rank, each) != each:

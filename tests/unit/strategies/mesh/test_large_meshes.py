@@ -17,9 +17,10 @@ from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.cli.plan import read_model, weightless
 from hftrain.core.errors import StrategyError
 from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.lockstep import described
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.links import Links, described
+from hftrain.strategies.mesh.links import Links
 from hftrain.strategies.mesh.proposal import measure
 from hftrain.strategies.mesh.strategy import MeshStrategy
 from hftrain.strategies.mesh.tracing import Model, trace
