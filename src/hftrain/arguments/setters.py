@@ -48,8 +48,8 @@ class ArgumentSetters(ArgumentFields):
 
     A parameter means what the argument does that it sets, which `TrainingArguments` describes.
 
-    Values are checked immediately. Combinations of settings are checked when a Trainer is constructed, because a chain
-    may pass through invalid combinations.
+    Values are checked immediately, and an unknown name or a value out of range is a `ConfigError`. Combinations of
+    settings are checked when a Trainer is constructed, because a chain may pass through invalid combinations.
     """
 
     def set_training(
@@ -64,9 +64,6 @@ class ArgumentSetters(ArgumentFields):
         gradient_checkpointing: bool = False,
     ) -> Self:
         """Set the main training settings; also sets `do_train`.
-
-        Raises:
-            ConfigError: A value is out of range.
 
         Source: the documented `TrainingArguments.set_training`.
         """
@@ -85,9 +82,6 @@ class ArgumentSetters(ArgumentFields):
     ) -> Self:
         """Set when and how to evaluate; also sets `do_eval` unless `strategy` is "no".
 
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
-
         Source: the documented `TrainingArguments.set_evaluate`.
         """
         self.do_eval = self.do_eval or IntervalStrategy(strategy) != IntervalStrategy.NO
@@ -95,9 +89,6 @@ class ArgumentSetters(ArgumentFields):
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False, jit_mode: bool = False) -> Self:
         """Set how to predict on a test set; also sets `do_predict`.
-
-        Raises:
-            ConfigError: The batch size is below 1.
 
         Source: the documented `TrainingArguments.set_testing`.
         """
@@ -112,9 +103,6 @@ class ArgumentSetters(ArgumentFields):
         on_each_node: bool = False,
     ) -> Self:
         """Set when to save and how many checkpoints to keep.
-
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
 
         Source: the documented `TrainingArguments.set_save`.
         """
@@ -132,9 +120,6 @@ class ArgumentSetters(ArgumentFields):
         replica_level: str = "passive",
     ) -> Self:
         """Set what is logged, when and where.
-
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
 
         Source: the documented `TrainingArguments.set_logging`, with the defaults of its signature.
         """
@@ -168,9 +153,6 @@ class ArgumentSetters(ArgumentFields):
     ) -> Self:
         """Set the optimizer.
 
-        Raises:
-            ConfigError: The name is unknown, or a value out of range.
-
         Source: the documented `TrainingArguments.set_optimizer`.
         """
         name = current_optimizer(name)
@@ -185,9 +167,6 @@ class ArgumentSetters(ArgumentFields):
         warmup_steps: float = 0,
     ) -> Self:
         """Set the learning-rate schedule and the duration it spans.
-
-        Raises:
-            ConfigError: The name is unknown, or a value out of range.
 
         Source: the documented `TrainingArguments.set_lr_scheduler`.
         """
@@ -207,9 +186,6 @@ class ArgumentSetters(ArgumentFields):
         sampler_seed: int | None = None,
     ) -> Self:
         """Set how batches are loaded.
-
-        Raises:
-            ConfigError: A value is out of range.
 
         Source: the documented `TrainingArguments.set_dataloader`.
         """
