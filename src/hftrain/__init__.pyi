@@ -164,9 +164,9 @@ from hftrain.precision.base import Precision as Precision
 from hftrain.precision.registry import precisions as precisions
 from hftrain.strategies.base import Strategy as Strategy
 from hftrain.strategies.launching import launch as launch
-from hftrain.task import ModelTask as ModelTask
-from hftrain.task import TaskModule as TaskModule
 from hftrain.task.loss import LabelSmoother as LabelSmoother
+from hftrain.task.model_task import ModelTask as ModelTask
+from hftrain.task.module import TaskModule as TaskModule
 from hftrain.trainer import Trainer as Trainer
 
 __version__: str

@@ -61,7 +61,6 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
     """Return how samples are ordered by length, None if they are not.
 
     Args:
-        args: The training arguments.
         tool: The processing class; the length is that of the first of its `model_input_names`.
         batch_size: Samples per optimizer update, all ranks together.
         is_training: Whether the data is for training; evaluations are ordered only by `sortish_sampler`.
@@ -134,7 +133,6 @@ def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_b
     """Compute the number of steps that the arguments ask for.
 
     Args:
-        args: The training arguments.
         num_batches: Length of one rank's loader, or None.
         num_examples: Samples in the data, best estimate.
         total_batch_size: Samples per optimizer update, all ranks together.

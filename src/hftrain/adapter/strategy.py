@@ -149,7 +149,6 @@ def _engines_of(strategy: str | Strategy | None) -> set[str]:
 
 
 def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
-    """Raise if the arguments select another strategy than the chosen one."""
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
@@ -197,7 +196,6 @@ def _name_of(strategy: str | Strategy | None) -> str | None:
 
 
 def _check_preset(name: str, wanted: dict[str, Any]) -> None:
-    """Raise if an argument contradicts an option that the strategy's name implies."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option

@@ -82,7 +82,11 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
                 "only output_dir may be one.",
                 "Name the others: TrainingArguments('out', learning_rate=5e-5, ...).",
             )
-        _refuse_unknown_names(cls, kwargs)
+        known = _accepted_names(cls)
+        for name in kwargs:
+            if known is not None and name not in known:
+                asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
+                raise UnknownArgumentError(asked, "", _remedy(name, known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -95,16 +99,6 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
             value = vars(self).get(twin) if value is None and name.startswith("activation") else value
             super().__setattr__(twin, value)
         super().__setattr__(name, value)
-
-
-def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
-    known = _accepted_names(cls)
-    if known is None:
-        return
-    for name in given:
-        if name not in known:
-            asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
-            raise UnknownArgumentError(asked, "", _remedy(name, known))
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:

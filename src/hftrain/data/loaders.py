@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -74,7 +75,8 @@ def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | 
         return
     for name, part in parts.items():
         try:
-            _DryPickler(_Nowhere()).dump(part)
+            with open(os.devnull, "wb") as nowhere:
+                _DryPickler(nowhere).dump(part)
         except Exception as error:
             raise ConfigError(
                 f"Cannot use dataloader_num_workers={num_workers} when processes are started by {method!r}.",
@@ -82,11 +84,6 @@ def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | 
                 "Define its functions and classes at the top level of a module, open files in the worker, at the "
                 "first sample, or set dataloader_num_workers=0.",
             ) from error
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class _DryPickler(ForkingPickler):

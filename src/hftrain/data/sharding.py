@@ -179,7 +179,6 @@ class ShardPlan:
         return rebuild_loader(loader, **(self._training_share if self.is_training else self._evaluation_share)(loader))
 
     def _stream_share(self, loader: Any, size: int) -> Any:
-        """Shard a stream, which every rank reads completely."""
         dataset, drops_rest, streams = loader.dataset, False, extra("streams")
         if self.is_training:
             dataset = streams.EpochStream(dataset, seed=self.seed, rank=self.rank)

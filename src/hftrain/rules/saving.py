@@ -184,16 +184,10 @@ def check_saves(
             except Exception:
                 # Some callbacks have no state before the run begins.
                 continue
-            is_plain = isinstance(callback, ExportableState) and "from_state" not in _defined(type(callback))
-            if is_plain and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
+            owner = next((kind for kind in type(callback).__mro__ if "from_state" in vars(kind)), None)
+            if owner is ExportableState and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
                 raise ConfigError(
                     f"Cannot restore the state of the callback {type(callback).__name__}:",
                     f"its state() returned {describe(state)}, and only 'args' and 'attributes' are restored.",
                     _STATE,
                 )
-
-
-def _defined(kind: type) -> set[str]:
-    """Return the names that a class and its bases define before `ExportableState`."""
-    bases = kind.__mro__[: kind.__mro__.index(ExportableState)]
-    return {name for base in bases for name in vars(base)}
