@@ -82,11 +82,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
                 "only output_dir may be one.",
                 "Name the others: TrainingArguments('out', learning_rate=5e-5, ...).",
             )
-        known = _accepted_names(cls)
-        for name in kwargs:
-            if known is not None and name not in known:
-                asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
-                raise UnknownArgumentError(asked, "", _remedy(name, known))
+        _refuse_unknown_names(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -99,6 +95,14 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
             value = vars(self).get(twin) if value is None and name.startswith("activation") else value
             super().__setattr__(twin, value)
         super().__setattr__(name, value)
+
+
+def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
+    known = _accepted_names(cls)
+    for name in given:
+        if known is not None and name not in known:
+            asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
+            raise UnknownArgumentError(asked, "", _remedy(name, known))
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:

@@ -138,8 +138,15 @@ def build_loader(
         **options,
     )
     loader = replace(plan, split_batches=False).split(loader)
-    if plan.is_training and (not is_stream or isinstance(loader, DispatchLoader)):
-        _check_length(loader, batch_size, plan)
+    is_counted = plan.is_training and (not is_stream or isinstance(loader, DispatchLoader))
+    if is_counted and has_length(loader) and len(loader) == 0:
+        raise ConfigError(
+            "Cannot train.",
+            "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
+            "Make the batch smaller, or set dataloader_drop_last=False.",
+            batch_size=batch_size,
+            world_size=plan.world_size,
+        )
     if is_stream:
         return on_reader(loader, partial(_with_epochs, plan=plan))  # type: ignore[no-any-return]
     return on_reader(loader, partial(with_seeds, seed=plan.seed, rank=plan.rank))  # type: ignore[no-any-return]
@@ -214,17 +221,6 @@ def _check_order(dataset: Any, sampler: Any, plan: ShardPlan, *, persistent_work
             "Its set_epoch would never reach the copies in workers that outlive an epoch.",
             "Set dataloader_persistent_workers=False.",
             persistent_workers=True,
-        )
-
-
-def _check_length(loader: Any, batch_size: int, plan: ShardPlan) -> None:
-    if has_length(loader) and len(loader) == 0:
-        raise ConfigError(
-            "Cannot train.",
-            "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
-            "Make the batch smaller, or set dataloader_drop_last=False.",
-            batch_size=batch_size,
-            world_size=plan.world_size,
         )
 
 

@@ -175,7 +175,7 @@ def own_order(sampler: Any, *, seed: int | None = None) -> Any:
     return OwnOrder(sampler, seed=seed) if is_users and not is_known else sampler
 
 
-class RankBatches(Sampler[Any]):
+class RankBatches(BatchWrapper):
     """Give one rank its batch of each round of training batches, one for every rank.
 
     An incomplete last round is left out if the batches must be full, else filled up from the first round, or
@@ -199,12 +199,10 @@ class RankBatches(Sampler[Any]):
         process_index: int,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[Any]:
         return self._shares(self.batch_sampler)
