@@ -65,17 +65,17 @@ from transformers.utils.notebook import NotebookProgressCallback as NotebookProg
 from hftrain import loggers as loggers
 from hftrain import loops as loops
 from hftrain import strategies as strategies
-from hftrain.arguments import AcceleratorConfig as AcceleratorConfig
-from hftrain.arguments import DebugOption as DebugOption
-from hftrain.arguments import FSDPOption as FSDPOption
-from hftrain.arguments import HubStrategy as HubStrategy
-from hftrain.arguments import IntervalStrategy as IntervalStrategy
-from hftrain.arguments import OptimizerNames as OptimizerNames
-from hftrain.arguments import ParallelMode as ParallelMode
-from hftrain.arguments import SaveStrategy as SaveStrategy
-from hftrain.arguments import SchedulerType as SchedulerType
-from hftrain.arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
-from hftrain.arguments import TrainingArguments as TrainingArguments
+from hftrain.arguments.accelerator import AcceleratorConfig as AcceleratorConfig
+from hftrain.arguments.enums import DebugOption as DebugOption
+from hftrain.arguments.enums import FSDPOption as FSDPOption
+from hftrain.arguments.enums import HubStrategy as HubStrategy
+from hftrain.arguments.enums import IntervalStrategy as IntervalStrategy
+from hftrain.arguments.enums import OptimizerNames as OptimizerNames
+from hftrain.arguments.enums import ParallelMode as ParallelMode
+from hftrain.arguments.enums import SaveStrategy as SaveStrategy
+from hftrain.arguments.enums import SchedulerType as SchedulerType
+from hftrain.arguments.training import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
+from hftrain.arguments.training import TrainingArguments as TrainingArguments
 from hftrain.callbacks import CallbackHandler as CallbackHandler
 from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
 from hftrain.callbacks import ExportableState as ExportableState
@@ -164,9 +164,9 @@ from hftrain.precision.base import Precision as Precision
 from hftrain.precision.registry import precisions as precisions
 from hftrain.strategies.base import Strategy as Strategy
 from hftrain.strategies.launching import launch as launch
-from hftrain.task import ModelTask as ModelTask
-from hftrain.task import TaskModule as TaskModule
 from hftrain.task.loss import LabelSmoother as LabelSmoother
+from hftrain.task.model_task import ModelTask as ModelTask
+from hftrain.task.module import TaskModule as TaskModule
 from hftrain.trainer import Trainer as Trainer
 
 __version__: str

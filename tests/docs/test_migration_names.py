@@ -18,6 +18,7 @@ from support.source import ROOT, handed_on
 import hftrain
 from hftrain import (
     Engine,
+    SchedulerType,
     StepOutput,
     TaskModule,
     Trainer,
@@ -28,7 +29,6 @@ from hftrain import (
     precisions,
     strategies,
 )
-from hftrain.arguments import SchedulerType
 from hftrain.core.events import EVENTS
 from hftrain.optim.optimizers import optimizers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from hftrain import Seq2SeqTrainingArguments, TrainingArguments
 
 SURFACE = json.loads((Path(__file__).parent / "documented_surface.json").read_text(encoding="utf-8"))["versions"]
 CLASSES = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hftrain.arguments.accelerator import AcceleratorConfig
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, clash, suggest
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.data.sharding import ShardPlan
@@ -61,7 +61,6 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
     """Return how samples are ordered by length, None if they are not.
 
     Args:
-        args: The training arguments.
         tool: The processing class; the length is that of the first of its `model_input_names`.
         batch_size: Samples per optimizer update, all ranks together.
         is_training: Whether the data is for training; evaluations are ordered only by `sortish_sampler`.
@@ -77,11 +76,7 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
             if args.group_by_length
             else f"train_sampling_strategy={args.train_sampling_strategy!r}"
         )
-        raise ConfigError(
-            f"Cannot use {given} together with sortish_sampler=True.",
-            "Both choose the order of the training data.",
-            "Keep one of the two.",
-        )
+        raise clash(given, "sortish_sampler=True", "Both choose the order of the training data.")
     if not is_sortish and not (is_grouped and is_training):
         return None
     if is_sortish and not is_training and not args.eval_do_concat_batches:
@@ -138,7 +133,6 @@ def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_b
     """Compute the number of steps that the arguments ask for.
 
     Args:
-        args: The training arguments.
         num_batches: Length of one rank's loader, or None.
         num_examples: Samples in the data, best estimate.
         total_batch_size: Samples per optimizer update, all ranks together.
@@ -161,11 +155,7 @@ def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_b
 
 
 def require_max_steps(args: Any) -> None:
-    """Raise unless `max_steps` is set, for data without a length.
-
-    Raises:
-        ConfigError: `max_steps` is not set.
-    """
+    """Raise unless `max_steps` is set, for data without a length."""
     if args.max_steps <= 0:
         raise ConfigError(
             "Cannot train on a dataset without __len__.",
@@ -210,8 +200,7 @@ def syncs_each_batch(args: Any) -> bool:
 
 def non_blocking_copies(args: Any) -> bool | None:
     """Return whether batches are copied to the device without waiting; None leaves it to the strategy."""
-    value = read_accelerator_config(args).get("non_blocking")
-    return None if value is None else bool(value)
+    return read_accelerator_config(args).get("non_blocking")
 
 
 def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:

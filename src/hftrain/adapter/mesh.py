@@ -75,7 +75,6 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _data_parallel(args: Any, sizes: dict[str, int], copies: int, parts: int) -> tuple[str, dict[str, Any]] | None:
-    """Return the strategy for data ranks alone."""
     if copies == parts == 1:
         return None
     if copies * parts != args.world_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import clash
 from hftrain.core.log import warn_once
 from hftrain.core.signatures import accepts
 from hftrain.precision.base import Precision
@@ -28,11 +28,8 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
             f"half_precision_backend={args.half_precision_backend!r} has no effect without fp16=True or bf16=True."
         )
     if asked is not None and chosen and asked != chosen[0]:
-        raise ConfigError(
-            f"Cannot use precision={asked!r} together with {_field(args)}=True.",
-            f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
-            "Keep one of the two.",
-        )
+        reason = f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here."
+        raise clash(f"precision={asked!r}", f"{_field(args)}=True", reason)
     said = asked or next(iter(chosen), None)
     # Set by `accelerate launch --mixed_precision` or its configuration file.
     wanted = launched("ACCELERATE_MIXED_PRECISION") or "no"
@@ -50,11 +47,8 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     if own == matmul:
         return name, {}
     if own is not None or isinstance(precision, Precision) or not accepts(precisions.resolve(name)[0], "matmul"):
-        raise ConfigError(
-            f"Cannot use precision={name!r} together with tf32={args.tf32}.",
-            f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}.",
-            "Keep one of the two.",
-        )
+        reason = f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}."
+        raise clash(f"precision={name!r}", f"tf32={args.tf32}", reason)
     return name, {"matmul": matmul}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrain.adapter.mesh import mesh_request
 from hftrain.arguments.enums import ParallelMode
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, clash
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
@@ -84,7 +84,6 @@ def strategy_request(
 
 
 def _process_options(args: Any) -> dict[str, Any]:
-    """Return the arguments' settings of processes and communication; None if unset."""
     return {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -149,27 +148,19 @@ def _engines_of(strategy: str | Strategy | None) -> set[str]:
     return {str(vars(each).get("name", "")) for each in getattr(kind, "__mro__", ())}
 
 
-def _engine_meant_by(args: Any, field: str) -> str:
-    """Return the engine that a field of the arguments configures."""
-    is_xla = field == "tpu_num_cores" or (field == "fsdp" and _has_xla_config(args))
-    return "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
-
-
 def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
-    """Raise if the arguments select another strategy than the chosen one."""
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
         if chosen is None or not value:
             continue
+        is_xla = field == "tpu_num_cores" or (field == "fsdp" and _has_xla_config(args))
+        meant = "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
         # A DeepSpeed object has its own config.
         has_own = field == "deepspeed" and isinstance(strategy, Strategy)
-        if has_own or _engine_meant_by(args, field) not in _engines_of(strategy):
-            raise ConfigError(
-                f"Cannot use strategy={chosen!r} together with {field}={value!r}.",
-                f"Both choose how processes share the model, and {field} means another strategy.",
-                "Keep one of the two.",
-            )
+        if has_own or meant not in _engines_of(strategy):
+            reason = f"Both choose how processes share the model, and {field} means another strategy."
+            raise clash(f"strategy={chosen!r}", f"{field}={value!r}", reason)
 
 
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
@@ -178,17 +169,14 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
     if found is None:
         return None, {}
     if chosen is not None and found[0] not in _engines_of(strategy):
-        raise ConfigError(
-            f"Cannot use strategy={chosen!r} together with parallelism_config.",
-            f"Its sizes mean strategy={found[0]!r}.",
-            "Keep one of the two.",
-        )
+        reason = f"Its sizes mean strategy={found[0]!r}."
+        raise clash(f"strategy={chosen!r}", "parallelism_config", reason)
     return found
 
 
 def _automatic(args: Any) -> str:
-    """Return the default strategy of a run."""
-    if _asks_for_xla(args):
+    is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
+    if args.tpu_num_cores or (args.fsdp and _has_xla_config(args)) or is_tpu:
         return "xla"
     if args.deepspeed or is_set(DEEPSPEED_LAUNCHED):
         return "deepspeed"
@@ -197,14 +185,7 @@ def _automatic(args: Any) -> str:
     return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
 
 
-def _asks_for_xla(args: Any) -> bool:
-    """Return whether the arguments or the machine select XLA devices."""
-    is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
-    return bool(args.tpu_num_cores or (args.fsdp and _has_xla_config(args)) or is_tpu)
-
-
 def _has_xla_config(args: Any) -> bool:
-    """Return whether `fsdp_config` is about FSDP on XLA devices."""
     return bool(args.fsdp_config and extra("fsdp").read_fsdp_config(args.fsdp_config).get("xla"))
 
 
@@ -215,15 +196,11 @@ def _name_of(strategy: str | Strategy | None) -> str | None:
 
 
 def _check_preset(name: str, wanted: dict[str, Any]) -> None:
-    """Raise if an argument contradicts an option that the strategy's name implies."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
-            raise ConfigError(
-                f"Cannot use strategy={name!r} together with {shown}={wanted[option]!r}.",
-                f"The name means {option}={value!r}.",
-                "Keep one of the two.",
-            )
+            reason = f"The name means {option}={value!r}."
+            raise clash(f"strategy={name!r}", f"{shown}={wanted[option]!r}", reason)
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:
@@ -236,9 +213,7 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
         )
     engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}
     for variable, engine in _LAUNCHER_ENGINES.items():
-        if engine in engines:
-            continue
-        if is_set(variable):
+        if engine not in engines and is_set(variable):
             raise ConfigError(
                 f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
                 f"strategy={engine!r} is not the one that was chosen.",

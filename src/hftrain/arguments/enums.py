@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 from hftrain.core.errors import ConfigError, suggest
 
@@ -22,10 +22,6 @@ class _Choice(str, Enum):
         # YAML reads an unquoted `no` as False.
         if value is False and "no" in cls.values():
             return cls("no")
-        return cls._refuse(value)
-
-    @classmethod
-    def _refuse(cls, value: object) -> NoReturn:
         raise ConfigError(
             f"Cannot use {value!r} as {cls.__name__}.",
             f"No {cls.__name__} has that value.",

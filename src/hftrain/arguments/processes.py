@@ -202,7 +202,6 @@ class ArgumentProcesses(ArgumentFields):
 
 
 def _asks_for_smddp() -> bool:
-    """Return whether SageMaker's launcher was told to use its data-parallel runtime."""
     try:
         settings = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
     except ValueError:

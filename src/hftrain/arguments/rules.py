@@ -277,7 +277,6 @@ def _check_steps_meet(args: ArgumentFields, eval_steps: Any, save_steps: Any) ->
 
 
 def _check_followers(args: ArgumentFields) -> None:
-    """Raise if a setting needs an evaluation metric that does not exist."""
     saves_best = args.save_strategy == SaveStrategy.BEST
     if saves_best and args.metric_for_best_model is None:
         reason = "Nothing says which metric is best."

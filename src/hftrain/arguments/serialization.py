@@ -55,7 +55,6 @@ def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, An
 
     Args:
         values: By name, as `to_dict` returns them; names that the class does not have are kept.
-        kind: The class.
     """
     defaults = {field.name: field for field in dataclasses.fields(kind)}
 

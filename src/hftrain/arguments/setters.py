@@ -48,8 +48,8 @@ class ArgumentSetters(ArgumentFields):
 
     A parameter means what the argument does that it sets, which `TrainingArguments` describes.
 
-    Values are checked immediately. Combinations of settings are checked when a Trainer is constructed, because a chain
-    may pass through invalid combinations.
+    Values are checked immediately, and an unknown name or a value out of range is a `ConfigError`. Combinations of
+    settings are checked when a Trainer is constructed, because a chain may pass through invalid combinations.
     """
 
     def set_training(
@@ -63,13 +63,7 @@ class ArgumentSetters(ArgumentFields):
         seed: int = 42,
         gradient_checkpointing: bool = False,
     ) -> Self:
-        """Set the main training settings; also sets `do_train`.
-
-        Raises:
-            ConfigError: A value is out of range.
-
-        Source: the documented `TrainingArguments.set_training`.
-        """
+        """Set the main training settings; also sets `do_train`."""
         self.do_train = True
         return self._set(locals(), {"batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs"})
 
@@ -83,24 +77,12 @@ class ArgumentSetters(ArgumentFields):
         loss_only: bool = False,
         jit_mode: bool = False,
     ) -> Self:
-        """Set when and how to evaluate; also sets `do_eval` unless `strategy` is "no".
-
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
-
-        Source: the documented `TrainingArguments.set_evaluate`.
-        """
+        """Set when and how to evaluate; also sets `do_eval` unless `strategy` is "no"."""
         self.do_eval = self.do_eval or IntervalStrategy(strategy) != IntervalStrategy.NO
         return self._set(locals(), _OF_EVALUATION, prefix="eval_")
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False, jit_mode: bool = False) -> Self:
-        """Set how to predict on a test set; also sets `do_predict`.
-
-        Raises:
-            ConfigError: The batch size is below 1.
-
-        Source: the documented `TrainingArguments.set_testing`.
-        """
+        """Set how to predict on a test set; also sets `do_predict`."""
         self.do_predict = True
         return self._set(locals(), _OF_EVALUATION)
 
@@ -111,13 +93,7 @@ class ArgumentSetters(ArgumentFields):
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """Set when to save and how many checkpoints to keep.
-
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
-
-        Source: the documented `TrainingArguments.set_save`.
-        """
+        """Set when to save and how many checkpoints to keep."""
         return self._set(locals(), prefix="save_")
 
     def set_logging(
@@ -131,13 +107,7 @@ class ArgumentSetters(ArgumentFields):
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set what is logged, when and where.
-
-        Raises:
-            ConfigError: A value is out of range, or 0 steps with strategy "steps".
-
-        Source: the documented `TrainingArguments.set_logging`, with the defaults of its signature.
-        """
+        """Set what is logged, when and where; the defaults are those of the documented signature."""
         return self._set(locals(), _OF_LOGGING, prefix="logging_")
 
     def set_push_to_hub(
@@ -149,10 +119,7 @@ class ArgumentSetters(ArgumentFields):
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Set what is pushed to the Hub; also sets `push_to_hub`.
-
-        Source: the documented `TrainingArguments.set_push_to_hub`.
-        """
+        """Set what is pushed to the Hub; also sets `push_to_hub`."""
         self.push_to_hub = True
         return self._set(locals(), prefix="hub_")
 
@@ -166,13 +133,7 @@ class ArgumentSetters(ArgumentFields):
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer.
-
-        Raises:
-            ConfigError: The name is unknown, or a value out of range.
-
-        Source: the documented `TrainingArguments.set_optimizer`.
-        """
+        """Set the optimizer."""
         name = current_optimizer(name)
         return self._set(locals(), _OF_OPTIMIZER)
 
@@ -184,13 +145,7 @@ class ArgumentSetters(ArgumentFields):
         warmup_ratio: float = 0,
         warmup_steps: float = 0,
     ) -> Self:
-        """Set the learning-rate schedule and the duration it spans.
-
-        Raises:
-            ConfigError: The name is unknown, or a value out of range.
-
-        Source: the documented `TrainingArguments.set_lr_scheduler`.
-        """
+        """Set the learning-rate schedule and the duration it spans."""
         return self._set(locals(), {"name": "lr_scheduler_type", "num_epochs": "num_train_epochs"})
 
     def set_dataloader(
@@ -206,13 +161,7 @@ class ArgumentSetters(ArgumentFields):
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how batches are loaded.
-
-        Raises:
-            ConfigError: A value is out of range.
-
-        Source: the documented `TrainingArguments.set_dataloader`.
-        """
+        """Set how batches are loaded."""
         return self._set(locals(), _OF_LOADING, prefix="dataloader_")
 
     def _set(self, given: dict[str, Any], names: Mapping[str, str] | None = None, *, prefix: str = "") -> Self:

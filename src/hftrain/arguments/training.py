@@ -99,10 +99,8 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
 
 def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
     known = _accepted_names(cls)
-    if known is None:
-        return
     for name in given:
-        if name not in known:
+        if known is not None and name not in known:
             asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
             raise UnknownArgumentError(asked, "", _remedy(name, known))
 

@@ -88,13 +88,11 @@ def note_callback(error: Exception, handler: Any, event: str, context: Mapping[s
     add_note(error, text)
 
 
-def check_signature(callback: Any, event: str, method: Callable[..., Any] | None, context: Iterable[str]) -> None:
+def check_signature(callback: Any, event: str, method: Callable[..., Any], context: Iterable[str]) -> None:
     """Raise if a callback's method does not accept the arguments of its event."""
     try:
-        signature = None if method is None else inspect.signature(method)
+        signature = inspect.signature(method)
     except (TypeError, ValueError):  # some functions written in C
-        return
-    if signature is None:
         return
     try:
         # Bound partially, because some events pass further keywords.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from hftrain.callbacks.base import CallbackResult, Metrics, TrainerCallback
-from hftrain.core.progress import Cadence, TrainerControl
+from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
-
-# Cached, because each step needs three cadences, and a run has only a few.
-_cadence = functools.lru_cache(maxsize=64)(Cadence)
 
 
 class DefaultFlowCallback(TrainerCallback):
@@ -26,21 +22,19 @@ class DefaultFlowCallback(TrainerCallback):
     _saved_step: int | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reset the record of saves."""
         self._saved_step = None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
         """Set the flags due after this step, and stop at `max_steps`."""
         step = state.global_step
         is_last = step >= state.max_steps
-        log = _cadence(unit=args.logging_strategy, every=state.logging_steps)
-        evaluate = _cadence(unit=args.eval_strategy, every=state.eval_steps, delay=args.eval_delay)
-        save = _cadence(unit=args.save_strategy, every=state.save_steps)
-        if log.is_due_at_step(step) or (step == 1 and args.logging_first_step):
+        logs_now = args.logging_strategy == "steps" and _is_multiple(step, state.logging_steps)
+        if logs_now or (step == 1 and args.logging_first_step):
             control.should_log = True
-        if evaluate.is_due_at_step(step) or (is_last and args.eval_strategy == "steps" and step >= args.eval_delay):
+        may_evaluate = args.eval_strategy == "steps" and step >= args.eval_delay
+        if may_evaluate and (is_last or _is_multiple(step, state.eval_steps)):
             control.should_evaluate = True
-        if save.is_due_at_step(step) or (is_last and args.save_strategy == "steps"):
+        if args.save_strategy == "steps" and (is_last or _is_multiple(step, state.save_steps)):
             control.should_save = True
             # Set here, because `on_save` may come later, or never if the disk is full.
             self._saved_step = step
@@ -50,12 +44,11 @@ class DefaultFlowCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
         """Set the flags due after this epoch."""
-        epoch = state.epoch or 0.0
-        if _cadence(unit=args.logging_strategy).is_due_at_epoch(epoch):
+        if args.logging_strategy == "epoch":
             control.should_log = True
-        if _cadence(unit=args.eval_strategy, delay=args.eval_delay).is_due_at_epoch(epoch):
+        if args.eval_strategy == "epoch" and (state.epoch or 0.0) >= args.eval_delay:
             control.should_evaluate = True
-        if _cadence(unit=args.save_strategy).is_due_at_epoch(epoch):
+        if args.save_strategy == "epoch":
             control.should_save = True
         # If another callback stopped the run, the save strategy still requires a checkpoint of its end.
         if control.should_training_stop and args.save_strategy == "steps" and self._saved_step != state.global_step:
@@ -65,6 +58,10 @@ class DefaultFlowCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the step so that the final state is not saved twice."""
         self._saved_step = max(self._saved_step or 0, state.global_step)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 class PrinterCallback(TrainerCallback):

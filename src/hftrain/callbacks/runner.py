@@ -282,7 +282,8 @@ class CallbackHandler:
         if any(type(present) is type(callback) for present in self.callbacks):
             warn_once(f"There are two callbacks of the type {type(callback).__name__}; both will be called.")
         for event in EVENTS:
-            check_signature(callback, event, _overridden(callback, event), DOCUMENTED)
+            if method := _overridden(callback, event):
+                check_signature(callback, event, method, DOCUMENTED)
         self.callbacks.append(callback)
 
     def _resolve(self) -> None:

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hftrain.arguments import TrainingArguments
 from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer

@@ -12,8 +12,8 @@ from typing import Any
 _NAMES = (
     ("transformers.trainer", "hftrain.trainer", "Trainer"),
     ("transformers.trainer_seq2seq", "hftrain.extras.seq2seq.trainer", "Seq2SeqTrainer"),
-    ("transformers.training_args", "hftrain.arguments", "OptimizerNames ParallelMode TrainingArguments"),
-    ("transformers.training_args_seq2seq", "hftrain.arguments", "Seq2SeqTrainingArguments"),
+    ("transformers.training_args", "hftrain", "OptimizerNames ParallelMode TrainingArguments"),
+    ("transformers.training_args_seq2seq", "hftrain", "Seq2SeqTrainingArguments"),
     (
         "transformers.trainer_callback",
         "hftrain.callbacks",
@@ -27,7 +27,7 @@ _NAMES = (
         "hftrain.core.types",
         "EvalLoopOutput EvalPrediction PredictionOutput TrainOutput",
     ),
-    ("transformers.trainer_utils", "hftrain.arguments", "HubStrategy IntervalStrategy SaveStrategy SchedulerType"),
+    ("transformers.trainer_utils", "hftrain", "HubStrategy IntervalStrategy SaveStrategy SchedulerType"),
     ("transformers.trainer_utils", "hftrain.extras.search.config", "BestRun HPSearchBackend"),
     (
         "transformers.integrations.integration_utils",

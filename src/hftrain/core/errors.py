@@ -90,6 +90,11 @@ def a_kind(value: object) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
+def clash(one: str, other: str, reason: str) -> ConfigError:
+    """Return the error for two settings of which only one can be kept."""
+    return ConfigError(f"Cannot use {one} together with {other}.", reason, "Keep one of the two.")
+
+
 def check_known(name: Any, known: Iterable[Any], asked: str, reason: str) -> None:
     """Raise `ConfigError` for a name that is not known, with what it may have meant."""
     if name not in known:

@@ -1,4 +1,4 @@
-"""Progress of a run, control flags of callbacks, and intervals."""
+"""Progress of a run, and the control flags of callbacks."""
 
 from __future__ import annotations
 
@@ -131,30 +131,3 @@ class Counter:
 
     def __init__(self) -> None:
         self.value = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cadence:
-    """When something is due: never, every so many steps, or at each epoch's end.
-
-    Args:
-        unit: ``"no"``, ``"steps"``, ``"epoch"`` or ``"best"`` (which is due on a new best metric, decided elsewhere).
-        every: Steps between two occurrences, for ``"steps"``.
-        delay: Steps or epochs (depending on `unit`) before the first occurrence.
-
-    Example:
-        >>> Cadence(unit="steps", every=5).is_due_at_step(10)
-        True
-    """
-
-    unit: str = "no"
-    every: int = 0
-    delay: float = 0
-
-    def is_due_at_step(self, step: int) -> bool:
-        """Return whether it is due after `step` optimizer updates."""
-        return self.unit == "steps" and self.every > 0 and step % self.every == 0 and step >= self.delay
-
-    def is_due_at_epoch(self, epoch: float) -> bool:
-        """Return whether it is due at an epoch's end, after `epoch` passes."""
-        return self.unit == "epoch" and epoch >= self.delay

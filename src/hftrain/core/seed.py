@@ -79,7 +79,7 @@ def rng_now(devices: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         "cpu": torch.default_generator.get_state(),
     }
     for name, module in devices:
-        if not getattr(getattr(torch, name), "is_initialized", _always)():
+        if not getattr(getattr(torch, name), "is_initialized", lambda: True)():
             continue  # reading the state would initialize it, which a forked process cannot
         state[name] = [module.get_rng_state(index) for index in _indices(name)] or module.get_rng_state()
     for name, (capture, _) in _added.items():
@@ -137,10 +137,6 @@ def rng_devices() -> list[tuple[str, Any]]:
         )
         return []
     return [(found.type, with_generators)]
-
-
-def _always() -> bool:
-    return True
 
 
 def _indices(name: str) -> range:

@@ -46,11 +46,7 @@ def _differing(kind: type, given: inspect.BoundArguments) -> list[str]:
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raise if a subclass overrides a public method of its base with one that cannot be called in its place.
-
-    Raises:
-        TaskError: The message names the method and the signature it needs.
-    """
+    """Raise if a subclass overrides a public method of its base with one that cannot be called in its place."""
     for name, method in inspect.getmembers(base, inspect.isfunction):
         override = inspect.getattr_static(kind, name)
         if name.startswith("_") or override is method or not inspect.isfunction(override):
@@ -155,18 +151,14 @@ def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     return function(*list(values.values())[: len(positional)])
 
 
-class Hook:
-    """A documented method or attribute with a private name; reading it gives the owner's present one."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, hooks: Hooks, kind: type) -> Any:
-        return getattr(hooks.owner, self._name)
+# Of hooks that are called by other names than their own.
+_PRIVATE_NAMES = {"evaluate_in_training": "_evaluate"}
 
 
 class Hooks:
     """What the parts of a Trainer call of it that its users may replace, and whether they have.
+
+    `hooks.wrap_model` is the present `_wrap_model` of the Trainer, and so are the others with a private name.
 
     Args:
         owner: The Trainer.
@@ -184,45 +176,13 @@ class Hooks:
     get_batch_samples: Callable[..., Any]
     log: Callable[..., Any]
 
-    # The model.
-    align_special_tokens = Hook("_align_special_tokens")
-    activate_neftune = Hook("_activate_neftune")
-    deactivate_neftune = Hook("_deactivate_neftune")
-    wrap_model = Hook("_wrap_model")
-    # A step, and what follows it.
-    prepare_context_parallel_inputs = Hook("_prepare_context_parallel_inputs")
-    prepare_inputs = Hook("_prepare_inputs")
-    nested_gather = Hook("_nested_gather")
-    get_learning_rate = Hook("_get_learning_rate")
-    maybe_log_save_evaluate = Hook("_maybe_log_save_evaluate")
-    evaluate_in_training = Hook("_evaluate")
-    determine_best_metric = Hook("_determine_best_metric")
-    loss_shifts_labels = Hook("_loss_shifts_labels")
-    created_lr_scheduler = Hook("_created_lr_scheduler")
-    # Checkpoints.
-    get_output_dir = Hook("_get_output_dir")
-    save = Hook("_save")
-    save_checkpoint = Hook("_save_checkpoint")
-    save_optimizer_and_scheduler = Hook("_save_optimizer_and_scheduler")
-    push_from_checkpoint = Hook("_push_from_checkpoint")
-    rotate_checkpoints = Hook("_rotate_checkpoints")
-    load_from_checkpoint = Hook("_load_from_checkpoint")
-    load_optimizer_and_scheduler = Hook("_load_optimizer_and_scheduler")
-    load_rng_state = Hook("_load_rng_state")
-    load_best_model = Hook("_load_best_model")
-    # Data.
-    get_dataloader = Hook("_get_dataloader")
-    train_batch_size = Hook("_train_batch_size")
-    get_train_sampler = Hook("_get_train_sampler")
-    get_eval_sampler = Hook("_get_eval_sampler")
-    remove_unused_columns = Hook("_remove_unused_columns")
-    get_collator_with_removed_columns = Hook("_get_collator_with_removed_columns")
-    set_signature_columns_if_needed = Hook("_set_signature_columns_if_needed")
-    signature_columns = Hook("_signature_columns")
-    eval_dataloaders = Hook("_eval_dataloaders")
-
     def __init__(self, owner: Any, defined: Callable[[], Mapping[str, Any]]) -> None:
         self.owner, self._defined = owner, defined
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "owner":  # while being copied
+            raise AttributeError(name)
+        return getattr(self.owner, _PRIVATE_NAMES.get(name, f"_{name}"))
 
     def is_overridden(self, *names: str) -> bool:
         """Tell whether the user's class or instance, or a library, overrides any of these documented methods."""

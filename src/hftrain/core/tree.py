@@ -39,7 +39,12 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
             key: function(value) if isinstance(value, torch.Tensor) else map_tensors(value, function)
             for key, value in tree.items()
         }
-        return items if type(tree) is dict else _rebuild_mapping(tree, items)
+        if type(tree) is dict:
+            return items
+        try:  # its type is kept if the constructor takes a dict, as in `BatchEncoding` and `ModelOutput`
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         # Not the constructor: PackedSequence's checks and converts what it gets.
         return tuple.__new__(type(tree), (map_tensors(value, function) for value in tree))
@@ -53,14 +58,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(tree, found.append)
     return found
-
-
-def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Rebuild a mapping; its type is kept if the constructor takes a dict, as in `BatchEncoding` and `ModelOutput`."""
-    try:
-        return type(tree)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
 
 
 def is_samples(batch: Any) -> bool:

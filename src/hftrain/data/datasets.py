@@ -82,7 +82,10 @@ def has_state(data: Any) -> bool:
     if needs_own_loader(data):
         return False
     source = getattr(data, "_ex_iterable", None)
-    return source is None or not (_is_before_datasets_5() or _has_more_than_its_state(source))
+    if source is None:
+        return True
+    version = installed_versions("datasets").get("datasets", "5")
+    return int(version.partition(".")[0]) >= 5 and not _has_more_than_its_state(source)
 
 
 @contextmanager
@@ -122,10 +125,6 @@ def needs_own_loader(dataset: Any) -> bool:
     method: Any = getattr(dataset, "state_dict", None)
     is_stream = isinstance(dataset, IterableDataset) and callable(method)
     return is_stream and any(each.default is each.empty for each in signature(method).parameters.values())
-
-
-def _is_before_datasets_5() -> bool:
-    return int(installed_versions("datasets").get("datasets", "5").partition(".")[0]) < 5
 
 
 def _has_more_than_its_state(source: Any) -> bool:
@@ -192,14 +191,10 @@ def expected_samples(loader: Any) -> int | None:
 
 def whole_dataset(dataset: Any) -> Any:
     """Return the dataset inside the wrappers that give each rank its share of a stream."""
-    while isinstance(dataset, StreamWrapper) or _is_foreign_shard(dataset):
+    # The wrappers of accelerate and transformers are recognised by name, to import neither.
+    while isinstance(dataset, StreamWrapper) or type(dataset).__name__ == "IterableDatasetShard":
         dataset = dataset.dataset
     return dataset
-
-
-def _is_foreign_shard(dataset: Any) -> bool:
-    """Recognise the wrappers of accelerate and transformers by name, to import neither."""
-    return isinstance(dataset, IterableDataset) and type(dataset).__name__ == "IterableDatasetShard"
 
 
 def splits_among_workers(dataset: Any) -> bool:

@@ -72,7 +72,6 @@ def is_due(entry: EvalSet | None, state: TrainerState, *, by_epoch: bool) -> boo
 
     Args:
         entry: None for a set without its own interval.
-        state: The current state of the run.
         by_epoch: Whether the interval counts epochs, else optimizer steps.
     """
     if entry is None or entry.every is None:

@@ -302,7 +302,6 @@ def _is_random_access(loader: Any) -> bool:
 
 
 def _is_read_here(reader: Any) -> bool:
-    """Return whether a loader reads a dataset in this process."""
     return getattr(reader, "dataset", None) is not None and not getattr(reader, "num_workers", 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -74,7 +75,8 @@ def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | 
         return
     for name, part in parts.items():
         try:
-            _DryPickler(_Nowhere()).dump(part)
+            with open(os.devnull, "wb") as nowhere:
+                _DryPickler(nowhere).dump(part)
         except Exception as error:
             raise ConfigError(
                 f"Cannot use dataloader_num_workers={num_workers} when processes are started by {method!r}.",
@@ -82,11 +84,6 @@ def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | 
                 "Define its functions and classes at the top level of a module, open files in the worker, at the "
                 "first sample, or set dataloader_num_workers=0.",
             ) from error
-
-
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class _DryPickler(ForkingPickler):
@@ -141,8 +138,15 @@ def build_loader(
         **options,
     )
     loader = replace(plan, split_batches=False).split(loader)
-    if plan.is_training and (not is_stream or isinstance(loader, DispatchLoader)):
-        _check_length(loader, batch_size, plan)
+    is_counted = plan.is_training and (not is_stream or isinstance(loader, DispatchLoader))
+    if is_counted and has_length(loader) and len(loader) == 0:
+        raise ConfigError(
+            "Cannot train.",
+            "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
+            "Make the batch smaller, or set dataloader_drop_last=False.",
+            batch_size=batch_size,
+            world_size=plan.world_size,
+        )
     if is_stream:
         return on_reader(loader, partial(_with_epochs, plan=plan))  # type: ignore[no-any-return]
     return on_reader(loader, partial(with_seeds, seed=plan.seed, rank=plan.rank))  # type: ignore[no-any-return]
@@ -217,17 +221,6 @@ def _check_order(dataset: Any, sampler: Any, plan: ShardPlan, *, persistent_work
             "Its set_epoch would never reach the copies in workers that outlive an epoch.",
             "Set dataloader_persistent_workers=False.",
             persistent_workers=True,
-        )
-
-
-def _check_length(loader: Any, batch_size: int, plan: ShardPlan) -> None:
-    if has_length(loader) and len(loader) == 0:
-        raise ConfigError(
-            "Cannot train.",
-            "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
-            "Make the batch smaller, or set dataloader_drop_last=False.",
-            batch_size=batch_size,
-            world_size=plan.world_size,
         )
 
 

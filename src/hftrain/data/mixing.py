@@ -125,7 +125,6 @@ class MixtureSampler(ArraySampler):
             self.num_dealt += len(numbers)
 
     def pick(self, *spans: Span) -> Iterator[Any]:
-        """Iterate some positions of the order."""
         before = [0 if self.mixture.is_once or not self.epoch else number for number in self.mixture.trained[0]]
         for start, stop in spans:
             counts = [a + int(b) for a, b in zip(before, self.counts(start), strict=True)]

@@ -12,7 +12,14 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length
-from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, with_own_numbers, with_own_numbers_later
+from hftrain.data.seeding import (
+    BatchWrapper,
+    SeededBatches,
+    derive_seed,
+    new_generator,
+    with_own_numbers,
+    with_own_numbers_later,
+)
 
 # Packages whose samplers draw from a generator of their own, which has a seed.
 _OWN_GENERATORS = frozenset({"accelerate", "builtins", "hftrain", "torch"})
@@ -77,7 +84,6 @@ class EpochShuffleSampler(ArraySampler):
         self.epoch = epoch
 
     def draw(self) -> torch.Tensor:
-        """Return the order of this epoch."""
         return shuffled(len(self), torch.Generator().manual_seed(self.seed + self.epoch))
 
     def __len__(self) -> int:
@@ -136,7 +142,7 @@ class ContiguousShard(Sampler[Any]):
         return stop - start
 
 
-class OwnOrder(Sampler[Any]):
+class OwnOrder(BatchWrapper):
     """A user's order, drawn from numbers that samples and dropout do not draw from.
 
     The global generators may differ between ranks, and a resume repeats the order without the steps between.
@@ -149,13 +155,8 @@ class OwnOrder(Sampler[Any]):
     passes_batches_on = True
 
     def __init__(self, batch_sampler: Any, *, seed: int | None) -> None:
-        self.batch_sampler, self._seed, self._epoch = batch_sampler, seed, 0
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the pass whose order is drawn next."""
-        self._epoch = epoch
+        super().__init__(batch_sampler)
+        self._seed = seed
 
     def begin(self, start: int) -> None:
         """Return None: the items before must be drawn, too."""
@@ -164,9 +165,6 @@ class OwnOrder(Sampler[Any]):
         if self._seed is None:
             return with_own_numbers_later(iter(self.batch_sampler))
         return with_own_numbers(lambda: iter(self.batch_sampler), seed=derive_seed(self._seed, self._epoch))
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
 
 
 def own_order(sampler: Any, *, seed: int | None = None) -> Any:
@@ -177,7 +175,7 @@ def own_order(sampler: Any, *, seed: int | None = None) -> Any:
     return OwnOrder(sampler, seed=seed) if is_users and not is_known else sampler
 
 
-class RankBatches(Sampler[Any]):
+class RankBatches(BatchWrapper):
     """Give one rank its batch of each round of training batches, one for every rank.
 
     An incomplete last round is left out if the batches must be full, else filled up from the first round, or
@@ -201,12 +199,10 @@ class RankBatches(Sampler[Any]):
         process_index: int,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[Any]:
         return self._shares(self.batch_sampler)

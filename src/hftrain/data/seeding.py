@@ -147,7 +147,24 @@ def seed_generator(generator: torch.Generator, seed: int, *, own: int | None) ->
         del _SEEDED[next(iter(_SEEDED))]
 
 
-class SeededBatches(Sampler[list[Any]]):
+class BatchWrapper(Sampler[Any]):
+    """A batch sampler around another one, of which it has the batch size and the length."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+class SeededBatches(BatchWrapper):
     """Send a seed along with each batch of indices; each rank draws different numbers.
 
     Workers prefetch, and after a resume a batch may come from another worker. With a seed that depends only on the
@@ -155,16 +172,9 @@ class SeededBatches(Sampler[list[Any]]):
     """
 
     def __init__(self, batch_sampler: Any, *, seed: int, rank: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        super().__init__(batch_sampler)
         self._seed = seed
         self._rank = rank
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose seeds the next iteration sends."""
-        self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.seeded(self.batch_sampler, 0)
@@ -173,9 +183,6 @@ class SeededBatches(Sampler[list[Any]]):
         """Send the seeds along with batches; the first has the position `start` in its epoch."""
         for position, batch in enumerate(batches, start):
             yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
 
 
 class _SeededBatch(list[Any]):

@@ -75,6 +75,11 @@ def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
     return loader if inner is loader.loader else loader.with_loader(inner)
 
 
+def batches_of(loader: Any) -> Any:
+    """Return a loader's batch sampler, or the sampler of one without batches."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def end_workers(loader: Any) -> None:
     """End the persistent workers of a torch loader, even if the loader is still referenced."""
     loader = getattr(loader, "loader", loader)
@@ -174,7 +179,6 @@ class ShardPlan:
         return rebuild_loader(loader, **(self._training_share if self.is_training else self._evaluation_share)(loader))
 
     def _stream_share(self, loader: Any, size: int) -> Any:
-        """Shard a stream, which every rank reads completely."""
         dataset, drops_rest, streams = loader.dataset, False, extra("streams")
         if self.is_training:
             dataset = streams.EpochStream(dataset, seed=self.seed, rank=self.rank)
@@ -194,7 +198,7 @@ class ShardPlan:
         )
 
     def _training_share(self, loader: Any) -> dict[str, Any]:
-        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        batches = batches_of(loader)
         if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
         place = {"num_processes": self.world_size, "process_index": self.rank}

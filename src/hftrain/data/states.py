@@ -19,7 +19,7 @@ from hftrain.data.columns import CollatorWrapper
 from hftrain.data.datasets import StreamWrapper, epoch_stream, has_length, has_state
 from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_cut, is_rank_aware, own_order, samplers_of
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader, on_reader, rebuild_loader
+from hftrain.data.sharding import DispatchLoader, RankLoader, batches_of, is_plain_loader, on_reader, rebuild_loader
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -51,7 +51,7 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
 
 
 def _with_own_order(loader: Any) -> Any:
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches = batches_of(loader)
     order = own_order(batches) if type(loader) in (DataLoader, RankLoader) else batches
     return loader if order is batches else rebuild_loader(loader, kind=type(loader), order=order)
 
@@ -229,7 +229,7 @@ def samples_per_round(loader: Any, *, world_size: int) -> int | None:
     if isinstance(loader.dataset, IterableDataset):
         is_countable = loader.batch_size is not None and loader.num_workers <= 1
         return loader.batch_size * world_size if is_countable else None
-    part, num_sharing = _batches_of(loader), 1
+    part, num_sharing = batches_of(loader), 1
     while _is_wrapper(part):
         num_sharing *= part.num_processes if getattr(part, "split_batches", False) else 1
         part = _inside(part)
@@ -244,7 +244,7 @@ def has_own_shares(loader: Any, *, world_size: int) -> bool:
     """
     if world_size == 1 or isinstance(loader, DispatchLoader) or not is_plain_loader(loader):
         return False
-    part = loader.dataset if isinstance(loader.dataset, IterableDataset) else _batches_of(loader)
+    part = loader.dataset if isinstance(loader.dataset, IterableDataset) else batches_of(loader)
     while _is_wrapper(part) or type(part) is BatchSampler:
         if is_cut(part):
             return False
@@ -282,7 +282,7 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     own: dict[str, Any] = {"persistent_workers": False}
     if is_stream:
         return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **own), skip
-    order = _shifted(_batches_of(loader), offset) if offset else _batches_of(loader)
+    order = _shifted(batches_of(loader), offset) if offset else batches_of(loader)
     return rebuild_loader(loader, order=Later(order, skip) if skip else order, **own), 0
 
 
@@ -290,10 +290,6 @@ def num_batches_from(loader: Any, offset: int) -> int | None:
     """Return the number of batches of an epoch after `offset` samples of all ranks; None if unknown."""
     later = begin_at(loader, offset=offset)[0]
     return len(later) if has_length(later) else None
-
-
-def _batches_of(loader: Any) -> Any:
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _shifted(part: Any, offset: int) -> Any:

@@ -60,8 +60,7 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     if isinstance(inputs, Mapping):
-        changed = {key: value if key in labels else map_tensors(value, cast) for key, value in inputs.items()}
-        return {**inputs, **changed}
+        return {key: value if key in labels else map_tensors(value, cast) for key, value in inputs.items()}
     return map_tensors(inputs, cast)
 
 

@@ -160,7 +160,8 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
             "Pass the loader's dataset and data_collator=loader.collate_fn, and set the batch size in "
             f"TrainingArguments; or override {loader} to return the loader.",
         )
-    is_data = _is_map(dataset) or isinstance(dataset, IterableDataset)
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    is_data = is_map or isinstance(dataset, IterableDataset)
     if not is_data and lightning_base(dataset) == "LightningDataModule":
         return (
             "a LightningDataModule builds loaders, which the Trainer does itself.",
@@ -209,18 +210,11 @@ def _is_column(value: Any) -> bool:
     return is_list or hasattr(value, "shape")
 
 
-def _has_shape(value: Any) -> bool:
-    return hasattr(value, "shape") or isinstance(value, (int, float))
-
-
-def _is_map(dataset: Any) -> bool:
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
 def _is_set(element: Any, *, num_elements: int) -> bool:
     """Tell whether an element of a list is a dataset, and not a sample, such as a conversation or a pair."""
     if isinstance(element, list):
         # A list of datasets is short, with long elements; a list of samples is long, with short elements.
-        has_tensors = bool(element) and isinstance(element[0], Mapping) and any(map(_has_shape, element[0].values()))
+        values = element[0].values() if element and isinstance(element[0], Mapping) else ()
+        has_tensors = any(hasattr(value, "shape") or isinstance(value, (int, float)) for value in values)
         return has_tensors and len(element) > num_elements
     return isinstance(element, (Dataset, EvalSet)) or hasattr(element, "column_names")

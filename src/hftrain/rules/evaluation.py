@@ -145,11 +145,7 @@ def check_columns(
 
 
 def check_evaluation(args: Any, *, strategy: Strategy, task: TaskModule) -> None:
-    """Raise if an evaluation cannot run with these arguments.
-
-    Raises:
-        ConfigError: A setting needs a plain model, a model that accepts past states, or weights that can be cast.
-    """
+    """Raise if a setting needs a plain model, a model that accepts past states, or weights that can be cast."""
     if (args.bf16_full_eval or args.fp16_full_eval) and strategy.owns & Owns.CASTING:
         raise ConfigError(
             f"strategy={strategy.name!r} was to evaluate entirely in half precision.",

@@ -86,6 +86,5 @@ def _is_private(name: str) -> bool:
 
 
 def _defines(kind: type, base: type, name: str) -> bool:
-    """Tell whether a class outside the package overrides a name."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return owner is not base and not owner.__module__.startswith("hftrain.")

@@ -22,7 +22,8 @@ from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.notes import describe
 from hftrain.core.parameters import whole_shape
 from hftrain.rules.rows import refuse
-from hftrain.storage.tensors import plain_containers, tensor_shapes
+from hftrain.storage.shards import open_tensors
+from hftrain.storage.tensors import plain_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
@@ -75,7 +76,7 @@ def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_over
         check_complete(folder, OPTIMIZER)
     if folder is None or not (folder / WEIGHTS).is_file() or is_overridden("_load_from_checkpoint"):
         return
-    found = tensor_shapes(folder / WEIGHTS)
+    found = {name: tuple(tensor.shape) for name, tensor in open_tensors(folder / WEIGHTS).items()}
     # A parameter that ZeRO-3 has split, in an earlier evaluation or training, is empty itself.
     own = {name: tuple(whole_shape(value)) for name, value in model.named_parameters()}
     others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
@@ -183,16 +184,10 @@ def check_saves(
             except Exception:
                 # Some callbacks have no state before the run begins.
                 continue
-            is_plain = isinstance(callback, ExportableState) and "from_state" not in _defined(type(callback))
-            if is_plain and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
+            owner = next((kind for kind in type(callback).__mro__ if "from_state" in vars(kind)), None)
+            if owner is ExportableState and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
                 raise ConfigError(
                     f"Cannot restore the state of the callback {type(callback).__name__}:",
                     f"its state() returned {describe(state)}, and only 'args' and 'attributes' are restored.",
                     _STATE,
                 )
-
-
-def _defined(kind: type) -> set[str]:
-    """Return the names that a class and its bases define before `ExportableState`."""
-    bases = kind.__mro__[: kind.__mro__.index(ExportableState)]
-    return {name for base in bases for name in vars(base)}

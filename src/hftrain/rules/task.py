@@ -114,7 +114,6 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
 
 
 def _check_names(kind: type[TaskModule]) -> None:
-    """Warn if a class defines a hook that is never called."""
     if lightning_base(kind) is not None:
         # The class works with both libraries.
         return

@@ -66,12 +66,7 @@ def appears(path: Path) -> bool:
 
 
 def write_text(path: Path, *parts: str) -> None:
-    """Write a file so that it has the old or the new text if the machine crashes; durable on return.
-
-    Args:
-        path: The file.
-        *parts: The text, in consecutive parts.
-    """
+    """Write a file so that it has the old or the new text if the machine crashes; durable on return."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with open(part, "w", encoding="utf-8", newline="\n") as file:
@@ -88,7 +83,6 @@ def read_json(path: Path, *, scale: int = 1) -> Any:
     """Read a JSON file of a bounded size.
 
     Args:
-        path: The file.
         scale: Factor on the limits of 256 MB and 10 million values.
     """
     try:

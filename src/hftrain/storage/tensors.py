@@ -66,7 +66,15 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
         notes[ALIASES] = json.dumps(aliases, sort_keys=True)
-    _write(kept, path, notes)
+    ordered = sorted(kept.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    text = _header(ordered, notes)
+    with create(path) as file:  # the format's library opens the file itself, so the bytes could not be hashed
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+                # Not `reshape`: a single number may keep another stride.
+                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -86,15 +94,6 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise unreadable_tensors(path, error) from error
     return tensors
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors file, by name, without reading tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise unreadable_tensors(path, error) from error
 
 
 def save_containers(tree: Any, path: Path) -> None:
@@ -178,19 +177,6 @@ def memory_of(tree: Any) -> set[Any]:
     return found - {(None,)}
 
 
-def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the safetensors format; its library opens the file itself, so the bytes could not be hashed."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    text = _header(ordered, metadata)
-    with create(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-                # Not `reshape`: a single number may keep another stride.
-                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
-
-
 def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -211,18 +197,23 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, 
 
 
 def _format_dtype(name: str, tensor: torch.Tensor) -> str:
-    if tensor.layout != torch.strided:
-        raise _unsupported(name, tensor)
-    try:
-        return _known_dtype(tensor.dtype)
-    except KeyError as error:
-        raise _unsupported(name, tensor) from error
+    known = _known_dtype(tensor.dtype) if tensor.layout == torch.strided else None
+    if known is None:
+        raise CheckpointError(
+            f"Cannot save {name} as safetensors.",
+            f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
+            "Set save_safetensors=False.",
+        )
+    return known
 
 
 @functools.cache
-def _known_dtype(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype, from its library; KeyError if it has none."""
-    data = save({"a": torch.empty(0, dtype=dtype)})
+def _known_dtype(dtype: torch.dtype) -> str | None:
+    """Return the format's name of a dtype, from its library; None if it has none."""
+    try:
+        data = save({"a": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return None
     return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["a"]["dtype"])
 
 
@@ -355,14 +346,6 @@ def _is_key(value: Any) -> bool:
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
     rebuild: Any = numpy.empty(0).__reduce__()[0]
     return torch.serialization.safe_globals([rebuild, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))])
-
-
-def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot save {name} as safetensors.",
-        f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
-        "Set save_safetensors=False.",
-    )
 
 
 def unreadable_tensors(path: Path, error: Exception) -> CheckpointError:

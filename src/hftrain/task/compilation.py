@@ -8,6 +8,8 @@ and evaluating need no special case, because there is no second module.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +105,7 @@ class Compiler:
             return
         call = ModelCall.of(model)
         compiled = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
-        call.set(compiled=_Call(model, compiled, call.as_written))
+        call.set(compiled=_with_short_batches(model, compiled, call.as_written))
         self._compiled.append(model)
 
     def close(self) -> None:
@@ -119,31 +121,26 @@ class Compiler:
         self._environment.clear()
 
 
-class _Call:
-    """Call the compiled model, or the uncompiled one for a rare smaller batch.
+def _with_short_batches(model: nn.Module, compiled: Callable[..., Any], as_written: Callable[..., Any]) -> Any:
+    """Return a call of the compiled model, or of the uncompiled one for a rare smaller batch.
 
     torch would compile again for the short last batch of an epoch. If smaller batches are frequent, it does, and its
     second graph then serves every size.
     """
+    full_sizes: dict[bool, int] = {}
+    num_calls, num_short = Counter[bool](), Counter[bool]()
 
-    def __init__(self, model: nn.Module, compiled: Any, as_written: Any) -> None:
-        self.model = model
-        self.compiled = compiled
-        self.as_written = as_written
-        self.full: dict[bool, int] = {}
-        self.num_calls: dict[bool, int] = {True: 0, False: 0}
-        self.num_short: dict[bool, int] = {True: 0, False: 0}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         # Training and evaluation have separate graphs, and usually different batch sizes.
-        mode, size = self.model.training, batch_size_of((args, kwargs)) or 0
-        full = self.full.setdefault(mode, size)
-        self.num_calls[mode] += 1
-        if size < full:
-            self.num_short[mode] += 1
-            if 2 * self.num_short[mode] < self.num_calls[mode]:
-                return self.as_written(*args, **kwargs)
-        return self.compiled(*args, **kwargs)
+        mode, size = model.training, batch_size_of((args, kwargs)) or 0
+        num_calls[mode] += 1
+        if size < full_sizes.setdefault(mode, size):
+            num_short[mode] += 1
+            if 2 * num_short[mode] < num_calls[mode]:
+                return as_written(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def _check_backend(config: CompileConfig) -> None:

@@ -130,7 +130,6 @@ class ModelTask(TaskModule):
         return SHIFTED if self.is_causal else LABELS
 
     def training_step(self, batch: Any) -> StepOutput:
-        """Return the model's loss on one batch."""
         loss, outputs = self.compute_loss(self.model, batch)
         return StepOutput(loss=loss, outputs=outputs)
 
@@ -147,7 +146,6 @@ class ModelTask(TaskModule):
 
         Args:
             compute: Returns (loss, outputs) of the batch: the Trainer's `compute_loss`.
-            inputs: The batch, on the device.
             loss_only: Leave logits and labels out.
             ignore: Keys of the outputs that are not predictions.
             note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
@@ -297,7 +295,6 @@ class ModelTask(TaskModule):
         return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the model is an encoder-decoder that derives missing decoder inputs from the labels."""
         config = getattr(self.model, "config", None)
         return bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" not in inputs
 

@@ -154,6 +154,5 @@ def kept_modes(module: nn.Module) -> Iterator[None]:
 
 
 def _is_users(module: nn.Module) -> bool:
-    """Return whether a module's `train` is user code."""
     train = type(module).train
     return train is not nn.Module.train and train.__module__.partition(".")[0] not in _LIBRARIES

@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 
-from hftrain.arguments import TrainingArguments
+from hftrain import TrainingArguments
 from hftrain.core.errors import ConfigError
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}

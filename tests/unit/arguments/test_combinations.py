@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from hftrain.arguments import TrainingArguments
+from hftrain import TrainingArguments
 
 FSDP = {"fsdp": "full_shard"}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.arguments import (
+from hftrain.arguments.enums import (
     DebugOption,
     FSDPOption,
     HubStrategy,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.arguments import AcceleratorConfig, TrainingArguments
+from hftrain import AcceleratorConfig, TrainingArguments
 from hftrain.core.errors import ConfigError
 
 

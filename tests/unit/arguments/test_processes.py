@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hftrain import Seq2SeqTrainingArguments, TrainingArguments
 from hftrain.adapter.strategy import forget_devices
-from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
 
 
 @pytest.fixture(autouse=True)

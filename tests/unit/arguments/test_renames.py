@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.arguments import TrainingArguments
+from hftrain import TrainingArguments
 from hftrain.core.errors import ConfigError
 
 RULES = [

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from hftrain import Seq2SeqTrainingArguments, TrainingArguments
 
 OWN = {
     "sortish_sampler": False,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from hftrain import Seq2SeqTrainingArguments, TrainingArguments
 
 
 @dataclass

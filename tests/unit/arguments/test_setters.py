@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.arguments import SchedulerType, TrainingArguments
+from hftrain import SchedulerType, TrainingArguments
 from hftrain.core.errors import ConfigError
 
 DOCUMENTED_EXAMPLES = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from hftrain import Seq2SeqTrainingArguments, TrainingArguments
 
 
 @dataclass
@@ -62,7 +62,7 @@ def test_every_field_has_help_and_a_resolvable_type():
 def test_import_and_building_need_no_torch():
     run_python(
         """
-        from hftrain.arguments import Seq2SeqTrainingArguments
+        from hftrain.arguments.training import Seq2SeqTrainingArguments
 
         Seq2SeqTrainingArguments("out", fp16=True).to_json_string()
         assert not {"torch", "accelerate", "numpy"} & set(sys.modules)
@@ -80,7 +80,7 @@ def test_building_touches_no_file_network_or_environment():
     run_python(
         """
         import os
-        from hftrain.arguments import Seq2SeqTrainingArguments
+        from hftrain.arguments.training import Seq2SeqTrainingArguments
 
         class Sealed(dict):
             def __getitem__(self, key): raise AssertionError(key)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hftrain.arguments import TrainingArguments
+from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import PrinterCallback, TrainerCallback
 from hftrain.core.launcher import read_launch
 from hftrain.core.seed import set_seed

@@ -11,7 +11,7 @@ from typing import Any
 
 from hftrain.adapter.data import total_batch_size
 from hftrain.adapter.strategy import DEEPSPEED_LAUNCHED, FSDP_LAUNCHED
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, clash
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
@@ -29,11 +29,7 @@ def deepspeed_options(args: Any) -> dict[str, Any]:
     """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher."""
     other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(FSDP_LAUNCHED) else None
     if other is not None:
-        raise ConfigError(
-            f"Cannot use DeepSpeed together with {other}.",
-            "Both choose how processes share the model.",
-            "Keep one of the two.",
-        )
+        raise clash("DeepSpeed", other, "Both choose how processes share the model.")
     config = args.deepspeed or (_from_launcher() if is_set(DEEPSPEED_LAUNCHED) else None)
     return {"config": config}
 

@@ -9,21 +9,21 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, read_json
 from hftrain.data.datasets import has_length
 from hftrain.data.mixing import MixtureSampler
 from hftrain.data.samplers import pick, samplers_of
-from hftrain.data.seeding import SeededBatches
+from hftrain.data.seeding import BatchWrapper, SeededBatches
 from hftrain.data.sharding import DispatchLoader, RankLoader, rebuild_loader
 from hftrain.extras.flight.identities import Named, NamingCollator
 
 _KINDS: dict[type, str] = {int: "indices", tuple: "pairs of dataset and index", str: "hashes of their content"}
 
 
-class OpenBatches(Sampler[list[Any]]):
+class OpenBatches(BatchWrapper):
     """Another batch sampler, of which each batch is noted with its position in the pass, without excluded samples.
 
     The other samples stay in their batches. A batch with nothing left gets the next sample of the dataset that is not
@@ -36,9 +36,7 @@ class OpenBatches(Sampler[list[Any]]):
     passes_batches_on = True
 
     def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[Any] = frozenset()) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        super().__init__(batch_sampler)
         self.noted: deque[tuple[int, list[Any]]] | None = None
         self._dataset, self._excluded, self.replaces = dataset, excluded, False
 
@@ -74,9 +72,6 @@ class OpenBatches(Sampler[list[Any]]):
                 "Use larger batches, or leave the samples out of the datasets themselves.",
             )
         return left
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
 
 
 def opened(loader: Any, *, excluded: frozenset[Any] = frozenset()) -> Any:
