@@ -17,18 +17,17 @@ _NAMES = (
     (
         "transformers.trainer_callback",
         "hftrain.callbacks",
-        "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState PrinterCallback ProgressCallback "
-        "TrainerCallback",
+        "CallbackHandler DefaultFlowCallback ExportableState PrinterCallback TrainerCallback",
     ),
+    ("transformers.trainer_callback", "hftrain", "EarlyStoppingCallback ProgressCallback"),
     ("transformers.trainer_callback", "hftrain.core.progress", "TrainerControl"),
     ("transformers.trainer_callback", "hftrain.core.state", "TrainerState"),
     (
         "transformers.trainer_utils",
         "hftrain.core.types",
-        "EvalLoopOutput EvalPrediction PredictionOutput TrainOutput",
+        "BestRun EvalLoopOutput EvalPrediction HPSearchBackend PredictionOutput TrainOutput",
     ),
     ("transformers.trainer_utils", "hftrain", "HubStrategy IntervalStrategy SaveStrategy SchedulerType"),
-    ("transformers.trainer_utils", "hftrain.extras.search.config", "BestRun HPSearchBackend"),
     (
         "transformers.integrations.integration_utils",
         "hftrain.extras.trackers.callbacks",
@@ -63,9 +62,9 @@ def watched_modules() -> list[ModuleType]:
 
 
 def replacements() -> Iterator[tuple[str, Any, Any]]:
-    """Import transformers' modules and yield each name with its object there and in hftrain, if both have it."""
+    """Import transformers' modules and yield each name that they have with its object there and in hftrain."""
     for theirs, ours, names in _NAMES:
         module, home = importlib.import_module(theirs), importlib.import_module(ours)
         for name in names.split():
-            if hasattr(module, name) and hasattr(home, name):
+            if hasattr(module, name):  # not all versions have all of them
                 yield name, getattr(module, name), getattr(home, name)

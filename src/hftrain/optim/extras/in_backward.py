@@ -48,7 +48,7 @@ class LayerWise(UpdatesInBackward):
     Source: the documented ``..._layerwise`` optimizers.
     """
 
-    _is_updating = False
+    is_updating = False
     # Each device of a model spread over several has a backward thread of its own.
     _lock = threading.Lock()
 
@@ -60,7 +60,7 @@ class LayerWise(UpdatesInBackward):
         def update(parameter: torch.Tensor) -> None:
             # A weak reference that does nothing outside `update_in_backward`: a parameter may outlive its optimizer.
             optimizer = this()
-            if optimizer is not None and optimizer._is_updating:
+            if optimizer is not None and optimizer.is_updating:
                 optimizer._update(number, parameter)
 
         for parameter in self.param_groups[number]["params"]:
@@ -74,7 +74,7 @@ class LayerWise(UpdatesInBackward):
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
         """Run the backward pass and step each parameter in it; `max_norm` has no effect."""
-        with temporarily(self, _is_updating=True):
+        with temporarily(self, is_updating=True):
             backward(loss)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
