@@ -373,16 +373,15 @@ def _is_sum(value: Any) -> bool:
 def as_numbers(*values: Any) -> list[float]:
     """Return numbers, 0-d tensors and sharded ones (`DTensor`) as floats; collective if one is sharded.
 
-    The host waits once for all plain tensors.
+    The host waits once, if they are plain tensors.
     """
     whole = [_whole(value) for value in values]
-    plain = [value for value in whole if type(value) is torch.Tensor and value.numel() == 1]
-    if len({value.device for value in plain}) > 1 or any(value.dtype.is_complex for value in plain):
+    devices = {value.device if type(value) is torch.Tensor and value.numel() == 1 else None for value in whole}
+    if None in devices or len(devices) > 1:
         return [float(value) for value in whole]
-    dtype = reduce(torch.promote_types, (value.dtype for value in plain), torch.float32)
-    read = iter(torch.stack([value.detach().reshape(()).to(dtype) for value in plain]).tolist() if plain else ())
-    is_plain = {id(value) for value in plain}
-    return [next(read) if id(value) in is_plain else float(value) for value in whole]
+    dtype = reduce(torch.promote_types, [value.dtype for value in whole], torch.float32)
+    numbers: list[float] = torch.stack([value.detach().reshape(()).to(dtype) for value in whole]).tolist()
+    return numbers
 
 
 def _whole(value: Any) -> Any:
