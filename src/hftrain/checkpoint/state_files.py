@@ -74,8 +74,8 @@ def load_optimizer(folder: Path, *, in_parts: bool = False) -> dict[str, Any]:
     return state
 
 
-def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
-    """Read one process's random number generators; raises `CheckpointError` if they are missing or damaged."""
+def load_process_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
+    """Read what one process saved for itself, as `capture_own` wrote it; raises `CheckpointError` if it is damaged."""
     return load_part(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
 
 
@@ -183,8 +183,8 @@ def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict
         )
     if saved["world_size"] == data.world_size:
         has_own = len(readers) == strategy.world_size and readers[rank] == data.rank
-        return load_rng(folder, rank=rank if has_own else readers.index(data.rank), world_size=len(readers))
-    states = [load_rng(folder, rank=each, world_size=len(readers)) for each in range(len(readers))]
+        return load_process_state(folder, rank=rank if has_own else readers.index(data.rank), world_size=len(readers))
+    states = [load_process_state(folder, rank=each, world_size=len(readers)) for each in range(len(readers))]
     return share_out(states, rank=data.rank)
 
 

@@ -17,7 +17,7 @@ import torch
 from hftrain.checkpoint.geometry import BatchGrid
 from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, UNCOMMITTED, rng_name
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.state_files import load_part, load_rng, load_trainer_state
+from hftrain.checkpoint.state_files import load_part, load_process_state, load_trainer_state
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
@@ -118,7 +118,7 @@ def _was_committed(folder: Path) -> bool:
     try:
         # transformers pickles an object.
         is_ours = bool(load_part(folder, ARGUMENTS))
-        own = load_rng(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
+        own = load_process_state(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
     except CheckpointError:
         return False
     return "epoch_rng" in own and UNCOMMITTED not in own

@@ -205,10 +205,12 @@ class Contents:
     def restore(self, folder: Path) -> None:
         """Load everything but the model. Collective.
 
-        The order of a resume: the documented state (`start_state`) and the plan, because they size the schedule; the
-        model's weights (`making_ready`), before the strategy wraps or shards it; here the manifest's entries, those
-        with a file, and each process's own; the random numbers last (`begin_epoch`), once the loop has opened the data,
-        which draws some itself. Then `Run._finish_resume` does the actions that were still due.
+        The order of a resume: the position (`plan_run`) and the documented state (`start_state`), which size the
+        schedule; the model's weights (`making_ready`), before the strategy wraps or shards it; here the manifest's
+        entries, those with a file, each process's own, and the callbacks; the users' objects (`objects.begin`), which
+        may exist by now; and the loop's state. Random numbers come last: `begin_epoch` restores those from which the
+        data's order is drawn, and `Run._finish_resume`, once the data is open, those of the next step; then it does the
+        actions that were still due.
         """
         parts, saved = self._parts, self._plan.saved
         assert saved is not None

@@ -7,7 +7,9 @@ that count together, or 1 if the loss was multiplied by it already, a micro-batc
     R                                                              for a sum divided by the step's count of items
     1 / micro-batches of the step                                  for any other loss, as in transformers
 
-`loss_kinds` says what a loss is; `LossShares.weight` is this rule.
+The last one is divided by R if the loss was multiplied by it already, and shared if a micro-batch was split. A plain
+sum and a mean with class weights are other losses, too. `loss_kinds` says what a loss is; `LossShares.weight` is this
+rule, and `Trainer.compute_loss` multiplies a loss that it has divided by the count of all ranks by R.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from hftrain.checkpoint import manifest
 from hftrain.checkpoint.manifest import verify
-from hftrain.checkpoint.state_files import load_rng
+from hftrain.checkpoint.state_files import load_process_state
 from hftrain.core.errors import CheckpointError
 from hftrain.storage import files
 from hftrain.storage.tensors import save_containers
@@ -132,7 +132,7 @@ def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
     (path / "manifest.json").unlink()
     assert manager.open(path) is None
     assert "without proof" in caplog.text
-    assert load_rng(path, rank=0, world_size=1)
+    assert load_process_state(path, rank=0, world_size=1)
 
 
 def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir, tmp_path):

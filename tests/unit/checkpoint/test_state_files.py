@@ -19,14 +19,14 @@ LOADERS = {
     "scaler.pt": lambda folder: state_files.load_part(folder, "scaler.pt"),
     "trainer_state.json": state_files.load_trainer_state,
     "training_args.bin": lambda folder: state_files.load_part(folder, "training_args.bin"),
-    "rng_state.pth": lambda folder: state_files.load_rng(folder, rank=0, world_size=1),
+    "rng_state.pth": lambda folder: state_files.load_process_state(folder, rank=0, world_size=1),
 }
 
 
 def test_rng_of_another_number_of_ranks_is_missed(tmp_path):
     save_containers(capture_rng(), tmp_path / "rng_state.pth")
     with pytest.raises(CheckpointError, match=r"rng_state_0\.pth.*does not exist"):
-        state_files.load_rng(tmp_path, rank=0, world_size=2)
+        state_files.load_process_state(tmp_path, rank=0, world_size=2)
 
 
 @pytest.mark.parametrize("name", LOADERS)
