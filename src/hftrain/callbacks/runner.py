@@ -281,9 +281,8 @@ class CallbackHandler:
         callback = made_callback(callback)
         if any(type(present) is type(callback) for present in self.callbacks):
             warn_once(f"There are two callbacks of the type {type(callback).__name__}; both will be called.")
-        for event in EVENTS:
-            if method := _overridden(callback, event):
-                check_signature(callback, event, method, DOCUMENTED)
+        for event in (each for each in EVENTS if _overridden(callback, each)):
+            check_signature(callback, event, getattr(callback, event), DOCUMENTED)
         self.callbacks.append(callback)
 
     def _resolve(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -93,11 +92,11 @@ def move(module: nn.Module, device: torch.device) -> nn.Module:
     On some devices torch would replace them by new ones, which unties tied weights, and an optimizer would hold those
     from before.
     """
-    if all(each.device == device for each in chain(module.parameters(), module.buffers())):
-        return module
     probe = nn.LayerNorm(1)
     weight = probe.weight
-    if probe.to(device).weight is weight:
+    # Where all parameters are on the device, there is none to replace, but other tensors may still have to move.
+    is_there = all(each.device == device for each in module.parameters())
+    if is_there or probe.to(device).weight is weight:
         return module.to(device)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

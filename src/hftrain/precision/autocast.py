@@ -114,6 +114,10 @@ class ScaledPrecision(AutocastPrecision):
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
 
+    def step(self, optimizer: Optimizer) -> bool:
+        self.apply(optimizer)
+        return self.update_scale()
+
     def apply(self, optimizer: Optimizer) -> None:
         # GradScaler does not report skipped steps: it does not call the optimizer then.
         calls: list[Any] = []

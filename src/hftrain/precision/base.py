@@ -103,8 +103,8 @@ class Precision(Shown):
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; return False if the step was skipped because gradients overflowed."""
-        self.apply(optimizer)
-        return self.update_scale()
+        optimizer.step()
+        return True
 
     def apply(self, optimizer: Optimizer) -> None:
         """Update the parameters of one of several optimizers, unless its gradients overflowed."""

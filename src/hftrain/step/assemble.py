@@ -85,7 +85,7 @@ def assemble_stepper(
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=engine.zero_grad
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
-        else partial(_zero_grad, optimizer, left),
+        else _zero_grad_of(optimizer, left),
     )
     follower = getattr(strategy, "follower", None)
     return stepper if follower is None else _checked(stepper, follower)
@@ -124,7 +124,7 @@ def _assemble_in_backward(precision: Precision, optimizer: Any, max_norm: float,
         backward=partial(optimizer.update_in_backward, backward=precision.backward, max_norm=max(max_norm, 0.0)),
         clip=optimizer.last_norm,
         step=partial(precision.step, optimizer),
-        zero_grad=partial(_zero_grad, optimizer, unheld),
+        zero_grad=_zero_grad_of(optimizer, unheld),
     )
 
 
@@ -164,10 +164,16 @@ def _measure_and_clip(clip: Callable[[], Any], precision: Precision, optimizer: 
     return clip()
 
 
-def _zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> None:
-    optimizer.zero_grad()
-    for parameter in unheld:
-        parameter.grad = None
+def _zero_grad_of(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[[], None]:
+    if not unheld:
+        return optimizer.zero_grad  # a call less in each step
+
+    def zero_grad() -> None:
+        optimizer.zero_grad()
+        for parameter in unheld:
+            parameter.grad = None
+
+    return zero_grad
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:
