@@ -43,7 +43,6 @@ _CLEARED: dict[str, tuple[str, ...]] = {
 }
 
 
-
 class TrainingChecks:
     """Check the gradients of the first update, and at each log for unfrozen parameters.
 
