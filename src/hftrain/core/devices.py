@@ -61,16 +61,16 @@ def empty_cache() -> None:
 def to_host(tree: Any) -> Callable[[], Any]:
     """Begin to copy the tensors of a nested structure to host memory; return a function that waits and returns them.
 
-    Nothing waits if it is called when the device has done what was queued before, such as a step later. Tensors that
-    are on the host are not copied.
+    Nothing waits if it is called when the device has done what was queued before, such as a step later. What changes a
+    tensor meanwhile does not change its copy.
     """
     devices: set[torch.device] = set()
 
     def begin(tensor: torch.Tensor) -> torch.Tensor:
         if not has_own_queue(tensor.device.type):
-            return tensor.detach().cpu()
+            return tensor.detach().to("cpu", copy=True)
         devices.add(tensor.device)
-        room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        room = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return room.copy_(tensor.detach(), non_blocking=True)
 
     copies, events = map_tensors(tree, begin), []
@@ -92,7 +92,7 @@ def move(module: nn.Module, device: torch.device) -> nn.Module:
     On some devices torch would replace them by new ones, which unties tied weights, and an optimizer would hold those
     from before.
     """
-    probe = nn.LayerNorm(1)
+    probe = nn.LayerNorm(1, device="cpu")
     weight = probe.weight
     # Where all parameters are on the device, there is none to replace, but other tensors may still have to move.
     is_there = all(each.device == device for each in module.parameters())

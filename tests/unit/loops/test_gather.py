@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from support.tiny import make_trainer
+from torch import nn
 
 from hftrain.core.errors import TaskError
 from hftrain.extras.predictions.buffers import PADDING
@@ -87,3 +90,22 @@ def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
     assert [list(rows) for rows in found["several"]] == [[0, 1, 10, 11, 20, 21]] * 2
     assert found["other"].tolist() == [0, 1, 2, 3]
     assert found["none"] is None
+
+
+class OneBuffer(nn.Module):
+    """Write the outputs of each batch into the same memory, as compiled graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.outputs = nn.Parameter(torch.ones(1)), torch.zeros(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            self.outputs.copy_(x * self.factor)
+        return {"loss": self.factor.sum(), "logits": self.outputs}
+
+
+def test_predictions_are_kept_before_a_model_reuses_their_memory(tmp_path: Path) -> None:
+    rows = [{"x": torch.tensor([float(number)]), "labels": torch.zeros(1)} for number in range(16)]
+    trainer = make_trainer(tmp_path, OneBuffer(), per_device_eval_batch_size=4)
+    assert trainer.predict(rows).predictions.ravel().tolist() == [*range(16)]

@@ -42,10 +42,13 @@ class _Keeper:
         if tree is None:
             return
         tree = map_tensors(detach(as_tensors(tree, takes_objects=self._takes_objects)), torch.atleast_1d)
-        self._waiting.append(tree)
         leaves, _ = pytree.tree_flatten(tree)
-        is_on_host = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if is_on_host or len(self._waiting) == self._moves_every:
+        if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            self.to_host()
+            self._store(tree)  # now: a model may return the same memory for each batch
+            return
+        self._waiting.append(tree)
+        if len(self._waiting) == self._moves_every:
             self._begin_to_move()
 
     def _begin_to_move(self) -> None:
