@@ -27,6 +27,7 @@ from hftrain import (
     SpikeGuard,
     Throughput,
 )
+from hftrain.core.devices import move, to_host
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.strategies.registry import create_strategy
 
@@ -248,3 +249,16 @@ def test_tied_weights_stay_tied_where_torch_unties_them(tmp_path: Path, sim: Any
     with sim.strict_assignment():
         model = run(tmp_path, Tied, use_cpu=False).model
     assert model.first.weight is model.second.weight
+
+
+def test_a_default_device_of_the_program_changes_no_copy(sim: Any) -> None:
+    there, model = torch.ones(3, device="sim"), nn.Linear(2, 2)
+    weight = model.weight
+    torch.set_default_device("sim")
+    try:
+        with sim.strict_assignment():
+            assert move(model, torch.device("sim", 0)).weight is weight
+        copy = to_host(there)()
+    finally:
+        torch.set_default_device(None)
+    assert (copy.device.type, copy.tolist(), weight.device.type) == ("cpu", [1.0] * 3, "sim")
