@@ -105,7 +105,7 @@ def described(tree: Any, other: Callable[[Any], Any] = lambda leaf: None) -> Any
     if isinstance(tree, torch.Tensor):
         return ["tensor", str(tree.dtype).removeprefix("torch."), list(tree.shape), tree.requires_grad]
     if isinstance(tree, Mapping):
-        return ["mapping", {key: described(value, other) for key, value in tree.items()}]
+        return ["mapping", [[key, described(value, other)] for key, value in tree.items()]]  # keys may be numbers
     if isinstance(tree, (list, tuple)):
         return ["tuple" if isinstance(tree, tuple) else "list", [described(value, other) for value in tree]]
     return ["plain", tree if isinstance(tree, (type(None), bool, int, float, str)) else other(tree)]
@@ -122,7 +122,7 @@ def restored(form: Any, kind: Any = dict) -> Any:
     if what == "tensor":
         return torch.empty(more[0], dtype=getattr(torch, value), device="meta", requires_grad=more[1])
     if what == "mapping":
-        return kind({key: restored(each) for key, each in value.items()})
+        return kind({key: restored(each) for key, each in value})
     if what in ("list", "tuple"):
         return (tuple if what == "tuple" else list)(map(restored, value))
     return value
