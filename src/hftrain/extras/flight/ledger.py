@@ -239,11 +239,12 @@ class _Recorder:
     def end_step(self, step: int) -> None:
         """Keep what this step was made of, and write down the one before."""
         losses, done = self._parts.losses, self._pending
-        read = [{name: each[name] for name in each if name != "batch"} for each in self._micro_steps]
+        read = [{name: each[name] for name in each if name not in ("batch", "samples")} for each in self._micro_steps]
         self._pending = {
             "step": step,
             "epoch": self._feed.epoch,
             "batches": [each["batch"] for each in self._micro_steps],
+            "samples": [each["samples"] for each in self._micro_steps],
             # On their way to the host: when the next step ends, they have long arrived.
             "read": to_host({"micro_steps": read, "norm": losses.grad_norm, "prints": self._update["prints"]}),
             "rate": losses.learning_rate,
@@ -285,7 +286,7 @@ class _Recorder:
         line = {
             "step": done["step"],
             "epoch": done["epoch"],
-            "samples": [each["samples"] for each in micro_steps],
+            "samples": done["samples"],
             "losses": _numbers([each["loss"] for each in micro_steps]),
             "items": _number(micro_steps[-1]["items"]) if micro_steps else None,
             "norm": _number(read["norm"]),
