@@ -325,7 +325,7 @@ def num_races() -> int:
 
 
 def forget_races() -> int:
-    """Return `num_races`, and start anew."""
+    """Return `num_races`, and count from 0 again."""
     return library.forget_races()
 
 
