@@ -71,6 +71,12 @@ class Collectives final : public Backend {
  public:
   explicit Collectives(c10::intrusive_ptr<Backend> inner)
       : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  // Gloo's threads end first, and may need Python's lock to let go of what they hold.
+  ~Collectives() override {
+    if (!PyGILState_Check()) return;
+    pybind11::gil_scoped_release released;
+    inner_.reset();
+  }
   const std::string getBackendName() const override { return "simccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }

@@ -154,7 +154,7 @@ def test_ignored_outputs_reach_evaluations_of_a_training(tmp_path: Path) -> None
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it lives on an accelerator, for machines without one; `.cpu()` notes the move."""
+    """A tensor that says it lives on an accelerator, for machines without one; `.to()` notes the move."""
 
     moves: list[int] = []  # noqa: RUF012
 
@@ -162,7 +162,7 @@ class OnDevice(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("meta")
 
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         OnDevice.moves.append(len(self))
         return self.as_subclass(torch.Tensor)
 
@@ -172,7 +172,6 @@ def test_predictions_move_to_the_host_every_so_many_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, after_each: list[int]
 ) -> None:
     OnDevice.moves = []
-    monkeypatch.setattr(torch.Tensor, "cpu", OnDevice.cpu)
     counts = []
 
     class Count(TrainerCallback):
