@@ -1,0 +1,351 @@
+"""Count how often the host waits for the device in a step of each framework, on the simulated accelerator of the tests.
+
+    python benchmarks/waits.py            # the table; needs Linux, g++ and ninja, compiles the device once
+    python benchmarks/waits.py --where    # also the lines of Python that wait
+
+A count is a property of a program, not a speed: a GPU idles during a wait if the host had no work queued behind it.
+Each figure is a difference, divided by the number of steps, batches or saves between the two: what a run of `LONG`
+waits for, beyond what a run of `SHORT` waits for, after a first run that is not counted. So start-up and end are left
+out. Waits for an event are left out, too: what is read behind an event of the step or batch before is there already.
+
+All train the model of `overhead.py`, on the same batches of two tensors, through a torch DataLoader in the same process,
+with fused AdamW (what hftrain and transformers choose) and a linear schedule, without a progress bar:
+
+- plain: the loop by hand that reads nothing back before its end. It keeps losses and predictions on the device.
+- accelerate: the loop of its quick tour, with the `gather_for_metrics` of its examples.
+- hftrain, transformers: the same arguments for both, with the defaults for the rest.
+- lightning: a module that calls `self.log` in its steps, as documented, and a CSVLogger.
+
+All loaders pin their memory: hftrain's and transformers' do by default, accelerate and Lightning recommend it.
+A *step* neither logs, evaluates nor saves; it clips gradients where that is the default (hftrain, transformers). *Saves*
+are checkpoints of model, optimizer and schedule that are complete before training goes on, as is the default.
+
+What the peers need for a device that they do not know: accelerate and transformers read ACCELERATE_TORCH_DEVICE; their
+lists of devices for fp16 and bf16 are answered as for CUDA while they are built (`as_on_cuda`), and the GradScaler is
+one for the device. Lightning takes an Accelerator of its documented kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from _contenders import SIZES, Job, Net, collate, is_installed, make_job
+from torch import nn
+
+from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support.torch_sim import load
+
+SHORT, LONG = 4, 12
+DEVICE = "sim"
+Places = Counter[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a run does: train by default, with what is named."""
+
+    does: str = "train"
+    precision: str | None = None
+    clip: float | None = None
+    accumulation: int = 1
+    logs: bool = False
+    saves: bool = False
+    non_blocking: bool = False
+
+
+ROWS = {
+    "step": Row(),
+    "step, with the option for copies that do not block": Row(non_blocking=True),
+    "step in bf16": Row(precision="bf16"),
+    "step in fp16": Row(precision="fp16"),
+    "step that clips gradients": Row(clip=0.1),
+    "step of two micro-batches": Row(accumulation=2),
+    "step that logs": Row(logs=True),
+    "batch of an evaluation": Row(does="evaluate"),
+    "batch of a prediction": Row(does="predict"),
+    "save": Row(saves=True),
+}
+
+
+class Task(TaskModule):
+    """The model as a task."""
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+        answer = self.model(**batch)
+        return StepOutput(loss=answer["loss"], outputs=answer["logits"], labels=batch["labels"])
+
+
+# -- contenders ------------------------------------------------------------------------------------------------------
+
+
+def run_plain(job: Job, row: Row, folder: str) -> None:
+    model, loader = job.net.to(DEVICE), job.loader(pin_memory=True)
+    optimizer = job.optimizer(fused=True)
+    schedule = job.schedule(optimizer)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=row.precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(row.precision or "")
+    kept: list[torch.Tensor] = []
+    for number, batch in enumerate(loader, 1):
+        batch = {name: value.to(DEVICE, non_blocking=True) for name, value in batch.items()}
+        if row.does != "train":
+            with torch.no_grad():
+                answer = model.eval()(**batch)
+            kept.append(answer["logits"] if row.does == "predict" else answer["loss"][None])
+            continue
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            loss = model(**batch)["loss"]
+        scaler.scale(loss / row.accumulation).backward()
+        if number % row.accumulation:
+            continue
+        if row.clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), row.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        if row.logs:
+            loss.item()
+        if row.saves:
+            torch.save([part.state_dict() for part in (model, optimizer, schedule)], f"{folder}/{number}.pt")
+    if kept:
+        torch.cat(kept).cpu()
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Let accelerate and transformers be built for fp16 and bf16 on a device that is not in their lists."""
+    import accelerate
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(accelerate.Accelerator, "device", torch.device("cuda")))
+        for name in ("accelerate.accelerator.get_grad_scaler", "accelerate.utils.modeling.get_grad_scaler"):
+            patches.enter_context(mock.patch(name, lambda *args, **options: torch.amp.GradScaler(DEVICE)))
+        if is_installed("transformers"):
+            patches.enter_context(mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
+        yield
+
+
+def run_accelerate(job: Job, row: Row, folder: str) -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    options: dict[str, Any] = {"mixed_precision": row.precision, "gradient_accumulation_steps": row.accumulation}
+    copies = DataLoaderConfiguration(non_blocking=row.non_blocking)
+    with as_on_cuda():
+        accelerator = Accelerator(**options, dataloader_config=copies)
+    optimizer = job.optimizer(fused=True)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        job.net, optimizer, job.loader(pin_memory=True), job.schedule(optimizer)
+    )
+    kept: list[torch.Tensor] = []
+    for number, batch in enumerate(loader, 1):
+        if row.does != "train":
+            with torch.no_grad():
+                answer = model.eval()(**batch)
+            one = answer["logits"] if row.does == "predict" else answer["loss"][None]
+            kept.append(accelerator.gather_for_metrics(one))
+            continue
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            if row.clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), row.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if row.logs:
+            accelerator.log({"loss": loss.item()}, step=number)
+        if row.saves:
+            accelerator.save_state(f"{folder}/{number}")
+    if kept:
+        torch.cat(kept).cpu()
+
+
+def run_trainer(kinds: Callable[[], Any], arguments: dict[str, Any], model: Any, job: Job, row: Row, folder: str) -> None:
+    trainer_class, arguments_class = kinds()
+    settings: dict[str, Any] = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": job.batch_size,
+        "per_device_eval_batch_size": job.batch_size,
+        "gradient_accumulation_steps": row.accumulation,
+        "logging_strategy": "steps" if row.logs else "no",
+        "logging_steps": 1,
+        "save_strategy": "steps" if row.saves else "no",
+        "save_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **({row.precision: True} if row.precision else {}),
+        **({"max_grad_norm": row.clip} if row.clip else {}),
+        **(arguments if row.non_blocking else {}),
+    }
+    with as_on_cuda() if trainer_class is not Trainer else ExitStack():
+        trainer = trainer_class(
+            model=model(job.net),
+            args=arguments_class(folder, **settings),
+            data_collator=collate,
+            train_dataset=job.samples,
+            eval_dataset=job.samples,
+        )
+    getattr(trainer, row.does)(*([job.samples] if row.does == "predict" else []))
+
+
+def transformers_kinds() -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.Trainer, transformers.TrainingArguments
+
+
+def run_transformers(job: Job, row: Row, folder: str) -> None:
+    run_trainer(transformers_kinds, {"accelerator_config": {"non_blocking": True}}, lambda net: net, job, row, folder)
+
+
+def run_hftrain(job: Job, row: Row, folder: str) -> None:
+    run_trainer(lambda: (Trainer, TrainingArguments), {}, lambda net: net, job, row, folder)
+
+
+def run_hftrain_task(job: Job, row: Row, folder: str) -> None:
+    run_trainer(lambda: (Trainer, TrainingArguments), {}, Task, job, row, folder)
+
+
+def run_lightning(job: Job, row: Row, folder: str) -> None:
+    import lightning
+    from lightning.pytorch import accelerators, callbacks, loggers, plugins, strategies
+
+    for name in ("lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    class Simulated(accelerators.CPUAccelerator):
+        def setup_device(self, device: torch.device) -> None:
+            torch.accelerator.set_device_index(device.index)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.net
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch)["loss"]
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+            self.log("val_loss", self.model(**batch)["loss"])
+
+        def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.model(**batch)["logits"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = job.optimizer(fused=True)
+            schedule = job.schedule(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    mixed: dict[str | None, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+    precision = plugins.MixedPrecision(mixed[row.precision], DEVICE) if row.precision else None
+    trainer = lightning.Trainer(
+        strategy=strategies.SingleDeviceStrategy(
+            torch.device(DEVICE, 0), Simulated(), precision_plugin=precision
+        ),
+        max_epochs=1,
+        logger=loggers.CSVLogger(folder),
+        log_every_n_steps=1 if row.logs else 1000,
+        callbacks=[callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)] if row.saves else None,
+        enable_checkpointing=row.saves,
+        gradient_clip_val=row.clip,
+        accumulate_grad_batches=row.accumulation,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    start = {"train": trainer.fit, "evaluate": trainer.validate, "predict": trainer.predict}[row.does]
+    start(Module(), job.loader(pin_memory=True))
+
+
+CONTENDERS: dict[str, Callable[[Job, Row, str], None]] = {
+    "plain": run_plain,
+    "hftrain": run_hftrain,
+    "hftrain, task": run_hftrain_task,
+    "accelerate": run_accelerate,
+    "transformers": run_transformers,
+    "lightning": run_lightning,
+}
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+def place(wait: Any) -> str:
+    """Say what waited, and the innermost line outside torch."""
+    outside = [frame for frame in wait.stack if "/torch/" not in frame.filename and "torch_sim" not in frame.filename]
+    frame = outside[-1]
+    return f"{wait.kind} at {'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}: {frame.line}"
+
+
+def count_run(sim: Any, name: str, row: Row, num: int) -> Places:
+    job = make_job(SIZES["0.5ms"], lambda: None, num_steps=num * row.accumulation - 1)
+    with tempfile.TemporaryDirectory() as folder, sim.record_syncs() as waits:
+        CONTENDERS[name](job, row, folder)
+    return Counter(place(wait) for wait in waits if wait.kind != "event")
+
+
+def count(sim: Any, name: str, row: Row) -> Places:
+    """Return the waits of the additional steps of a longer run, by place."""
+    _, short, long = (count_run(sim, name, row, num) for num in (SHORT, SHORT, LONG))
+    long.subtract(short)
+    return long
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--where", action="store_true", help="also list the lines of Python that wait")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    sim = load()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
+    names = [name for name in options.contenders if is_installed(name)]
+    notes = []
+    packages = [name for name in ("torch", "accelerate", "transformers", "lightning") if is_installed(name)]
+    print(f"Python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in packages)}:\n")
+    print(f"| waits of | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
+    for title in options.rows:
+        cells = []
+        for name in names:
+            try:
+                places = count(sim, name, ROWS[title])
+                if ROWS[title].saves:
+                    places.subtract(count(sim, name, ROWS["step"]))
+            except Exception as error:
+                cells.append("n/a")
+                notes.append(f"{title}, {name}: n/a, {type(error).__name__}: {error}")
+                continue
+            cells.append(f"{places.total() / (LONG - SHORT):.3g}")
+            notes += [
+                f"{title}, {name}: {num / (LONG - SHORT):.3g} x {where}"
+                for where, num in places.most_common()
+                if num and options.where
+            ]
+        print(f"| {title} | {' | '.join(cells)} |", flush=True)
+    print("\n" + "\n".join(notes))
+
+
+if __name__ == "__main__":
+    main()
