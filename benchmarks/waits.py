@@ -1,15 +1,16 @@
-"""Count how often the host waits for the device in a step of each framework, on the simulated accelerator of the tests.
+"""Count how often the host waits for the device in each framework, on the simulated accelerator of the tests.
 
-    python benchmarks/waits.py            # the table; needs Linux, g++ and ninja, compiles the device once
+    python benchmarks/waits.py            # the table, a minute; compiles the device once, with g++ and ninja on Linux
     python benchmarks/waits.py --where    # also the lines of Python that wait
 
-A count is a property of a program, not a speed: a GPU idles during a wait if the host had no work queued behind it.
-Each figure is a difference, divided by the number of steps, batches or saves between the two: what a run of `LONG`
-waits for, beyond what a run of `SHORT` waits for, after a first run that is not counted. So start-up and end are left
-out. Waits for an event are left out, too: what is read behind an event of the step or batch before is there already.
+A count is a property of a program, not a speed: during a wait the host queues no work, and a GPU that has none idles.
+Each figure is what a run of `LONG` steps or batches waits for beyond one of `SHORT`, for each of those between the two,
+after a first run that is not counted. So start-up and end are left out, and what hftrain checks in the first eight
+batches of a task. Waits for an event are left out, too: what is read behind an event of the step or batch before is
+there already.
 
-All train the model of `overhead.py`, on the same batches of two tensors, through a torch DataLoader in the same process,
-with fused AdamW (what hftrain and transformers choose) and a linear schedule, without a progress bar:
+All train the smallest model of `overhead.py` (6 parameters, so 24 tensors are saved with the optimizer's), on the same
+batches of two tensors, in one process, with fused AdamW (which hftrain and transformers choose by themselves):
 
 - plain: the loop by hand that reads nothing back before its end. It keeps losses and predictions on the device.
 - accelerate: the loop of its quick tour, with the `gather_for_metrics` of its examples.
@@ -17,17 +18,20 @@ with fused AdamW (what hftrain and transformers choose) and a linear schedule, w
 - lightning: a module that calls `self.log` in its steps, as documented, and a CSVLogger.
 
 All loaders pin their memory: hftrain's and transformers' do by default, accelerate and Lightning recommend it.
-A *step* neither logs, evaluates nor saves; it clips gradients where that is the default (hftrain, transformers). *Saves*
-are checkpoints of model, optimizer and schedule that are complete before training goes on, as is the default.
+A *step* neither logs nor saves, and clips gradients only where that is the default (hftrain, transformers); with
+*non-blocking copies* it has the option of accelerate and transformers for that. A *save* is a checkpoint of model,
+optimizer and schedule that is complete before training goes on, as by default, in a step that logs; what such a step
+waits for is taken off.
 
-What the peers need for a device that they do not know: accelerate and transformers read ACCELERATE_TORCH_DEVICE; their
-lists of devices for fp16 and bf16 are answered as for CUDA while they are built (`as_on_cuda`), and the GradScaler is
-one for the device. Lightning takes an Accelerator of its documented kind.
+What the peers need for a device that they do not know: accelerate and transformers read ACCELERATE_TORCH_DEVICE. For
+bf16 and fp16, `as_on_cuda` answers their lists of devices as CUDA does, and the GradScaler is one for the device.
+Lightning takes an Accelerator of one's own, as documented.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import platform
@@ -36,23 +40,25 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from _contenders import SIZES, Job, Net, collate, is_installed, make_job
+from _contenders import SIZES, Job, collate, is_installed, make_job
 from torch import nn
 
 from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.torch_sim import load
+from support.torch_sim.build import why_not
 
-SHORT, LONG = 4, 12
+SHORT, LONG = 12, 20
 DEVICE = "sim"
 Places = Counter[str]
 
@@ -72,15 +78,15 @@ class Row:
 
 ROWS = {
     "step": Row(),
-    "step, with the option for copies that do not block": Row(non_blocking=True),
-    "step in bf16": Row(precision="bf16"),
-    "step in fp16": Row(precision="fp16"),
-    "step that clips gradients": Row(clip=0.1),
-    "step of two micro-batches": Row(accumulation=2),
+    "step, non-blocking copies": Row(non_blocking=True),
+    "step, bf16": Row(precision="bf16"),
+    "step, fp16": Row(precision="fp16"),
+    "step, clipping": Row(clip=0.1),
+    "step, two micro-batches": Row(accumulation=2),
     "step that logs": Row(logs=True),
     "batch of an evaluation": Row(does="evaluate"),
     "batch of a prediction": Row(does="predict"),
-    "save": Row(saves=True),
+    "save": Row(logs=True, saves=True),
 }
 
 
@@ -130,26 +136,31 @@ def run_plain(job: Job, row: Row, folder: str) -> None:
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Let accelerate and transformers be built for fp16 and bf16 on a device that is not in their lists."""
+def as_on_cuda(row: Row) -> Iterator[None]:
+    """Let accelerate and transformers be built for bf16 or fp16 on a device that is not in their lists."""
     import accelerate
 
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(accelerate.Accelerator, "device", torch.device("cuda")))
-        for name in ("accelerate.accelerator.get_grad_scaler", "accelerate.utils.modeling.get_grad_scaler"):
-            patches.enter_context(mock.patch(name, lambda *args, **options: torch.amp.GradScaler(DEVICE)))
-        if is_installed("transformers"):
-            patches.enter_context(mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
+        if row.precision:
+            patches.enter_context(mock.patch.object(accelerate.Accelerator, "device", torch.device("cuda")))
+            scaler = torch.amp.GradScaler(DEVICE)
+            patches.enter_context(mock.patch("accelerate.accelerator.get_grad_scaler", return_value=scaler))
+            if is_installed("transformers"):
+                name = "transformers.training_args.is_torch_bf16_gpu_available"
+                patches.enter_context(mock.patch(name, return_value=True))
         yield
 
 
 def run_accelerate(job: Job, row: Row, folder: str) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
 
-    options: dict[str, Any] = {"mixed_precision": row.precision, "gradient_accumulation_steps": row.accumulation}
-    copies = DataLoaderConfiguration(non_blocking=row.non_blocking)
-    with as_on_cuda():
-        accelerator = Accelerator(**options, dataloader_config=copies)
+    with as_on_cuda(row):
+        accelerator = Accelerator(
+            mixed_precision=row.precision,
+            gradient_accumulation_steps=row.accumulation,
+            dataloader_config=DataLoaderConfiguration(non_blocking=row.non_blocking),
+        )
     optimizer = job.optimizer(fused=True)
     model, optimizer, loader, schedule = accelerator.prepare(
         job.net, optimizer, job.loader(pin_memory=True), job.schedule(optimizer)
@@ -178,9 +189,9 @@ def run_accelerate(job: Job, row: Row, folder: str) -> None:
         torch.cat(kept).cpu()
 
 
-def run_trainer(kinds: Callable[[], Any], arguments: dict[str, Any], model: Any, job: Job, row: Row, folder: str) -> None:
-    trainer_class, arguments_class = kinds()
-    settings: dict[str, Any] = {
+def settings_of(job: Job, row: Row) -> dict[str, Any]:
+    """Return the arguments of hftrain and transformers."""
+    return {
         "num_train_epochs": 1,
         "per_device_train_batch_size": job.batch_size,
         "per_device_eval_batch_size": job.batch_size,
@@ -193,36 +204,33 @@ def run_trainer(kinds: Callable[[], Any], arguments: dict[str, Any], model: Any,
         "disable_tqdm": True,
         **({row.precision: True} if row.precision else {}),
         **({"max_grad_norm": row.clip} if row.clip else {}),
-        **(arguments if row.non_blocking else {}),
     }
-    with as_on_cuda() if trainer_class is not Trainer else ExitStack():
-        trainer = trainer_class(
-            model=model(job.net),
-            args=arguments_class(folder, **settings),
-            data_collator=collate,
-            train_dataset=job.samples,
-            eval_dataset=job.samples,
-        )
-    getattr(trainer, row.does)(*([job.samples] if row.does == "predict" else []))
 
 
-def transformers_kinds() -> Any:
-    import transformers
+def start(trainer: Any, row: Row) -> None:
+    if row.does == "predict":
+        trainer.predict(trainer.eval_dataset)
+    else:
+        getattr(trainer, row.does)()
 
-    transformers.logging.set_verbosity_error()
-    return transformers.Trainer, transformers.TrainingArguments
+
+def run_hftrain(job: Job, row: Row, folder: str, make: Callable[[nn.Module], nn.Module] = nn.Module.train) -> None:
+    arguments = TrainingArguments(folder, **settings_of(job, row))
+    data = {"data_collator": collate, "train_dataset": job.samples, "eval_dataset": job.samples}
+    start(Trainer(make(job.net), arguments, **data), row)
 
 
 def run_transformers(job: Job, row: Row, folder: str) -> None:
-    run_trainer(transformers_kinds, {"accelerator_config": {"non_blocking": True}}, lambda net: net, job, row, folder)
+    import transformers
 
-
-def run_hftrain(job: Job, row: Row, folder: str) -> None:
-    run_trainer(lambda: (Trainer, TrainingArguments), {}, lambda net: net, job, row, folder)
-
-
-def run_hftrain_task(job: Job, row: Row, folder: str) -> None:
-    run_trainer(lambda: (Trainer, TrainingArguments), {}, Task, job, row, folder)
+    transformers.logging.set_verbosity_error()
+    with as_on_cuda(row):
+        arguments = transformers.TrainingArguments(
+            folder, accelerator_config={"non_blocking": row.non_blocking}, **settings_of(job, row)
+        )
+        data = {"data_collator": collate, "train_dataset": job.samples, "eval_dataset": job.samples}
+        trainer = transformers.Trainer(job.net, arguments, **data)
+    start(trainer, row)
 
 
 def run_lightning(job: Job, row: Row, folder: str) -> None:
@@ -260,9 +268,7 @@ def run_lightning(job: Job, row: Row, folder: str) -> None:
     mixed: dict[str | None, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
     precision = plugins.MixedPrecision(mixed[row.precision], DEVICE) if row.precision else None
     trainer = lightning.Trainer(
-        strategy=strategies.SingleDeviceStrategy(
-            torch.device(DEVICE, 0), Simulated(), precision_plugin=precision
-        ),
+        strategy=strategies.SingleDeviceStrategy(torch.device(DEVICE, 0), Simulated(), precision_plugin=precision),
         max_epochs=1,
         logger=loggers.CSVLogger(folder),
         log_every_n_steps=1 if row.logs else 1000,
@@ -273,14 +279,14 @@ def run_lightning(job: Job, row: Row, folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    start = {"train": trainer.fit, "evaluate": trainer.validate, "predict": trainer.predict}[row.does]
-    start(Module(), job.loader(pin_memory=True))
+    runs = {"train": trainer.fit, "evaluate": trainer.validate, "predict": trainer.predict}
+    runs[row.does](Module(), job.loader(pin_memory=True))
 
 
 CONTENDERS: dict[str, Callable[[Job, Row, str], None]] = {
     "plain": run_plain,
     "hftrain": run_hftrain,
-    "hftrain, task": run_hftrain_task,
+    "hftrain, task": partial(run_hftrain, make=Task),
     "accelerate": run_accelerate,
     "transformers": run_transformers,
     "lightning": run_lightning,
@@ -299,7 +305,7 @@ def place(wait: Any) -> str:
 
 def count_run(sim: Any, name: str, row: Row, num: int) -> Places:
     job = make_job(SIZES["0.5ms"], lambda: None, num_steps=num * row.accumulation - 1)
-    with tempfile.TemporaryDirectory() as folder, sim.record_syncs() as waits:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), sim.record_syncs() as waits:
         CONTENDERS[name](job, row, folder)
     return Counter(place(wait) for wait in waits if wait.kind != "event")
 
@@ -318,6 +324,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--where", action="store_true", help="also list the lines of Python that wait")
     options = parser.parse_args()
+    if reason := why_not():
+        print(f"Nothing is counted: {reason}.", file=sys.stderr)
+        return
     warnings.simplefilter("ignore")
     sim = load()
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
@@ -332,7 +341,7 @@ def main() -> None:
             try:
                 places = count(sim, name, ROWS[title])
                 if ROWS[title].saves:
-                    places.subtract(count(sim, name, ROWS["step"]))
+                    places.subtract(count(sim, name, ROWS["step that logs"]))
             except Exception as error:
                 cells.append("n/a")
                 notes.append(f"{title}, {name}: n/a, {type(error).__name__}: {error}")
