@@ -2,6 +2,7 @@
 
     python benchmarks/waits.py            # the table, a minute; compiles the device once, with g++ and ninja on Linux
     python benchmarks/waits.py --where    # also the lines of Python that wait
+    python benchmarks/waits.py --write    # put the figures into the pages that show them
 
 A count is a property of a program, not a speed: during a wait the host queues no work, and a GPU that has none idles.
 Each figure is what a run of `LONG` steps or batches waits for beyond one of `SHORT`, for each of those between the two,
@@ -39,17 +40,18 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from _contenders import SIZES, Job, collate, is_installed, make_job
+from _contenders import SIZES, Job, collate, is_installed, make_job, write_between
 from torch import nn
 
 from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments
@@ -58,8 +60,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.torch_sim import load
 from support.torch_sim.build import why_not
 
+ROOT = Path(__file__).resolve().parents[1]
 SHORT, LONG = 12, 20
 DEVICE = "sim"
+# What README.md shows.
+SHOWN = {"hftrain": "hftrain", "accelerate": "accelerate", "transformers": "transformers", "lightning": "Lightning"}
+SHOWN_ROWS = ("step", "step, fp16", "step that logs", "batch of an evaluation")
 Places = Counter[str]
 
 
@@ -317,43 +323,56 @@ def count(sim: Any, name: str, row: Row) -> Places:
     return long
 
 
+def table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"| waits of | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    return "\n".join([*lines, *(f"| {title} | {' | '.join(found)} |" for title, found in cells.items())])
+
+
+def write_pages(head: str, cells: Mapping[str, Sequence[str]]) -> None:
+    """Put the table into docs/performance.md, and a part of it into README.md; `tests/docs` compares the two."""
+    whole = table(list(CONTENDERS), cells)
+    write_between(ROOT / "docs/performance.md", "printed by: python benchmarks/waits.py", f"{head}\n\n{whole}\n")
+    places = [list(CONTENDERS).index(name) for name in SHOWN]
+    part = table(list(SHOWN.values()), {title: [cells[title][place] for place in places] for title in SHOWN_ROWS})
+    write_between(ROOT / "README.md", "written by: python benchmarks/waits.py --write", f"{head}\n\n{part}\n")
+
+
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--where", action="store_true", help="also list the lines of Python that wait")
+    parser.add_argument("--write", action="store_true", help="put what is counted into README.md and docs/")
     options = parser.parse_args()
+    names = [name for name in options.contenders if is_installed(name)]
+    if options.write and (names != list(CONTENDERS) or options.rows != list(ROWS)):
+        parser.error("--write needs every row, accelerate, transformers and lightning")
     if reason := why_not():
         print(f"Nothing is counted: {reason}.", file=sys.stderr)
         return
     warnings.simplefilter("ignore")
-    sim = load()
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
-    names = [name for name in options.contenders if is_installed(name)]
+    sim = load()
+    cells: dict[str, list[str]] = {title: [] for title in options.rows}
     notes = []
+    for title, name in product(options.rows, names):
+        try:
+            places = count(sim, name, ROWS[title])
+            if ROWS[title].saves:
+                places.subtract(count(sim, name, ROWS["step that logs"]))
+        except Exception as error:
+            cells[title].append("n/a")
+            notes.append(f"{title}, {name}: n/a, {type(error).__name__}: {error}")
+            continue
+        cells[title].append(f"{places.total() / (LONG - SHORT):.3g}")
+        for where, num in places.most_common() if options.where else ():
+            notes += [f"{title}, {name}: {num / (LONG - SHORT):.3g} x {where}"] if num else []
     packages = [name for name in ("torch", "accelerate", "transformers", "lightning") if is_installed(name)]
-    print(f"Python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in packages)}:\n")
-    print(f"| waits of | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
-    for title in options.rows:
-        cells = []
-        for name in names:
-            try:
-                places = count(sim, name, ROWS[title])
-                if ROWS[title].saves:
-                    places.subtract(count(sim, name, ROWS["step that logs"]))
-            except Exception as error:
-                cells.append("n/a")
-                notes.append(f"{title}, {name}: n/a, {type(error).__name__}: {error}")
-                continue
-            cells.append(f"{places.total() / (LONG - SHORT):.3g}")
-            notes += [
-                f"{title}, {name}: {num / (LONG - SHORT):.3g} x {where}"
-                for where, num in places.most_common()
-                if num and options.where
-            ]
-        print(f"| {title} | {' | '.join(cells)} |", flush=True)
-    print("\n" + "\n".join(notes))
+    head = f"Python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in packages)}:"
+    print("\n".join([head, "", table(names, cells), "", *notes]))
+    if options.write:
+        write_pages(head, cells)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The first page shows the ratios that docs/performance.md has, as `nox -s figures` writes them."""
+"""The first page shows the figures that docs/performance.md has, as `nox -s figures` and `waits.py` write them."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ def test_first_page_shows_what_was_measured() -> None:
     assert claim is not None
     ours, others = measured["1ms"]["hftrain-task"], min(measured["1ms"][name] for name in SHOWN[3:])
     assert [int(number) for number in claim.groups()] == [round(100 * (ratio - 1)) for ratio in (ours, others)]
+
+
+def counted(page: str) -> dict[str, dict[str, str]]:
+    """Return the waits that a page shows, by row and contender."""
+    text = (ROOT / page).read_text("utf-8").partition("python benchmarks/waits.py")[2]
+    lines = text.partition("-->\nPython ")[2].partition("<!-- end")[0].splitlines()
+    head, _, *rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return {title: dict(zip(head[1:], cells, strict=True)) for title, *cells in rows}
+
+
+def test_first_page_shows_the_waits_that_were_counted() -> None:
+    shown, whole = counted("README.md"), counted("docs/performance.md")
+    assert len(shown) == 4
+    for title, row in shown.items():
+        assert row == {name: whole[title][name.lower()] for name in row}
+        assert whole[title]["hftrain, task"] == row["hftrain"]
+    assert [row["hftrain"] for row in shown.values()] == ["0", "1", "1", "0"]
