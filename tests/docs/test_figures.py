@@ -32,18 +32,9 @@ def test_first_page_shows_what_was_measured() -> None:
     assert [int(number) for number in claim.groups()] == [round(100 * (ratio - 1)) for ratio in (ours, others)]
 
 
-def counted(page: str) -> dict[str, dict[str, str]]:
-    """Return the waits that a page shows, by row and contender."""
-    text = (ROOT / page).read_text("utf-8").partition("python benchmarks/waits.py")[2]
-    lines = text.partition("-->\nPython ")[2].partition("<!-- end")[0].splitlines()
-    head, _, *rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
-    return {title: dict(zip(head[1:], cells, strict=True)) for title, *cells in rows}
-
-
 def test_first_page_shows_the_waits_that_were_counted() -> None:
-    shown, whole = counted("README.md"), counted("docs/performance.md")
+    page, whole = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/performance.md"))
+    shown = re.findall(r"^\| ((?:step|batch)[^|]*) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    row = r"^\| ([^|]+) \| \S+ \| (\S+) \| \2 \| (\S+) \| (\S+) \| (\S+) \|$"  # one for the task, too
     assert len(shown) == 4
-    for title, row in shown.items():
-        assert row == {name: whole[title][name.lower()] for name in row}
-        assert whole[title]["hftrain, task"] == row["hftrain"]
-    assert [row["hftrain"] for row in shown.values()] == ["0", "1", "1", "0"]
+    assert {*shown} <= {*re.findall(row, whole, re.MULTILINE)}
