@@ -116,6 +116,12 @@ def test_a_flight_log_waits_for_nothing(sim: Any, tmp_path: Path) -> None:
     assert [wait for wait in waits if wait.kind != "event"] == [], told(waits)
 
 
+def test_a_save_waits_for_each_file(sim: Any, tmp_path: Path) -> None:
+    """For the weights, the optimizer's state and the process's own; before that, to know whether all is finite."""
+    waits = waits_of_steps(sim, tmp_path, save_strategy="steps", save_steps=STEPS)
+    assert Counter(wait.kind for wait in waits) == {"event": 3, "item": 1, "blocking copy": 1}, told(waits)
+
+
 def waits_of_batches(sim: Any, folder: Path, model: Any, does: str, **options: Any) -> list[Any]:
     """Return what eight batches of an evaluation or a prediction wait for, beyond what four wait for."""
     trainer = make_trainer(folder, model(), use_cpu=False, **options)

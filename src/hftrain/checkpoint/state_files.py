@@ -25,11 +25,11 @@ from hftrain.checkpoint.layout import (
     rng_name,
 )
 from hftrain.checkpoint.manifest import read_manifest
+from hftrain.core.devices import to_host
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import PER_RANK, WindowState
 from hftrain.core.state import HistoryText, TrainerState, find_misfit
-from hftrain.core.tree import map_tensors
 from hftrain.optim.schedules import refresh_rate
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text
@@ -163,9 +163,10 @@ def capture_shards(
 
 def capture_own(state: dict[str, Any], strategy: Strategy, keep: Keep = as_it_is) -> Writer:
     """Return a function that writes this process's own state, its random numbers included."""
-    own = map_tensors(keep(state), torch.Tensor.cpu)
+    own = keep(state)
     name = rng_name(rank=strategy.rank, world_size=strategy.world_size)
-    return lambda folder: save_containers(own, folder / name)
+    # Copied when it is written: what `keep` returns may still be on its way.
+    return lambda folder: save_containers(to_host(own)(), folder / name)
 
 
 def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def to_host(tree: Any) -> Callable[[], Any]:
         if not has_own_queue(tensor.device.type):
             return tensor.detach().to("cpu", copy=True)
         devices.add(tensor.device)
-        room = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        room = torch.empty_like(tensor.detach(), device="cpu", pin_memory=True)
         return room.copy_(tensor.detach(), non_blocking=True)
 
     copies, events = map_tensors(tree, begin), []

@@ -279,7 +279,7 @@ def checkpoint_bytes(parts: RunParts) -> int:
             own += tree_bytes(optimizer.state_dict())
     total = own
     if not args.save_on_each_node:
-        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
+        total = int(strategy.reduce(torch.tensor(own), op="sum"))
     return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
 
 

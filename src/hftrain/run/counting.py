@@ -128,7 +128,7 @@ class RunCounts:
         self._trainer.current_flos += self._flos
         self._flos = 0
         if self._counts_tokens:
-            tokens = self._data.reduce(torch.as_tensor(self._tokens, device=self._data.device), op="sum")
+            tokens = self._data.reduce(torch.as_tensor(self._tokens), op="sum")
             self._tokens = 0
             self._state.num_input_tokens_seen += int(tokens)
 
@@ -157,4 +157,4 @@ class RunCounts:
 def samples_since(first: Progress, now: Progress, data: Ranks) -> int:
     """Return the samples that all data ranks have trained on since `first`; collective."""
     own = (now.samples - first.samples) // data.world_size
-    return int(data.reduce(torch.tensor(own, device=data.device), op="sum"))
+    return int(data.reduce(torch.tensor(own), op="sum"))

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from hftrain.core.devices import has_own_queue, to_host
 from hftrain.core.errors import CheckpointError
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.storage.files import unreadable
 from hftrain.storage.hashing import create
 
@@ -32,6 +33,7 @@ _MAX_INTEGER_BITS = 255 * 8 - 1
 # Values and tensors that are shared count each time: a short file could stand for billions.
 _MAX_SHARED = 10_000_000
 _MAX_EXPANDED_BYTES = 1 << 28
+_SMALL_BYTES = 1 << 20
 _KEYS = (type(None), int, float, str)
 _PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
 _LAYOUTS = frozenset(
@@ -66,6 +68,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
         notes[ALIASES] = json.dumps(aliases, sort_keys=True)
+    kept = _with_small_in_host_memory(kept)
     ordered = sorted(kept.items(), key=lambda item: (-item[1].element_size(), item[0]))
     text = _header(ordered, notes)
     with create(path) as file:  # the format's library opens the file itself, so the bytes could not be hashed
@@ -98,7 +101,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def save_containers(tree: Any, path: Path) -> None:
     """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets, as accepted by safe loading."""
-    plain = plain_containers(tree)
+    plain = _with_small_in_host_memory(plain_containers(tree))
     # Given a path, torch drops the cause of a failed write; a full disk must be distinguishable.
     with create(path) as file:
         torch.save(plain, file)
@@ -175,6 +178,21 @@ def memory_of(tree: Any) -> set[Any]:
     found: set[Any] = set()
     map_tensors(tree, lambda tensor: found.add((tensor_identity(tensor) or (None,))[:2]))
     return found - {(None,)}
+
+
+def _with_small_in_host_memory(tree: Any) -> Any:
+    """Replace small tensors on a device by copies, for which the host waits once; it waits for each of the others.
+
+    Memory of which the tree holds several views stays as it is, because torch's format stores it once.
+    """
+    views: dict[Any, dict[Any, torch.Tensor]] = defaultdict(dict)
+    for tensor in tensors_of(tree):
+        identity = tensor_identity(tensor)
+        if identity is not None and has_own_queue(tensor.device.type):
+            views[identity[:2]][identity] = tensor
+    alone = [same for same in views.values() if len(same) == 1]
+    copies = to_host({key: each for same in alone for key, each in same.items() if each.nbytes <= _SMALL_BYTES})()
+    return map_tensors(tree, lambda tensor: copies.get(tensor_identity(tensor), tensor)) if copies else tree
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:

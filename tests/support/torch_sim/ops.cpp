@@ -339,9 +339,10 @@ at::Scalar local_scalar(const Tensor& self) {
 
 // ---- copies ------------------------------------------------------------------------------------------------------
 
+// Whether the bytes are copied as they are, in one piece.
 bool is_plain_copy(const Tensor& from, const Tensor& to) {
-  return from.sizes() == to.sizes() && from.scalar_type() == to.scalar_type() && from.is_contiguous() &&
-      to.is_contiguous();
+  return from.sizes() == to.sizes() && from.strides() == to.strides() && from.is_non_overlapping_and_dense() &&
+      from.scalar_type() == to.scalar_type() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
 }
 
 void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
