@@ -27,6 +27,8 @@ class Net(nn.Module):
         dropout: The share of hidden values that training drops.
     """
 
+    _no_split_modules = ("Linear",)
+
     def __init__(self, width: int = _WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
         inner = (nn.Linear(_WIDTH, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(dropout))

@@ -101,7 +101,7 @@ def prove_device(folder: Path) -> str:
     """Tell which devices there are, and that the first has memory left."""
     kind = find_device_type()
     if kind == "cpu":
-        return f"no accelerator; CPU ({device_name(_CPU)}), {torch.get_num_threads()} threads"
+        return f"no accelerator; CPU ({device_name(_CPU)}), threads: {torch.get_num_threads()}"
     found = f"{torch.accelerator.device_count()} x {device_name(torch.device(kind, 0))} ({kind})"
     read = getattr(torch.get_device_module(kind), "mem_get_info", None)
     if read is not None:
