@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,3 +255,10 @@ def is_installed(name: str) -> bool:
     """Tell whether a contender's package is here (hftrain and torch are)."""
     package = name.partition("-")[0]
     return package not in ("accelerate", "transformers", "lightning") or find_spec(package) is not None
+
+
+def write_between(page: Path, mark: str, text: str) -> None:
+    """Put text into a page between the comment that names the mark and the comment that ends it."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+    _, _, after = rest.partition("<!-- end of what")
+    page.write_text(f"{before}<!-- {mark} -->\n{text}<!-- end of what{after}", encoding="utf-8")

@@ -53,7 +53,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from _contenders import CONTENDERS, SIZES, Job, Size, is_installed, make_job
+from _contenders import CONTENDERS, SIZES, Job, Size, is_installed, make_job, write_between
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 NUM_WARMUP = 10
@@ -291,7 +291,9 @@ def verdicts(results: Sequence[Result]) -> Iterator[str]:
 def write_pages(head: str, results: Sequence[Result]) -> None:
     """Put the table into docs/performance.md, and its main ratios into README.md; `tests/docs` compares the two."""
     root = Path(__file__).resolve().parents[1]
-    _replace(root / "docs/performance.md", "printed by: python benchmarks/overhead.py", f"{head}\n\n{table(results)}\n")
+    write_between(
+        root / "docs/performance.md", "printed by: python benchmarks/overhead.py", f"{head}\n\n{table(results)}\n"
+    )
     lines = [
         "| step of the plain loop | hftrain, task | hftrain, plain model | accelerate | transformers | Lightning |",
         "|---|---:|---:|---:|---:|---:|",
@@ -302,13 +304,7 @@ def write_pages(head: str, results: Sequence[Result]) -> None:
         shown = f"{plain_ms:.1f} ms" if plain_ms < 10 else f"{plain_ms:.0f} ms"
         shown += f", {size[:-8]} parameter tensors" if size.endswith(" tensors") else ""
         lines.append(f"| {shown} | {' | '.join(f'{found[size, name].ratio:.2f}' for name in _SHOWN)} |")
-    _replace(root / "README.md", "written by: nox -s figures", "\n".join(lines) + "\n")
-
-
-def _replace(page: Path, mark: str, text: str) -> None:
-    before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
-    _, _, after = rest.partition("<!-- end of what")
-    page.write_text(f"{before}<!-- {mark} -->\n{text}<!-- end of what{after}", encoding="utf-8")
+    write_between(root / "README.md", "written by: nox -s figures", "\n".join(lines) + "\n")
 
 
 def versions() -> str:

@@ -1,4 +1,4 @@
-"""The first page shows the ratios that docs/performance.md has, as `nox -s figures` writes them."""
+"""The first page shows the figures that docs/performance.md has, as `nox -s figures` and `waits.py` write them."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def test_first_page_shows_what_was_measured() -> None:
     assert claim is not None
     ours, others = measured["1ms"]["hftrain-task"], min(measured["1ms"][name] for name in SHOWN[3:])
     assert [int(number) for number in claim.groups()] == [round(100 * (ratio - 1)) for ratio in (ours, others)]
+
+
+def test_first_page_shows_the_waits_that_were_counted() -> None:
+    page, whole = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/performance.md"))
+    shown = re.findall(r"^\| ((?:step|batch)[^|]*) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    row = r"^\| ([^|]+) \| \S+ \| (\S+) \| \2 \| (\S+) \| (\S+) \| (\S+) \|$"  # one for the task, too
+    assert len(shown) == 4
+    assert {*shown} <= {*re.findall(row, whole, re.MULTILINE)}
