@@ -117,7 +117,7 @@ def wrapped(kind: str) -> dict[str, Any]:
         losses.append(loss.item())
     own, other = sim.num_allocations(rank), sim.num_allocations(1 - rank)
     dist.destroy_process_group()
-    return {"losses": losses, "own": own, "other": other}
+    return {"losses": losses, "own": own, "other": other, "races": sim.num_races()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
