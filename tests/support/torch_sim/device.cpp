@@ -115,7 +115,9 @@ Clock host;  // what the host knows to have happened: one for all threads, as wh
 
 StreamKey key_of(c10::Stream stream) { return {stream.device_index(), stream.id()}; }
 
-bool is_over(const Use& use, const Clock& clock) { return use.number <= std::max(clock.of(use.stream), host.of(use.stream)); }
+bool is_over(const Use& use, const Clock& clock) {
+  return use.number <= std::max(clock.of(use.stream), host.of(use.stream));
+}
 bool is_over(const Debt& debt, const Clock& clock) {
   return std::all_of(debt.uses.begin(), debt.uses.end(), [&](auto& use) { return is_over(use, clock); });
 }
@@ -293,7 +295,7 @@ void give_back(Arena& arena, size_t max_waiting) {
   }
 }
 
-// As CUDA's allocator does, memory goes back to the stream that it was allocated on at once, unless others are recorded.
+// As in CUDA's allocator, memory goes back to the stream that it was allocated on at once, unless others are recorded.
 void release(void* address) {
   if (!address || is_forked) return;
   Lock lock(mutex);
@@ -425,7 +427,8 @@ void note_changed(StreamKey key) {
       watched = is_held && is_same ? std::next(watched) : all.erase(watched);
     }
   }
-  while (num_changed-- > 0) note_race("pinned buffer", "changed before its copy to the device was known to be complete");
+  constexpr auto what = "changed before its copy to the device was known to be complete";
+  while (num_changed-- > 0) note_race("pinned buffer", what);
 }
 
 void check_watched(StreamKey key) {
