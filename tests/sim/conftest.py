@@ -26,9 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def sim(leave_no_trace: None) -> Iterator[Any]:
-    """Return `torch.sim`; the test fails if a pinned buffer was changed before its copy was known to be complete."""
+    """Return `torch.sim`; the test fails if there was a race that it does not forget."""
     device = load()
     device.manual_seed_all(0)
-    races = device.num_races()
-    yield device
-    assert device.num_races() == races, "A pinned buffer was changed while a copy to the device could still read it."
+    for index in range(device.device_count()):
+        device.synchronize(index)
+    device.forget_races()
+    with device.record_races() as races:
+        yield device
+    assert device.num_races() == 0, "\n".join(map(str, races))

@@ -200,15 +200,122 @@ def test_a_copy_on_another_stream_has_to_be_waited_for(sim: Any) -> None:
     with sim.stream(side):
         moved = torch.ones(3).pin_memory().to("sim", non_blocking=True)
     assert (moved + 1).isnan().all()
+    assert sim.forget_races() == 1
     sim.current_stream().wait_stream(side)
     assert (moved + 1).tolist() == [2.0] * 3
 
 
+def kinds_of(races: list[Any]) -> list[str]:
+    return [race.kind for race in races]
+
+
+def wait(how: str, sim: Any, earlier: Any, later: Any) -> None:
+    third = sim.Stream()
+    if "third" in how:
+        third.wait_stream(earlier)
+    if how == "stream":
+        later.wait_stream(earlier)
+    elif how == "event":
+        later.wait_event(earlier.record_event())
+    elif how == "third stream":
+        later.wait_stream(third)
+    elif how == "host":
+        earlier.synchronize()
+    elif how == "host, for a third":
+        third.synchronize()
+    elif how == "device":
+        sim.synchronize()
+
+
+WAITS = ("stream", "event", "third stream", "host", "host, for a third", "device")
+
+
+@pytest.mark.parametrize("how", ["not at all", *WAITS])
+def test_a_stream_has_to_wait_for_what_it_reads_and_overwrites(sim: Any, how: str) -> None:
+    main, side = sim.current_stream(), sim.Stream()
+    x = torch.ones(3, device="sim")
+    with sim.record_races() as races:
+        wait(how, sim, main, side)
+        with sim.stream(side):
+            y = x[1:] * 2  # reads
+        wait(how, sim, side, main)
+        x.add_(y.sum() + 1)  # reads what the other has written, writes what it has read
+    assert sim.forget_races() == len(races)
+    if how in WAITS:
+        assert races == []
+    else:
+        assert kinds_of(races) == ["read too early"] * 2
+        assert "aten::sum" in races[1].what
+        assert "x.add_(y.sum() + 1)" in str(races[1])
+
+
+def test_a_stream_must_not_overwrite_too_early(sim: Any) -> None:
+    main, side = sim.current_stream(), sim.Stream()
+    x = torch.ones(3, device="sim")
+    side.wait_stream(main)
+    with sim.record_races() as races:
+        with sim.stream(side):
+            x * 2
+        x.zero_()
+        with sim.stream(side):
+            x.fill_(1)
+    assert kinds_of(races) == ["overwritten too early"] * 2
+    assert sim.forget_races() == 2
+
+
+def test_a_wait_that_is_missing_counts_once(sim: Any) -> None:
+    several = [torch.ones(3, device="sim") for _ in range(3)]
+    with sim.stream(sim.Stream()):
+        for each in reversed(several):
+            each * 2
+    assert sim.forget_races() == 1
+
+
+@pytest.mark.parametrize("care", ["none", "record_stream", "wait", "later wait"])
+def test_memory_must_not_be_freed_while_another_stream_uses_it(sim: Any, care: str) -> None:
+    main, side = sim.current_stream(), sim.Stream()
+    x = torch.ones(1000, device="sim")
+    side.wait_stream(main)
+    with sim.record_races() as races:
+        with sim.stream(side):
+            x * 2
+        if care == "record_stream":
+            x.record_stream(side)
+        if care == "wait":
+            main.wait_stream(side)
+        address = x.data_ptr()
+        del x
+        if care == "later wait":
+            main.wait_stream(side)
+        again = torch.zeros(1000, device="sim")
+    assert (again.data_ptr() == address) == (care != "record_stream")
+    assert kinds_of(races) == (["freed without record_stream"] if care == "none" else [])
+    assert sim.forget_races() == len(races)
+
+
+def test_memory_comes_back_when_the_recorded_stream_is_done(sim: Any) -> None:
+    side = sim.Stream()
+    x = torch.ones(100_000, device="sim")
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        x * 2
+    x.record_stream(side)
+    before = sim.memory_allocated()
+    del x
+    assert sim.memory_allocated() < before
+    assert torch.sim.memory_stats()["active_bytes.all.current"] == before  # type: ignore[attr-defined]
+    with sim.memory_limit(before):  # too little for both: the allocator waits
+        torch.empty(100_000, device="sim")
+    assert torch.sim.memory_stats()["active_bytes.all.current"] < before  # type: ignore[attr-defined]
+
+
 def test_a_pinned_buffer_that_changes_too_early_is_noticed(sim: Any) -> None:
     pinned = torch.zeros(3).pin_memory()
-    moved = pinned.to("sim", non_blocking=True)
-    pinned.fill_(5)
-    assert moved.tolist() == [5.0] * 3  # as on a GPU, where nothing says it
+    with sim.record_races() as races:
+        moved = pinned.to("sim", non_blocking=True)
+        pinned.fill_(5)
+        assert moved.tolist() == [5.0] * 3  # as on a GPU, where nothing says it
+    assert kinds_of(races) == ["pinned buffer"]
     assert sim.forget_races() == 1
     moved = pinned.to("sim", non_blocking=True)
     sim.synchronize()

@@ -12,7 +12,7 @@ import torch
 from support.tiny import Net, make_rows, make_trainer
 from support.torch_sim import load
 
-from hftrain import set_seed
+from hftrain import FlightLog, SavePolicy, set_seed
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.sim
@@ -31,7 +31,7 @@ def on_my_device() -> Any:
 def collect() -> dict[str, Any]:
     import torch.distributed as dist
 
-    on_my_device()
+    sim = on_my_device()
     dist.init_process_group(BACKENDS)
     rank = dist.get_rank()
     answers: dict[str, Any] = {"backend": dist.get_default_backend_for_device("sim")}
@@ -66,9 +66,13 @@ def collect() -> dict[str, Any]:
         received = numbers(0)
         dist.recv(received, 1)
         answers["received"] = received.tolist()
+    answers["races"] = sim.num_races()
     work = dist.all_reduce(tensor := numbers(1), async_op=True)
+    tensor + 1  # runs while the collective does
     work.wait()
+    tensor + 1
     answers["async"] = tensor.tolist()
+    answers["races"] = [answers["races"], sim.num_races()]
     dist.barrier()
     dist.destroy_process_group()
     return answers
@@ -87,6 +91,7 @@ def test_collectives_work_on_the_devices_memory(run_distributed: Run) -> None:
         assert answers["scattered"] == [[1.0, 2.0], [3.0, 4.0]][rank]
         assert answers["exchanged"] == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]][rank]
         assert answers["async"] == [2.0]
+        assert answers["races"] == [0, 1]
     assert first["received"] == [7.0]
 
 
@@ -117,7 +122,7 @@ def wrapped(kind: str) -> dict[str, Any]:
         losses.append(loss.item())
     own, other = sim.num_allocations(rank), sim.num_allocations(1 - rank)
     dist.destroy_process_group()
-    return {"losses": losses, "own": own, "other": other}
+    return {"losses": losses, "own": own, "other": other, "races": sim.num_races()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -135,6 +140,7 @@ def test_torchs_wrappers_train_on_it(run_distributed: Run, kind: str) -> None:
         assert sum(answer["losses"][step] for answer in answers) / 2 == pytest.approx(loss.item(), abs=1e-6)
     assert all(answer["own"] > 0 for answer in answers)
     assert all(answer["other"] == 0 for answer in answers)
+    assert all(answer["races"] == 0 for answer in answers)
 
 
 LAYERS = {"layers.0": "colwise_gather_output", "layers.4": "rowwise_split_input"}
@@ -149,7 +155,9 @@ def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any
     set_seed(0)
     chosen: Any = create_strategy("tp", use_cpu=use_cpu, plan=LAYERS) if strategy == "tp" else strategy
     trainer = make_trainer(Path("run"), use_cpu=use_cpu, strategy=chosen, max_steps=4, **options)
-    trainer.train()
+    with sim.record_races() as races:
+        trainer.train()
+    assert not races, str(races[0])
     rank = int(os.environ["RANK"])
     state = trainer.strategy.model_state(trainer.model)
     if joins:
@@ -162,6 +170,21 @@ def trained(strategy: str, *, use_cpu: bool, joins: bool = False, **options: Any
     }
 
 
+def busy(strategy: str) -> None:
+    trained(
+        strategy,
+        use_cpu=False,
+        joins=True,
+        eval_dataset=make_rows(10, seed=2),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+        save_policy=SavePolicy(save_async=True),
+        flight_log=FlightLog(),
+    )
+
+
 @pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, joins: bool) -> None:
@@ -172,6 +195,12 @@ def test_strategies_train_as_on_the_cpu(run_distributed: Run, strategy: str, *, 
         assert other["own"] > 0
         for name, value in one["weights"].items():
             torch.testing.assert_close(torch.tensor(other["weights"][name]), torch.tensor(value), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_runs_beside_a_step_reads_and_writes_in_time(run_distributed: Run, strategy: str) -> None:
+    """Background saves, the flight log and evaluations: `trained` fails where there is a race."""
+    run_distributed(busy, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -14,6 +14,7 @@
 #include <pybind11/stl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -33,6 +34,7 @@ constexpr size_t kRegion = size_t(1) << 36;  // addresses of each device; memory
 constexpr size_t kRounding = 512;
 constexpr int kMaxDevices = 8;
 constexpr size_t kMaxWatched = 64;  // older copies are taken to have happened
+constexpr size_t kMaxStreams = 32;  // of the pool, where a GPU begins again with the first
 
 int num_devices = 2;
 std::atomic<size_t> memory_limit{size_t(8) << 30};
@@ -49,14 +51,100 @@ void check_index(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < num_devices, "sim error: invalid device ordinal ", int(index), " of ", num_devices);
 }
 
+// ---- order -------------------------------------------------------------------------------------------------------
+
+// The number of each stream's kernel or copy up to which all have happened before what comes next.
+class Clock {
+ public:
+  uint64_t of(size_t stream) const { return stream < numbers_.size() ? numbers_[stream] : 0; }
+  void reach(size_t stream, uint64_t number) {
+    if (numbers_.size() <= stream) numbers_.resize(stream + 1);
+    numbers_[stream] = std::max(numbers_[stream], number);
+  }
+  bool covers(const Clock& other) const {
+    for (size_t stream = 0; stream < other.numbers_.size(); ++stream)
+      if (other.numbers_[stream] > of(stream)) return false;
+    return true;
+  }
+  void join(const Clock& other) {
+    for (size_t stream = 0; stream < other.numbers_.size(); ++stream) reach(stream, other.numbers_[stream]);
+  }
+
+ private:
+  std::vector<uint64_t> numbers_;
+};
+
+struct Pending {
+  uint64_t number;
+  bool for_device;
+  std::function<void()> work;
+};
+struct Watched {
+  c10::Storage pinned;
+  const void* address;
+  std::vector<char> bytes;
+};
+// What a kernel or a copy did with a block of memory.
+struct Use {
+  size_t stream;
+  uint64_t number;
+  std::string what;
+  const char* did;
+};
+// Memory that was freed while other streams than its own still used it.
+struct Debt {
+  size_t size;
+  std::vector<Use> uses;
+};
+
+size_t num_streams = 0;
+struct Queue {
+  std::deque<Pending> pending;
+  std::deque<Watched> watched;
+  std::deque<std::shared_ptr<Debt>> debts;  // of the blocks that the stream may be given again
+  const size_t stream = num_streams++;      // its place in a clock
+  uint64_t last = 0;                        // the number of the latest kernel or copy
+  Clock clock;                              // of the latest kernel or copy
+};
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+std::map<StreamKey, Queue> queues;
+std::array<c10::StreamId, kMaxDevices> last_stream{}, last_of_pool{};
+thread_local std::array<c10::StreamId, kMaxDevices> stream_of_thread{};
+std::atomic<int64_t> num_pending{0};
+Clock host;  // what the host knows to have happened: one for all threads, as what they tell each other is not seen
+
+StreamKey key_of(c10::Stream stream) { return {stream.device_index(), stream.id()}; }
+
+bool is_over(const Use& use, const Clock& clock) {
+  return use.number <= std::max(clock.of(use.stream), host.of(use.stream));
+}
+bool is_over(const Debt& debt, const Clock& clock) {
+  return std::all_of(debt.uses.begin(), debt.uses.end(), [&](auto& use) { return is_over(use, clock); });
+}
+
 // ---- memory ------------------------------------------------------------------------------------------------------
 
 using c10::CachingDeviceAllocator::DeviceStats;
 
+struct Block {
+  size_t size, requested;
+  StreamKey home;                              // the stream that it was allocated on
+  Use written;                                 // the last time, or the allocation
+  std::vector<Use> read;                       // since then, the last time on each stream
+  std::vector<std::shared_ptr<Debt>> debts;    // of its former owners, until it is first used
+  std::set<StreamKey> recorded;                // record_stream
+};
+// A block that was freed and waits for the streams that were recorded.
+struct Freed {
+  size_t offset;
+  Clock until;
+};
+
 struct Arena {
   char* address = nullptr;  // the protected half; the bytes follow at kRegion
   std::map<size_t, size_t> free_blocks;
-  std::map<size_t, std::pair<size_t, size_t>> used_blocks;  // offset: size, requested
+  std::map<size_t, Block> used_blocks;  // by their offsets
+  std::deque<Freed> freed_blocks;       // those of them that wait
   DeviceStats stats;
   size_t allocated = 0, reserved = 0;
   size_t num_allocations = 0;
@@ -82,6 +170,8 @@ int arena_of(const void* address) {
 constexpr size_t kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 void release(void* address);
+void record_use(const void* address, c10::Stream stream);
+void give_back(Arena& arena, size_t max_waiting);
 
 struct SimAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t num_bytes) override {
@@ -94,6 +184,7 @@ struct SimAllocator final : c10::DeviceAllocator {
     auto& arena = arenas[index];
     if (!arena.address) make_arena(arena);
     size_t size = (num_bytes + kRounding - 1) / kRounding * kRounding;
+    give_back(arena, arena.allocated + size > memory_limit ? 0 : kMaxWatched);
     if (arena.allocated + size > memory_limit) {
       ++arena.stats.num_ooms;
       TORCH_CHECK_WITH(
@@ -106,7 +197,15 @@ struct SimAllocator final : c10::DeviceAllocator {
     auto [offset, room] = *block;
     arena.free_blocks.erase(block);
     if (room > size) arena.free_blocks[offset + size] = room - size;
-    arena.used_blocks[offset] = {size, num_bytes};
+    auto home = key_of(current_stream(index));
+    auto& queue = queues[home];
+    Block made{size, num_bytes, home, {queue.stream, queue.last, "", "was allocated"}, {}, {}, {}};
+    for (auto debt = queue.debts.begin(); debt != queue.debts.end();) {
+      const bool has_passed = is_over(**debt, queue.clock);
+      if (!has_passed && size <= (*debt)->size) made.debts.push_back(*debt);
+      debt = has_passed ? queue.debts.erase(debt) : std::next(debt);
+    }
+    arena.used_blocks[offset] = std::move(made);
     std::memset(arena.address + kRegion + offset, 0xFF, size);
     arena.allocated += size;
     ++arena.num_allocations;
@@ -134,7 +233,7 @@ struct SimAllocator final : c10::DeviceAllocator {
       arena.reserved = arena.allocated;
     }
   }
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_use(data.get(), stream); }
   DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     check_index(index);
     Lock lock(mutex);
@@ -162,23 +261,12 @@ struct SimAllocator final : c10::DeviceAllocator {
 };
 SimAllocator the_allocator;
 
-void release(void* address) {
-  if (!address || is_forked) return;
-  Lock lock(mutex);
-  int index = arena_of(address);
-  if (index < 0) return;
-  auto& arena = arenas[index];
-  size_t offset = static_cast<char*>(address) - arena.address;
-  auto used = arena.used_blocks.find(offset);
-  auto [size, requested] = used->second;
-  arena.used_blocks.erase(used);
+void give_back(Arena& arena, size_t offset, size_t size) {
   std::memset(arena.address + kRegion + offset, 0xFF, size);
+  arena.used_blocks.erase(offset);
   arena.allocated -= size;
-  arena.stats.allocation[kAll].decrease(1);
   arena.stats.active[kAll].decrease(1);
-  arena.stats.allocated_bytes[kAll].decrease(size);
   arena.stats.active_bytes[kAll].decrease(size);
-  arena.stats.requested_bytes[kAll].decrease(requested);
   auto after = arena.free_blocks.lower_bound(offset);
   if (after != arena.free_blocks.end() && after->first == offset + size) {
     size += after->second;
@@ -192,6 +280,59 @@ void release(void* address) {
     }
   }
   arena.free_blocks[offset] = size;
+}
+
+// Give back what the host knows to be free, and the oldest of more than `max_waiting`.
+void give_back(Arena& arena, size_t max_waiting) {
+  auto& waiting = arena.freed_blocks;
+  for (auto freed = waiting.begin(); freed != waiting.end();) {
+    if (waiting.size() <= max_waiting && !host.covers(freed->until)) {
+      ++freed;
+      continue;
+    }
+    give_back(arena, freed->offset, arena.used_blocks.at(freed->offset).size);
+    freed = waiting.erase(freed);
+  }
+}
+
+// As in CUDA's allocator, memory goes back to the stream that it was allocated on at once, unless others are recorded.
+void release(void* address) {
+  if (!address || is_forked) return;
+  Lock lock(mutex);
+  int index = arena_of(address);
+  if (index < 0) return;
+  auto& arena = arenas[index];
+  size_t offset = static_cast<char*>(address) - arena.address;
+  auto& block = arena.used_blocks.at(offset);
+  arena.stats.allocation[kAll].decrease(1);
+  arena.stats.allocated_bytes[kAll].decrease(block.size);
+  arena.stats.requested_bytes[kAll].decrease(block.requested);
+  Clock until;
+  for (auto& key : block.recorded) until.reach(queues[key].stream, queues[key].last);
+  auto& home = queues[block.home];
+  auto debt = std::make_shared<Debt>(Debt{block.size, {}});
+  block.read.push_back(std::move(block.written));
+  for (auto& use : block.read)
+    if (use.number > until.of(use.stream) && !is_over(use, home.clock)) debt->uses.push_back(std::move(use));
+  if (!debt->uses.empty()) home.debts.push_back(std::move(debt));
+  if (block.recorded.empty())
+    give_back(arena, offset, block.size);
+  else
+    arena.freed_blocks.push_back({offset, std::move(until)});
+}
+
+Block* block_of(const void* address) {
+  int index = arena_of(address);
+  if (index < 0) return nullptr;
+  auto& blocks = arenas[index].used_blocks;
+  auto after = blocks.upper_bound(static_cast<const char*>(address) - arenas[index].address);
+  return after == blocks.begin() ? nullptr : &std::prev(after)->second;
+}
+
+void record_use(const void* address, c10::Stream stream) {
+  Lock lock(mutex);
+  auto* block = block_of(address);
+  if (block && block->home != key_of(stream)) block->recorded.insert(key_of(stream));
 }
 
 // ---- pinned memory -----------------------------------------------------------------------------------------------
@@ -227,36 +368,31 @@ struct PinnedAllocator final : at::HostAllocator {
 };
 PinnedAllocator the_pinned_allocator;
 
-// ---- waits -------------------------------------------------------------------------------------------------------
+// ---- waits and races ---------------------------------------------------------------------------------------------
 
-std::atomic<PyObject*> wait_listener{nullptr};
+std::atomic<PyObject*> wait_listener{nullptr}, race_listener{nullptr};
 std::atomic<int64_t> num_races{0};
+
+// Never with `mutex` held: another thread may hold Python's lock and want it.
+void tell(std::atomic<PyObject*>& to, const char* kind, const std::string& what) {
+  if (!to) return;
+  pybind11::gil_scoped_acquire gil;
+  auto listener = pybind11::reinterpret_borrow<pybind11::object>(to.load());
+  if (listener) listener(kind, what);
+}
+
+void set_listener(std::atomic<PyObject*>& to, pybind11::object listener) {
+  auto* fresh = listener.is_none() ? nullptr : listener.release().ptr();
+  Py_XDECREF(to.exchange(fresh));
+}
+
+void note_race(const char* kind, const std::string& what) {
+  ++num_races;
+  tell(race_listener, kind, what);
+}
 
 // ---- streams and events ------------------------------------------------------------------------------------------
 
-struct Pending {
-  uint64_t number;
-  bool for_device;
-  std::function<void()> work;
-};
-struct Watched {
-  c10::Storage pinned;
-  const void* address;
-  std::vector<char> bytes;
-};
-struct Queue {
-  std::deque<Pending> pending;
-  std::deque<Watched> watched;
-  uint64_t last = 0;  // the number of the latest kernel or copy
-  uint64_t done = 0;  // the host knows that the device has come so far
-};
-using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
-std::map<StreamKey, Queue> queues;
-std::array<c10::StreamId, kMaxDevices> last_stream{};
-thread_local std::array<c10::StreamId, kMaxDevices> stream_of_thread{};
-std::atomic<int64_t> num_pending{0};
-
-StreamKey key_of(c10::Stream stream) { return {stream.device_index(), stream.id()}; }
 constexpr uint64_t kEverything = ~uint64_t(0);
 
 void run_pending(StreamKey key, uint64_t up_to, bool only_for_device) {
@@ -280,14 +416,19 @@ void run_pending(StreamKey key, uint64_t up_to, bool only_for_device) {
 
 // Count pinned buffers that have changed since a copy was queued that may still read them.
 void note_changed(StreamKey key) {
-  Lock lock(mutex);
-  auto& all = queues[key].watched;
-  for (auto watched = all.begin(); watched != all.end();) {
-    const bool is_held = watched->pinned.use_count() > 1;
-    const bool is_same = std::memcmp(watched->address, watched->bytes.data(), watched->bytes.size()) == 0;
-    num_races += is_held && !is_same;
-    watched = is_held && is_same ? std::next(watched) : all.erase(watched);
+  int num_changed = 0;
+  {
+    Lock lock(mutex);
+    auto& all = queues[key].watched;
+    for (auto watched = all.begin(); watched != all.end();) {
+      const bool is_held = watched->pinned.use_count() > 1;
+      const bool is_same = std::memcmp(watched->address, watched->bytes.data(), watched->bytes.size()) == 0;
+      num_changed += is_held && !is_same;
+      watched = is_held && is_same ? std::next(watched) : all.erase(watched);
+    }
   }
+  constexpr auto what = "changed before its copy to the device was known to be complete";
+  while (num_changed-- > 0) note_race("pinned buffer", what);
 }
 
 void check_watched(StreamKey key) {
@@ -300,7 +441,8 @@ void wait_for(StreamKey key, uint64_t up_to) {
   {
     Lock lock(mutex);
     auto& queue = queues[key];
-    queue.done = std::max(queue.done, std::min(up_to, queue.last));
+    host.reach(queue.stream, std::min(up_to, queue.last));
+    if (up_to == kEverything) host.join(queue.clock);
   }
   run_pending(key, up_to, false);
   if (up_to == kEverything) check_watched(key);
@@ -309,6 +451,7 @@ void wait_for(StreamKey key, uint64_t up_to) {
 struct Event {
   StreamKey stream{0, 0};
   uint64_t number = 0;
+  Clock clock;
   bool recorded = false, asked = false;
   std::chrono::steady_clock::time_point time;
 };
@@ -330,7 +473,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return current_stream(device.has_index() ? device.index() : device_of_thread);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, with_index(device)); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    device = with_index(device);
+    Lock lock(mutex);
+    auto next = last_of_pool[device.index()]++ % kMaxStreams;
+    return c10::Stream(c10::Stream::UNSAFE, device, -1 - static_cast<c10::StreamId>(next));
+  }
   c10::Stream getNewStream(c10::Device device, int) const override {
     device = with_index(device);
     Lock lock(mutex);
@@ -345,7 +493,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock(mutex);
     auto& queue = queues[key_of(stream)];
-    return queue.done == queue.last;
+    return host.of(queue.stream) == queue.last;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     note_wait("explicit", "stream");
@@ -366,11 +514,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     Lock lock(mutex);
     auto key = key_of(stream);
-    *static_cast<Event*>(*event) = {key, queues[key].last, true, false, std::chrono::steady_clock::now()};
+    auto& queue = queues[key];
+    *static_cast<Event*>(*event) = {key, queue.last, queue.clock, true, false, std::chrono::steady_clock::now()};
   }
   void block(void* pointer, const c10::Stream& stream) const override {
     auto* event = static_cast<Event*>(pointer);
     if (!event || !event->recorded || event->stream == key_of(stream)) return;
+    {
+      Lock lock(mutex);
+      queues[key_of(stream)].clock.join(event->clock);
+    }
     run_pending(event->stream, event->number, true);
     if (num_pending > 0) enqueue(stream, false, [event = *event] { wait_for(event.stream, event.number); });
   }
@@ -382,20 +535,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       event->asked = true;  // not yet; the device is done when asked again
       return false;
     }
-    wait_for(event->stream, event->number);
+    wait_for_event(*event);
     return true;
   }
   void synchronizeEvent(void* pointer) const override {
     auto* event = static_cast<Event*>(pointer);
     if (!event || !event->recorded) return;
     if (!is_done(*event)) note_wait("event", "event");
-    wait_for(event->stream, event->number);
+    wait_for_event(*event);
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     auto *a = static_cast<Event*>(first), *b = static_cast<Event*>(second);
     return std::chrono::duration<double, std::milli>(b->time - a->time).count();
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_use(data.get(), stream);
+  }
 
  private:
   static c10::Device with_index(c10::Device device) {
@@ -403,7 +558,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   static bool is_done(const Event& event) {
     Lock lock(mutex);
-    return event.number <= queues[event.stream].done;
+    return event.number <= host.of(queues[event.stream].stream);
+  }
+  static void wait_for_event(const Event& event) {
+    {
+      Lock lock(mutex);
+      host.join(event.clock);
+    }
+    wait_for(event.stream, event.number);
   }
 };
 
@@ -493,7 +655,11 @@ void resize_bytes(c10::StorageImpl* storage, size_t num_bytes) {
   c10::DeviceGuard guard(storage->device());
   auto fresh = the_allocator.allocate(num_bytes);
   size_t kept = std::min(num_bytes, storage->nbytes());
-  if (kept) std::memcpy(bytes_at(fresh.get()), bytes_at(storage->data_ptr().get()), kept);
+  if (kept) {
+    note_use(storage->data_ptr().get(), false, "resize_");
+    note_use(fresh.get(), true, "resize_");
+    std::memcpy(bytes_at(fresh.get()), bytes_at(storage->data_ptr().get()), kept);
+  }
   storage->set_data_ptr_noswap(std::move(fresh));
   storage->set_nbytes(num_bytes);
 }
@@ -515,6 +681,7 @@ void enqueue(c10::Stream stream, bool for_device, std::function<void()> work) {
   Lock lock(mutex);
   auto& queue = queues[key_of(stream)];
   queue.pending.push_back({++queue.last, for_device, std::move(work)});
+  queue.clock.reach(queue.stream, queue.last);
   ++num_pending;
 }
 
@@ -522,10 +689,54 @@ void before_kernel(c10::DeviceIndex index) {
   auto key = key_of(current_stream(index));
   {
     Lock lock(mutex);
-    ++queues[key].last;
+    auto& queue = queues[key];
+    queue.clock.reach(queue.stream, ++queue.last);
+    queue.clock.join(host);
   }
   run_pending(key, kEverything, true);
 }
+
+void meet(c10::Stream one, c10::Stream other) {
+  Lock lock(mutex);
+  auto &first = queues[key_of(one)].clock, &second = queues[key_of(other)].clock;
+  first.join(second);
+  second.join(first);
+}
+
+void note_use(const void* address, bool writes, const std::string& what) {
+  std::vector<std::pair<const char*, std::string>> races;
+  {
+    Lock lock(mutex);
+    auto* block = block_of(address);
+    if (!block) return;
+    auto& queue = queues[key_of(current_stream(block->home.first))];
+    auto check = [&](const Use& earlier, const char* kind, const char* when) {
+      if (is_over(earlier, queue.clock)) return;
+      queue.clock.reach(earlier.stream, earlier.number);  // a wait that is missing counts once
+      auto which = what + (writes ? " writes to" : " reads") + " memory that " + earlier.what + earlier.did;
+      races.emplace_back(kind, which + " on another stream" + when);
+    };
+    for (auto& debt : block->debts)
+      for (auto& use : debt->uses) check(use, "freed without record_stream", " before it was freed");
+    block->debts.clear();
+    check(block->written, writes ? "overwritten too early" : "read too early", "");
+    Use use{queue.stream, queue.last, what, writes ? " wrote" : " read"};
+    if (writes) {
+      for (auto& earlier : block->read) check(earlier, "overwritten too early", "");
+      block->read.clear();
+      block->written = std::move(use);
+    } else {
+      auto same = std::find_if(block->read.begin(), block->read.end(), [&](auto& one) { return one.stream == use.stream; });
+      if (same == block->read.end())
+        block->read.push_back(std::move(use));
+      else
+        *same = std::move(use);
+    }
+  }
+  for (auto& [kind, which] : races) note_race(kind, which);
+}
+
+void record_stream(const void* address, c10::Stream stream) { record_use(address, stream); }
 void finish_stream(c10::Stream stream) { wait_for(key_of(stream), kEverything); }
 
 void watch_pinned(c10::Stream stream, c10::Storage pinned, const void* address, size_t num_bytes) {
@@ -537,12 +748,7 @@ void watch_pinned(c10::Stream stream, c10::Storage pinned, const void* address, 
   watched.push_back({std::move(pinned), address, {bytes, bytes + num_bytes}});
 }
 
-void note_wait(const char* kind, const std::string& what) {
-  if (!wait_listener) return;
-  pybind11::gil_scoped_acquire gil;
-  auto listener = pybind11::reinterpret_borrow<pybind11::object>(wait_listener.load());
-  if (listener) listener(kind, what);
-}
+void note_wait(const char* kind, const std::string& what) { tell(wait_listener, kind, what); }
 
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static std::vector<at::Generator> generators = [] {
@@ -610,10 +816,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_late_copies", [](bool is_late) { late_copies = is_late; });
   m.def("late_copies", [] { return late_copies.load(); });
   m.def("set_assignment_shares", [](bool shares) { assignment_shares = shares; });
-  m.def("set_wait_listener", [](pybind11::object listener) {
-    auto* fresh = listener.is_none() ? nullptr : listener.release().ptr();
-    Py_XDECREF(wait_listener.exchange(fresh));
-  });
+  m.def("set_wait_listener", [](pybind11::object listener) { set_listener(wait_listener, std::move(listener)); });
+  m.def("set_race_listener", [](pybind11::object listener) { set_listener(race_listener, std::move(listener)); });
   m.def("num_races", &count_races);
   m.def("forget_races", [] {
     count_races();

@@ -6,8 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -280,12 +281,8 @@ amp = ModuleType("torch.sim.amp")
 
 
 @dataclass(frozen=True)
-class Wait:
-    """One wait of the host for the device.
-
-    `kind` is ``"item"``, ``"blocking copy"``, ``"pageable copy"`` (of memory that is not pinned), ``"data-dependent"``
-    (the size of a result is in its values), ``"event"`` or ``"explicit"`` (a stream or a device was synchronized).
-    """
+class Noticed:
+    """What the device noticed: its kind, the operator, and where the program was."""
 
     kind: str
     what: str
@@ -295,32 +292,62 @@ class Wait:
         return f"{self.kind} ({self.what})\n{''.join(self.stack.format())}"
 
 
-_records: list[list[Wait]] = []
+class Wait(Noticed):
+    """One wait of the host for the device.
+
+    `kind` is ``"item"``, ``"blocking copy"``, ``"pageable copy"`` (of memory that is not pinned), ``"data-dependent"``
+    (the size of a result is in its values), ``"event"`` or ``"explicit"`` (a stream or a device was synchronized).
+    """
 
 
-def _listen(kind: str, what: str) -> None:
+class Race(Noticed):
+    """One use of memory that may come too early or too late, as no stream has waited.
+
+    `kind` is ``"read too early"``, ``"overwritten too early"``, ``"freed without record_stream"`` (the memory is used
+    again before the other stream is done) or ``"pinned buffer"``. `stack` is that of the later use, and of the place
+    where it was noticed for a pinned buffer.
+    """
+
+
+_records: dict[type[Noticed], list[list[Any]]] = {Wait: [], Race: []}
+
+
+def _add(noticed: type[Noticed], kind: str, what: str) -> None:
     stack = traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)
     stack.reverse()
-    for record in _records:
-        record.append(Wait(kind, what, stack))
+    for record in _records[noticed]:
+        record.append(noticed(kind, what, stack))
 
 
 @contextmanager
-def record_syncs() -> Iterator[list[Wait]]:
-    """Give a list to which each wait of the host, in any thread, is added while the context lasts."""
-    record: list[Wait] = []
-    _records.append(record)
-    library.set_wait_listener(_listen)
+def _recording(noticed: type[Noticed], set_listener: Any) -> Iterator[list[Any]]:
+    record: list[Any] = []
+    _records[noticed].append(record)
+    set_listener(partial(_add, noticed))
     try:
         yield record
     finally:
-        _records.remove(record)
-        if not _records:
-            library.set_wait_listener(None)
+        # Of lists that are equal, this one.
+        _records[noticed] = [each for each in _records[noticed] if each is not record]
+        if not _records[noticed]:
+            set_listener(None)
+
+
+def record_syncs() -> AbstractContextManager[list[Wait]]:
+    """Give a list to which each wait of the host, in any thread, is added while the context lasts."""
+    return _recording(Wait, library.set_wait_listener)
+
+
+@contextmanager
+def record_races() -> Iterator[list[Race]]:
+    """Give a list to which each race, in any thread, is added while the context lasts."""
+    with _recording(Race, library.set_race_listener) as record:
+        yield record
+        num_races()  # looks at the pinned buffers
 
 
 def num_races() -> int:
-    """How often a pinned buffer was changed before its copy to the device was known to be complete."""
+    """How many races there were since the process started."""
     return library.num_races()
 
 

@@ -44,7 +44,7 @@ class Aliases {
   }
 
   // What a kernel has returned, as a tensor of the device.
-  Tensor back(const Tensor& result, c10::Device device) {
+  Tensor back(const Tensor& result, c10::Device device, const std::string& what) {
     if (!result.defined() || result.device().type() != c10::kCPU) return result;
     auto same = originals_.find(result.unsafeGetTensorImpl());
     if (same != originals_.end()) return same->second;
@@ -61,6 +61,7 @@ class Aliases {
     c10::DeviceGuard guard(device);
     auto fresh = at::Tensor(at::detail::empty_strided_generic(
         result.sizes(), result.strides(), allocator(), our_keys(), result.scalar_type()));
+    note_use(fresh, true, what);
     if (auto num_bytes = fresh.storage().nbytes(); num_bytes && result.numel())
       std::memcpy(bytes_at(fresh.storage().data()), result.const_data_ptr(), num_bytes);
     return fresh;
@@ -180,6 +181,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   if (!device.has_index()) device = c10::Device(kSim, current_device());
   c10::DeviceGuard guard(device);
   before_kernel(device.index());
+  for (size_t i = 0; i < num_arguments; ++i) {
+    const bool is_written = schema.arguments()[i].alias_info() && schema.arguments()[i].alias_info()->isWrite();
+    visit_tensors((*stack)[begin + i], [&](const Tensor& tensor) { note_use(tensor, is_written, full); });
+  }
 
   // Indexing by a mask has looked for its nonzero elements before it comes here, except where it assigns.
   const bool finds = name.name == "aten::_index_put_impl_" ? masks
@@ -189,6 +194,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   if (finds) {
     note_wait("data-dependent", full);
     finish_stream(current_stream(device.index()));
+    before_kernel(device.index());
   }
 
   // Arguments for the CPU's kernel.
@@ -234,15 +240,18 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
 
-  for (const auto& tensor : written) aliases.after_writing(tensor);
+  for (const auto& tensor : written) {
+    aliases.after_writing(tensor);
+    note_use(tensor, true, full);  // elsewhere now, where it was resized
+  }
   const auto num_returns = schema.returns().size();
   for (auto i = stack->size() - num_returns; i < stack->size(); ++i) {
     auto& value = (*stack)[i];
     if (value.isTensor()) {
-      value = aliases.back(value.toTensor(), device);
+      value = aliases.back(value.toTensor(), device, full);
     } else if (value.isTensorList()) {
       auto tensors = value.toTensorVector();
-      for (auto& tensor : tensors) tensor = aliases.back(tensor, device);
+      for (auto& tensor : tensors) tensor = aliases.back(tensor, device, full);
       value = c10::IValue(tensors);
     }
   }
@@ -333,6 +342,7 @@ at::Scalar local_scalar(const Tensor& self) {
   note_wait("item", "aten::_local_scalar_dense");
   c10::DeviceGuard guard(self.device());
   before_kernel(self.device().index());
+  note_use(self, false, "aten::_local_scalar_dense");
   finish_stream(current_stream(self.device().index()));
   return at::_local_scalar_dense(Aliases().of(self));
 }
@@ -348,14 +358,14 @@ bool is_plain_copy(const Tensor& from, const Tensor& to) {
 void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   const auto stream = current_stream(to.device().index());
   const bool is_async = non_blocking && from.is_contiguous() && from.sizes() == to.sizes() && is_pinned(from.const_data_ptr());
+  before_kernel(to.device().index());
+  note_use(to, true, "copy from the host");
   if (!is_async) {
     note_wait(non_blocking ? "pageable copy" : "blocking copy", "host to device");
-    before_kernel(to.device().index());
     finish_stream(stream);
     Aliases().of(to).copy_(from);
     return;
   }
-  before_kernel(to.device().index());
   if (!copies_are_late()) {
     Aliases().of(to).copy_(from);
     return;
@@ -378,6 +388,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
 void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   const auto stream = current_stream(from.device().index());
   before_kernel(from.device().index());
+  note_use(from, false, "copy to the host");
   if (!non_blocking || !is_pinned(to.const_data_ptr()) || !is_plain_copy(from, to)) {
     note_wait(non_blocking ? "pageable copy" : "blocking copy", "device to host");
     finish_stream(stream);
@@ -399,6 +410,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (is_ours(from) && is_ours(to)) {
     before_kernel(from.device().index());
     before_kernel(to.device().index());
+    if (from.device() != to.device()) meet(current_stream(from.device().index()), current_stream(to.device().index()));
+    note_use(from, false, "aten::copy_");
+    note_use(to, true, "aten::copy_");
     Aliases aliases;
     aliases.of(to).copy_(aliases.of(from));
   } else if (is_ours(to)) {
@@ -426,9 +440,13 @@ bool may_share(const Tensor& self, const Tensor& from) {
   return both_ours || (shares_on_assignment() && is_dense(self) && is_dense(from));
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+void record_storage(Tensor& tensor, c10::Stream stream) { record_stream(tensor.storage().data(), stream); }
 
 }  // namespace
+
+void note_use(const Tensor& tensor, bool writes, const std::string& what) {
+  if (is_ours(tensor) && tensor.numel()) note_use(tensor.storage().data(), writes, what);
+}
 
 Tensor cpu_alias(const Tensor& tensor) { return Aliases().of(tensor); }
 
@@ -451,7 +469,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
-  m.impl("record_stream", &record_stream);
+  m.impl("record_stream", &record_storage);
   m.impl("_has_compatible_shallow_copy_type", &may_share);
 }
 

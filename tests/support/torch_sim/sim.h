@@ -36,6 +36,13 @@ c10::Stream current_stream(c10::DeviceIndex index);
 void enqueue(c10::Stream stream, bool for_device, std::function<void()> work);
 void before_kernel(c10::DeviceIndex index);  // what the stream's next kernel may read is there
 void finish_stream(c10::Stream stream);      // the host has waited for the stream
+void meet(c10::Stream one, c10::Stream other);  // each waits for the other
+// The current stream's latest kernel or copy reads the memory, or writes to it: a race, unless it has waited for those
+// of other streams.
+void note_use(const void* address, bool writes, const std::string& what);
+void note_use(const at::Tensor& tensor, bool writes, const std::string& what);
+// The memory must not be given out again before the stream has come this far.
+void record_stream(const void* address, c10::Stream stream);
 // The pinned bytes must stay as they are until the host has waited for the stream.
 void watch_pinned(c10::Stream stream, c10::Storage pinned, const void* address, size_t num_bytes);
 
