@@ -77,6 +77,7 @@ def test_views_share_their_memory() -> None:
     expected.view(4, 3).t()[1, 2:].fill_(1)
     expected[0].add_(2)
     assert torch.equal(whole.cpu(), expected)
+    assert torch.tensor([1 + 2j], device="sim").conj().cpu().item() == 1 - 2j
 
 
 @pytest.mark.parametrize("other", ["cpu", "sim:1"])
