@@ -33,6 +33,7 @@ from hftrain import (
 from hftrain.cli.blame import show_blame
 from hftrain.cli.replay import show_replay
 from hftrain.core.devices import move, to_host
+from hftrain.extras.flight.fingerprint import Fingerprint
 from hftrain.extras.flight.reading import read_ledger
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.strategies.registry import create_strategy
@@ -334,6 +335,13 @@ def test_a_flight_log_is_the_cpus_and_steps_are_done_again(tmp_path: Path, monke
     assert again.data["parted"] is None
     assert {17, 90} <= {each["sample"] for each in found[1][1]}
     assert found[0] == found[1]
+
+
+def test_a_fingerprint_of_nothing_is_on_the_device_too() -> None:
+    """A process that has no element of a part adds its numbers to those of others."""
+    copy = nn.Parameter(torch.ones(3, device="sim"))
+    copy.is_copy = True  # type: ignore[attr-defined]
+    assert Fingerprint([copy]).of(0).device.type == "sim"
 
 
 def test_sample_losses_get_a_batch_on_the_device(tmp_path: Path) -> None:
