@@ -388,7 +388,7 @@ def tests_sim(session: nox.Session) -> None:
     """Run the tests on a simulated accelerator, which is compiled once for each version of torch (two minutes)."""
     skip_unless_marked(session, "sim", "nothing would run on the simulated accelerator")
     need_programs(session, "g++ ninja-build", "g++", "ninja")
-    install(session, "test", "transformers", "peft")
+    install(session, "test", "transformers", "peft", "search")
     session.run("python", "-m", "tests.support.torch_sim.build")
     pytest(session, "sim and not slow", "tests/sim", *WORKERS, *NO_HANG)
 

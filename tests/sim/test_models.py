@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.hub_models import collate, losses_of, make_model, make_rows, run_options
-from support.two_devices import numbers, weights
+from support.two_devices import numbers, seed_once, weights
 
 import hftrain
-from hftrain import Trainer, TrainingArguments, set_seed
+from hftrain import Trainer, TrainingArguments, default_data_collator, pack_dataset, set_seed
 
 pytestmark = [
     pytest.mark.sim,
@@ -33,18 +33,20 @@ def trained(
     make: Any = eager,
     kind: Any = Trainer,
     callbacks: Any = (),
+    rows: Any = None,
+    collator: Any = collate,
     **options: Any,
 ) -> Any:
     arguments = hftrain.Seq2SeqTrainingArguments if kind is hftrain.Seq2SeqTrainer else TrainingArguments
     model = make(name)
     set_seed(0)
-    rows = make_rows(name, 16)
+    rows = make_rows(name, 16) if rows is None else rows
     trainer = kind(
         model,
         arguments(str(folder), **run_options(**{"use_cpu": use_cpu, "num_train_epochs": 1, **options})),
         train_dataset=rows,
-        eval_dataset=rows[:8],
-        data_collator=collate,
+        eval_dataset=make_rows(name, 16)[:8],
+        data_collator=collator,
         callbacks=[make_one() for make_one in callbacks],
     )
     trainer.train()
@@ -75,6 +77,7 @@ def test_torchs_attention_takes_other_kernels(tmp_path: Path) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "accumulation": {"gradient_accumulation_steps": 2},
+    "noise": {"neftune_noise_alpha": 5.0, "callbacks": [seed_once]},
     "chunked loss": {"callbacks": [lambda: hftrain.ChunkedCrossEntropy(chunk_size=5)]},
 }
 
@@ -84,9 +87,10 @@ def test_what_large_models_need(tmp_path: Path, case: str) -> None:
     same(tmp_path, "llama", **CASES[case])
 
 
-def test_noise_is_the_devices_own(tmp_path: Path) -> None:
-    one, other = (trained(tmp_path / name, "llama", use_cpu=False, neftune_noise_alpha=5.0) for name in "ab")
-    assert all(map(torch.equal, weights(one), weights(other)))
+def test_documents_are_packed_as_on_the_cpu(tmp_path: Path) -> None:
+    documents = [{"input_ids": row["input_ids"][: 2 + number % 5]} for number, row in enumerate(make_rows("llama", 40))]
+    packed = pack_dataset(documents, 12)
+    same(tmp_path, "llama", rows=packed, collator=default_data_collator)
 
 
 def test_adapters_train_as_on_the_cpu(tmp_path: Path) -> None:

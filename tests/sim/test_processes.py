@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -203,7 +204,57 @@ def test_what_runs_beside_a_step_reads_and_writes_in_time(run_distributed: Run, 
     run_distributed(busy, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_a_process_puts_nothing_on_the_device_of_another(run_distributed: Run, strategy: str) -> None:
     answers = run_distributed(trained, strategy=strategy, use_cpu=False, joins=True)
     assert [answer["other"] for answer in answers] == [0, 0]
+
+
+MESHES: dict[int, dict[str, dict[str, int]]] = {
+    2: {"cp": {}, "pp": {}},
+    4: {"hsdp": {"dp_replicate": 2, "dp_shard": 2}, "fsdp_tp": {"tp_size": 2}},
+}
+
+
+def trained_on_meshes() -> dict[str, Any]:
+    """Train a language model on the CPU and on the devices; tell the weights, and on which devices anything was put."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = int(os.environ["WORLD_SIZE"])
+    os.environ["TORCH_SIM_DEVICES"] = str(size)
+    sim, found = load(), {}
+    for name, use_cpu in itertools.product(MESHES[size], (True, False)):
+        set_seed(0)
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = GPT2Config(
+            n_embd=16, n_layer=2, n_head=4, vocab_size=64, n_positions=16,
+            attn_implementation="sdpa" if name == "cp" else "eager", **rates,
+        )  # fmt: skip
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (16, 12))]
+        trainer = make_trainer(
+            Path(f"{name}{use_cpu}"), GPT2LMHeadModel(config).double(), use_cpu=use_cpu, train_dataset=rows,
+            strategy=create_strategy(name, use_cpu=use_cpu, **MESHES[size][name]), eval_dataset=rows[:5], max_steps=3,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        trainer.train()
+        numbers = {"eval_loss": trainer.evaluate()["eval_loss"], **trainer.strategy.model_state(trainer.model_wrapped)}
+        found[f"{name} {trainer.strategy.device}"] = {key: torch.as_tensor(x).tolist() for key, x in numbers.items()}
+        trainer.strategy.close()
+    return {"found": found, "devices": [index for index in range(size) if sim.num_allocations(index)]}
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_meshes_train_as_on_the_cpu(run_distributed: Run, size: int) -> None:
+    """To the bit, but for context ranks: the CPU's fused attention, which they need, rounds differently."""
+    pytest.importorskip("transformers")
+    for rank, answer in enumerate(run_distributed(trained_on_meshes, size)):
+        assert answer["devices"] == [rank]
+        for name in MESHES[size]:
+            expected, found = (answer["found"][f"{name} {device}"] for device in ("cpu", f"sim:{rank}"))
+            assert found.keys() == expected.keys()
+            assert rank or len(found) > 20
+            for key, value in expected.items():
+                given, wanted = (torch.tensor(each, dtype=torch.float64) for each in (found[key], value))
+                torch.testing.assert_close(
+                    given, wanted, rtol=0, atol=1e-9 if name == "cp" else 0, msg=f"{name}: {key}"
+                )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import engines
-from support.tiny import Net, Task, at, make_rows, share
+from support import engines, gan
+from support.tiny import Net, Task, at, make_rows, make_trainer, share
 from support.two_devices import numbers, run, run_on_both, weights
 from torch import nn
 
@@ -26,8 +28,13 @@ from hftrain import (
     SavePolicy,
     SpikeGuard,
     Throughput,
+    set_seed,
 )
+from hftrain.cli.blame import show_blame
+from hftrain.cli.replay import show_replay
 from hftrain.core.devices import move, to_host
+from hftrain.extras.flight.fingerprint import Fingerprint
+from hftrain.extras.flight.reading import read_ledger
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.strategies.registry import create_strategy
 
@@ -126,16 +133,22 @@ def test_a_background_save_holds_the_weights_of_its_step(tmp_path: Path) -> None
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_fp16_skips_a_step_that_overflows(tmp_path: Path) -> None:
+def test_fp16_skips_the_steps_that_overflow_on_the_cpu(tmp_path: Path) -> None:
+    """Without LayerNorm, which a GPU's autocast computes in float32."""
+
     class Loud(Net):
         steps = 0
 
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-            loss, logits = super().forward(x, labels)
-            self.steps += self.training
-            return (loss * (1e38 if self.steps == 3 else 1)), logits
+        def __init__(self) -> None:
+            super().__init__()
+            del self.layers[1]
 
-    trainer = run(tmp_path, Loud, use_cpu=False, fp16=True)
+        def forward(self, x: torch.Tensor, labels: Any = None) -> tuple[torch.Tensor, ...]:
+            logits = self.layers(x).float()
+            self.steps += self.training
+            return nn.functional.cross_entropy(logits, labels) * (1e38 if self.steps == 3 else 1), logits
+
+    trainer = run_on_both(tmp_path, Loud, fp16=True)
     assert all(torch.isfinite(value).all() for value in weights(trainer))
     assert len({entry["loss"] for entry in trainer.state.log_history if "loss" in entry}) > 6
 
@@ -144,15 +157,58 @@ def test_compiled_steps_are_the_cpus(tmp_path: Path) -> None:
     run_on_both(tmp_path, torch_compile=True, torch_compile_backend="aot_eager", tolerance=1e-6, max_steps=3)
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, sim: Any) -> None:
-    class Large(Net):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-            kept = x.new_empty(len(x), 1 << 16)
-            return super().forward(x + 0 * len(kept), labels)
+class Large(Net):
+    """Needs 256 KiB of memory a sample."""
 
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        kept = x.new_empty(len(x), 1 << 16)
+        return super().forward(x + 0 * len(kept), labels)
+
+
+@pytest.mark.parametrize(("way", "steps"), [(True, 2), ("smaller_batch", 1)])
+def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, sim: Any, way: Any, steps: int) -> None:
+    """The step stays the same, or is one of half the size: what the CPU does with batches of 2 from the start."""
+    rows: dict[str, Any] = {"train_dataset": make_rows(24)}
     with sim.memory_limit(sim.memory_allocated() + 3 * (1 << 18)):
-        trainer = run(tmp_path, Large, use_cpu=False, auto_find_batch_size=True)
-    assert trainer.state.train_batch_size == 2
+        found = run(tmp_path / "sim", Large, use_cpu=False, auto_find_batch_size=way, **rows)
+    assert found.state.train_batch_size == 2
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": steps}
+    expected = run(tmp_path / "cpu", Large, use_cpu=True, **settings, **rows)
+    assert all(map(torch.equal, weights(expected), weights(found)))
+    assert numbers(found) == numbers(expected)
+
+
+def test_tuning_finds_what_it_finds_on_the_cpu(tmp_path: Path, sim: Any) -> None:
+    tuned: list[Any] = []
+    for use_cpu in (True, False):
+        set_seed(0)
+        trainer = make_trainer(tmp_path / str(use_cpu), Large(), use_cpu=use_cpu, train_dataset=make_rows(64))
+        rates = trainer.tune.lr(num_steps=12, max_lr=10.0)
+        with sim.memory_limit(sim.memory_allocated() + 9 * (1 << 18)):
+            size = trainer.tune.batch_size()
+        assert size == (64 if use_cpu else 8)
+        trainer.train()
+        tuned.append([rates, numbers(trainer), [each.tolist() for each in weights(trainer)]])
+    assert tuned[0] == tuned[1]
+
+
+def test_a_search_finds_what_it_finds_on_the_cpu(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    found: list[Any] = []
+    for use_cpu in (True, False):
+        trainer = make_trainer(
+            tmp_path / str(use_cpu), model_init=Net, eval_dataset=make_rows(8, 2), use_cpu=use_cpu, max_steps=4,
+            eval_strategy="steps", eval_steps=2,
+        )  # fmt: skip
+        sampler = optuna.samplers.GridSampler({"learning_rate": [1e-3, 1e-1]}, seed=0)
+        found.append(
+            trainer.hyperparameter_search(
+                lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1)},
+                n_trials=2, backend="optuna", sampler=sampler,
+            )
+        )  # fmt: skip
+        assert trainer.strategy.device.type == ("cpu" if use_cpu else "sim")
+    assert found[0] == found[1]
 
 
 def test_predictions_are_the_cpus(tmp_path: Path) -> None:
@@ -228,10 +284,64 @@ def test_an_engine_trains_as_on_the_cpu(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_an_excluded_batch_is_found_again(tmp_path: Path) -> None:
-    trainer = run(tmp_path, use_cpu=False, flight_log=FlightLog(), save_strategy="steps", save_steps=4)
-    assert (tmp_path / "flight").is_dir()
-    assert trainer.state.global_step == 12
+@pytest.mark.parametrize("options", [{}, {"fp16": True}], ids=str)
+def test_several_optimizers_take_the_cpus_steps(tmp_path: Path, options: dict[str, Any]) -> None:
+    found, expected = (
+        gan.make(tmp_path / str(use_cpu), gan.Gan(takes_turns=True), use_cpu=use_cpu, **options)
+        for use_cpu in (False, True)
+    )
+    found.train()
+    expected.train()
+    assert gan.weights(found) == gan.weights(expected)
+    assert numbers(found) == numbers(expected)
+
+
+FLIGHT = """
+import sys
+from pathlib import Path
+from support.tiny import Net, at, make_rows
+from support.two_devices import run, seed_once
+from torch.nn.functional import cross_entropy
+from hftrain import FlightLog
+
+rows = make_rows(160)
+for bad in (17, 90):
+    rows[bad]["x"] *= 1000
+
+def sample_losses(outputs, batch):
+    return cross_entropy(outputs[1], batch["labels"], reduction="none")
+
+class Plain(Net):
+    def __init__(self):
+        super().__init__(dropout=0.1)
+        del self.layers[1:3]
+
+run(Path(sys.argv[1]), Plain, seed_once, use_cpu=bool(sys.argv[2]), train_dataset=rows, max_steps=36,
+    save_strategy="steps", save_steps=10, flight_log=FlightLog(sample_losses=sample_losses))
+"""
+
+
+def test_a_flight_log_is_the_cpus_and_steps_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FLIGHT)
+    found = []
+    for name, on_cpu in (("cpu", "cpu"), ("sim", "")):
+        monkeypatch.setattr(sys, "argv", words := [str(script), str(tmp_path / name), on_cpu])
+        runpy.run_path(str(script), run_name="__main__")
+        blamed = show_blame(str(tmp_path / name), output=str(tmp_path / f"{name}.json"))
+        lines = [line | {"ms": None} for (line,) in read_ledger(tmp_path / name).values()]
+        found.append([lines, blamed.data["suspects"]])
+    again = show_replay(str(tmp_path / "sim"), step=25, output=str(tmp_path / "again"), script=words)
+    assert again.data["parted"] is None
+    assert {17, 90} <= {each["sample"] for each in found[1][1]}
+    assert found[0] == found[1]
+
+
+def test_a_fingerprint_of_nothing_is_on_the_device_too() -> None:
+    """A process that has no element of a part adds its numbers to those of others."""
+    copy = nn.Parameter(torch.ones(3, device="sim"))
+    copy.is_copy = True  # type: ignore[attr-defined]
+    assert Fingerprint([copy]).of(0).device.type == "sim"
 
 
 def test_sample_losses_get_a_batch_on_the_device(tmp_path: Path) -> None:

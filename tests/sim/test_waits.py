@@ -77,6 +77,7 @@ FREE: dict[str, tuple[Any, dict[str, Any]]] = {
     "foreach": ((), {"optim_args": "foreach=True"}),
     "SGD": ((), {"optim": "sgd"}),
     "Muon": ((), {"optim": "muon"}),
+    "max_time": ((), {"max_time": "1h"}),
     "label smoothing": ((), {"label_smoothing_factor": 0.1}),
     "token counts": ((), {"model": Tokens, "include_num_input_tokens_seen": "all"}),
     "EMA": ((EMA,), {}),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.tiny import Net, make_trainer
+from support.tiny import Net, at, make_trainer
 
-from hftrain import set_seed
+from hftrain import TrainerCallback, set_seed
 
 Make = Callable[..., Any]
 # What a log holds of the machine, not of the training.
@@ -22,11 +22,28 @@ def weights(trainer: Any) -> list[torch.Tensor]:
 
 
 def numbers(trainer: Any) -> list[dict[str, Any]]:
-    """Return what a Trainer has logged, without what depends on the machine."""
+    """Return what a Trainer has logged, without what depends on the machine; a NaN as a word, to compare it."""
     return [
-        {name: value for name, value in entry.items() if not any(part in name for part in _TIMES)}
+        {
+            name: value if value == value else "nan"
+            for name, value in entry.items()
+            if not any(part in name for part in _TIMES)
+        }
         for entry in trainer.state.log_history
     ]
+
+
+def seed_once() -> TrainerCallback:
+    """Return a callback that lets the first step begin with the same generators on both devices.
+
+    On the CPU, the one of the device has made the weights, too.
+    """
+
+    def seed(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            set_seed(1)
+
+    return at("on_step_begin", seed)
 
 
 def run(folder: Path, model: Make = Net, *callbacks: Make, use_cpu: bool, resume: Any = None, **options: Any) -> Any:

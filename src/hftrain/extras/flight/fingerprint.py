@@ -125,7 +125,7 @@ class Fingerprint:
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
             powers.append(own.of(self._powers, part, self._starts[number] - self._start_of(window)))
         if not weights:
-            return torch.zeros(2, dtype=torch.int64)
+            return torch.zeros(2, dtype=torch.int64, device=self._powers.device)
         rows = [_joined(each) for each in (weights, gradients)[: 1 + has_any]]
         rows = rows if len({each.dtype for each in rows}) == 1 else [_bits(each) for each in rows]
         return (_bits(torch.stack(rows)) * _joined(powers).to(rows[0].device)).sum(1)
