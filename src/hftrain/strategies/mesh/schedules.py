@@ -87,7 +87,7 @@ class Run:
     ) -> list[torch.Tensor | None]:
         """Run the backward passes of all micro-batches and return the gradients of this stage's parameters."""
         if self.kept is not None:
-            factor = torch.zeros((), device=self.whole.device) if grads[0] is None else grads[0]
+            factor = torch.zeros((), device=self.device) if grads[0] is None else grads[0]
             _check_alike(parameters, factor)
             return [None if grad is None else grad * factor for grad in self.kept]
         with _put_aside(parameters) as found:
