@@ -5,6 +5,7 @@ in pyproject.toml puts `tests/` on the import path, here and in the processes th
 
 - `leave_no_trace` (automatic): the test starts from seeded generators and fails if it leaves something behind.
 - `tmp_cwd`: an empty folder as working directory.
+- `hub`: a Hub on the loopback that huggingface_hub talks to.
 - `store`: an empty store in memory, behind `support.remote.URL`.
 - `run_distributed`, `launch_distributed`: real processes under torchrun.
 """
@@ -134,6 +135,15 @@ def tmp_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make an empty folder the working directory, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Hub that huggingface_hub talks to, logged in as alice."""
+    from support.hub_server import running_hub
+
+    with running_hub(monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture

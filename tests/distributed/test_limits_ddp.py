@@ -6,21 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, make_resumable, make_rows
-
-from hftrain import Trainer
+from support.tiny import Net, Reading, Stream, make_resumable, make_rows
 
 pytestmark = pytest.mark.distributed
-
-
-class Reading(Trainer):
-    """Keeps the first numbers of the samples that this rank trains on."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
-        vars(self).setdefault("seen", []).append(inputs["x"][:, 0].tolist())
-        return super().training_step(model, inputs, *args)
 
 
 def train(folder: str, *, stops: list[int | None], is_stream: bool = False, **options: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
 from hftrain.strategies.watch import Agreement
@@ -27,17 +27,13 @@ def train(
     rows: int = 24,
     stop: int | None = None,
     resume: bool = False,
-    is_stream: bool = False,
-    strategy: str | None = None,
-    precision: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train `Net` and return what it logged and learnt."""
     set_seed(7)
-    data: Any = make_rows(rows)
     trainer = make_trainer(
-        Path(folder), train_dataset=Stream(data) if is_stream else data, eval_dataset=make_rows(7, seed=2),
-        callbacks=[StopAt(stop)], strategy=strategy, precision=precision, **options,
+        Path(folder), train_dataset=make_rows(rows), eval_dataset=make_rows(7, seed=2), callbacks=[StopAt(stop)],
+        **options,
     )  # fmt: skip
     output = trainer.train(resume_from_checkpoint=resume)
     return {

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 from support import hub_models
-from support.hub_server import HubServer, running_hub
+from support.hub_server import HubServer
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainingArguments, set_seed
 
 # huggingface_hub's own upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A Hub that huggingface_hub talks to, logged in as alice."""
-    with running_hub(monkeypatch) as server:
-        yield server
 
 
 @pytest.mark.interop

@@ -8,21 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Stream, at, make_arguments, make_rows, make_trainer, train
 from torch.nn.functional import cross_entropy
 
-from hftrain import TaskError, Trainer, TrainerCallback, set_seed
-
-
-class Acts(TrainerCallback):
-    """Run one function at one event."""
-
-    def __init__(self, event: str, function: Any) -> None:
-        setattr(self, event, lambda args, state, control, **kwargs: function(state, control))
-
-
-# -- seeds -----------------------------------------------------------------------------------------------------------
-
+from hftrain import TaskError, Trainer, set_seed
 
 # -- what a model is given -------------------------------------------------------------------------------------------
 
@@ -35,20 +24,17 @@ def test_empty_batch_names_the_columns_that_the_model_takes(tmp_path: Path, verb
         getattr(trainer, verb)()
 
 
-# -- how steps are cut, and who divides ------------------------------------------------------------------------------
-
-
 # -- where a run ends ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_train_begin", "on_epoch_begin"])
 def test_stop_ends_the_run_and_its_mean_loss_counts_every_step(tmp_path: Path, event: str) -> None:
-    def stop(state: Any, control: Any) -> None:
+    def stop(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step >= (12 if event == "on_step_end" else 0)
 
     arguments = make_arguments(tmp_path, num_train_epochs=2, logging_steps=5, learning_rate=0.0)
     set_seed(0)
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[Acts(event, stop)])
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[at(event, stop)])
     output = trainer.train()
     # In the very last step; after the first epoch; before the first step; and within a step that ends as usual.
     steps = {"on_step_end": 12, "on_epoch_end": 6, "on_train_begin": 0, "on_epoch_begin": 1}[event]

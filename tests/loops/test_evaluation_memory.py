@@ -23,24 +23,16 @@ def measure(contender: str, num_samples: int) -> dict[str, Any]:
     return result
 
 
-def check_streaming(num_samples: int) -> None:
-    # The process has evaluated 2,000 samples already: what it takes beyond that is what the larger set adds.
-    assert measure("hftrain-streaming", num_samples)["peak_bytes"] < SLACK_BYTES
-
-
-def check_kept(contender: str, num_samples: int) -> None:
-    found = measure(contender, num_samples)
-    assert found["peak_bytes"] <= 1.3 * found["kept_bytes"] + 2_000_000
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_streaming_metrics_take_no_memory_per_sample_of_a_large_set() -> None:
-    check_streaming(200_000)
+    # The process has evaluated 2,000 samples already: what it takes beyond that is what the larger set adds.
+    assert measure("hftrain-streaming", 200_000)["peak_bytes"] < SLACK_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("contender", ["hftrain-argmax", "hftrain-tokens", "hftrain-logits"])
 def test_what_is_kept_of_a_large_set_is_held_once(contender: str) -> None:
-    check_kept(contender, 200_000)
+    found = measure(contender, 200_000)
+    assert found["peak_bytes"] <= 1.3 * found["kept_bytes"] + 2_000_000

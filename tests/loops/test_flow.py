@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import Net, make_arguments, make_rows, train
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainerCallback
 
 
 def run(folder: Path, **options: Any) -> Trainer:
@@ -34,6 +34,15 @@ def run(folder: Path, **options: Any) -> Trainer:
 def test_losses_are_logged_when_asked_for(tmp_path: Path, options: dict[str, Any], logged: list[int]) -> None:
     history = run(tmp_path, **options).state.log_history
     assert [entry["step"] for entry in history if "loss" in entry] == logged
+
+
+def test_intervals_may_change_while_training(tmp_path: Path) -> None:
+    class LogMoreOften(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.logging_steps = 2
+
+    history = run(tmp_path, logging_steps=3, callbacks=[LogMoreOften()]).state.log_history
+    assert [entry["step"] for entry in history if "loss" in entry] == [3, 4, 6, 8, 10, 12]
 
 
 def test_state_holds_the_intervals_in_steps(tmp_path: Path) -> None:

@@ -6,25 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Stream, make_resumable, make_rows, make_trainer, share
+from support.tiny import Reading, Stream, make_resumable, make_rows, make_trainer, share
 
-from hftrain import EvalSet, Trainer, TrainerCallback
+from hftrain import EvalSet, TrainerCallback
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.cli.checkpoints import show_checkpoints
 from hftrain.cli.report import show_report
 from hftrain.core.errors import CheckpointError, ConfigError, TaskError
 
 LIMITS = [{"limit_train_batches": 3}, {"overfit_batches": 3}, {"limit_train_batches": 0.5, "limit_eval_batches": 1}]
-
-
-class Reading(Trainer):
-    """Keeps the first numbers of the samples that it trains on, by step."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
-        vars(self).setdefault("seen", []).append(inputs["x"][:, 0].tolist())
-        return super().training_step(model, inputs, *args)
 
 
 @pytest.mark.parametrize("options", LIMITS)

@@ -16,9 +16,8 @@ _LARGEST = 1 << 62
 
 def is_number(value: Any) -> bool:
     """Tell whether a logged value is a number; bools, and integers that no float holds, are not."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return isinstance(value, float) or -_LARGEST <= value <= _LARGEST
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (is_whole and -_LARGEST <= value <= _LARGEST)
 
 
 class LogColumns:
@@ -56,8 +55,7 @@ class LogColumns:
         for name, value in entry.items():
             if not is_number(value):
                 continue
-            if name not in self.names:
-                self.names[name] = None
+            self.names[name] = None
             if is_summary:
                 continue
             if name not in self._columns:

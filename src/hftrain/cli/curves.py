@@ -64,8 +64,7 @@ def _panels(runs: Sequence[RunRecord], metrics: Sequence[str]) -> Panels:
     panels: dict[str, dict[str, Sequence[Point]]] = {}
     for run in runs:
         for metric in metrics:
-            points = run.points(metric)
-            if points:
+            if points := run.points(metric):
                 label = metric if len(runs) == 1 else f"{run.name}: {metric}"
                 panels.setdefault(run.subject(metric), {})[label] = points
     if len(runs) > FEW_RUNS:  # the legend in the order of the curves' ends

@@ -22,19 +22,13 @@ def tables_of(run: str) -> dict[str, Any] | None:
     suspects = show_blame(run, top=_MOST).data["suspects"][:_MOST] if spikes else []
     return {
         "steps": len(ledger),
-        "spikes": [_row(step, f"{loss:.5g}", f"{norm:.5g}") for step, (loss, norm) in list(spikes.items())[:_MOST]],
+        "spikes": [{"cells": (step, f"{loss:.5g}", f"{norm:.5g}")} for step, (loss, norm) in [*spikes.items()][:_MOST]],
         "num_left": max(0, len(spikes) - _MOST),
         "samples": [_sample(run, each) for each in suspects],
         "phases": ["Process", *map(str.capitalize, PHASES)],
-        "split": [
-            _row(rank, *(f"{ms[name]:.1f}" for name in PHASES)) for rank, ms in enumerate(split["ms"] if split else ())
-        ],
+        "split": [{"cells": (rank, *(f"{ms[name]:.1f}" for name in PHASES))} for rank, ms in enumerate(split["ms"])],
         "waited": "Process {rank} was waited for, in {phase}.".format(**split["waited"]) if split["waited"] else "",
     }
-
-
-def _row(*cells: Any) -> dict[str, Any]:
-    return {"cells": cells}
 
 
 def _sample(run: str, suspect: dict[str, Any]) -> dict[str, Any]:

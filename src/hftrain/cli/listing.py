@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def show_strategies(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the strategies by the precisions they support here, or the reason they cannot run."""
-    auto = _auto(use_cpu)
+    auto = _strategy("auto", use_cpu=use_cpu)
     judged = [(name, *_judge(name, use_cpu)) for name in strategies.names()]
     lines = [f'strategy="auto", the default, is "{auto.name}" here.', *_grouped(strategies, judged)]
     return Answer(lines, {"auto": auto.name, "strategies": _facts(judged)})
@@ -29,7 +29,7 @@ def show_strategies(*, use_cpu: bool = False) -> Answer:
 
 def show_precisions(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the precisions by whether the default strategy supports them here, or why not."""
-    auto = _auto(use_cpu)
+    auto = _strategy("auto", use_cpu=use_cpu)
     works = f'Available with strategy="{auto.name}" on {auto.device_type}:'
     refusals = [(name, _refusal(auto, name)) for name in precisions.names()]
     judged = [(name, reason is None, reason or works) for name, reason in refusals]
@@ -38,10 +38,6 @@ def show_precisions(*, use_cpu: bool = False) -> Answer:
 
 def _facts(judged: Iterable[tuple[str, bool, str]]) -> dict[str, dict[str, Any]]:
     return {name: {"is_available": can_run, "verdict": verdict} for name, can_run, verdict in judged}
-
-
-def _auto(use_cpu: bool) -> Strategy:
-    return create_strategy("auto", **({"use_cpu": True} if use_cpu else {}))
 
 
 def _grouped(registry: Registry[Any], judged: Iterable[tuple[str, bool, str]]) -> list[str]:
@@ -83,7 +79,7 @@ def _judge(name: str, use_cpu: bool) -> tuple[bool, str]:
 
 
 def _strategy(name: str, *, use_cpu: bool) -> Strategy:
-    accepted = accepted_options(name)
+    accepted = None if name == "auto" else accepted_options(name)
     takes_it = accepted is None or "use_cpu" in accepted
     return create_strategy(name, **({"use_cpu": True} if use_cpu and takes_it else {}))
 
@@ -94,7 +90,6 @@ def _refusal(strategy: Strategy, precision: str) -> str | None:
 
 
 def _make(build: Callable[[], T]) -> T | str:
-    """Build a part, or return the reason from the error."""
     try:
         return build()
     except (HFTrainError, ImportError) as error:

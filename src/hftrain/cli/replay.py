@@ -63,10 +63,8 @@ def show_replay(
     else:
         is_same = f"Step {parted} is not the same: {values}."
         if (number := session_of(run, step).get("training", 1)) > 1 and not script:
-            is_same += (
-                f" It was made by training number {number} of its script, and the first one was done again: name "
-            )
-            is_same += "a script after -- that does this training only."
+            is_same += f" It was made by training number {number} of its script, and the first one was done again: "
+            is_same += "name a script after -- that does this training only."
     bad = first_not_finite(calls)
     lines = [done, is_same, *([f"The first value that is not finite: {bad}."] if bad else [])]
     problem = read_ranks(folder, "samples")[0]["problem"]

@@ -239,16 +239,9 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     note = "" if best is None else f"The best {metric} is that of step {best_step}."
     if len(shown) < len(steps):
         note += f" The last {_MAX_EVALUATIONS} of {len(steps)} are shown, and the best."
-    cells = (
-        {
-            "cells": [
-                _number(value) for value in (step, rows[step]["epoch"], *(rows[step].get(name) for name in names))
-            ],
-            "is_best": step == best_step,
-        }
-        for step in shown
-    )
-    return {"head": ["step", "epoch", *names], "rows": list(cells), "note": note}
+    values = ([step, *(rows[step].get(name) for name in ("epoch", *names))] for step in shown)
+    made = [{"cells": [*map(_number, each)], "is_best": each[0] == best_step} for each in values]
+    return {"head": ["step", "epoch", *names], "rows": made, "note": note}
 
 
 def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
@@ -295,7 +288,6 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the arguments that a resume has changed."""
     for name in sorted({*before, *now} - {*_NAMES}):
         old, new = (_value(each[name]) if name in each else "the default" for each in (before, now))
         if old != new:

@@ -29,7 +29,6 @@ class AccelerateLogger(Logger):
     _tracker: Any = None
 
     def start(self, run: RunFacts) -> None:
-        """Start, continue or join a run; record the settings."""
         from accelerate import PartialState, tracking
 
         # The trackers write to accelerate's log, which needs the state of the processes.
@@ -62,7 +61,6 @@ class AccelerateLogger(Logger):
         raise NotImplementedError
 
     def _record(self, run: RunFacts) -> None:
-        """Record the settings."""
         self._tracker.store_init_configuration(run.config)
 
 

@@ -23,7 +23,6 @@ class TrackioLogger(MediaByWrapping):
     _facts = RunFacts(name="")
 
     def start(self, run: RunFacts) -> None:
-        """Start or continue a run; record the settings."""
         import trackio
 
         self._facts = run

@@ -52,11 +52,9 @@ class WandbLogger(MediaByWrapping):
             self._run.watch(run.model, log=self._watched, log_freq=max(100, run.log_every))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row to the run's history."""
         self._run.log({**metrics, "train/global_step": step})
 
     def log_artifact(self, folder: Path, step: int) -> None:
-        """Upload a checkpoint as a model artifact."""
         import wandb
 
         artifact = wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"step": step})

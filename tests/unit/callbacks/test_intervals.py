@@ -44,11 +44,10 @@ def make(group: Group | None = None, **lengths: str) -> IntervalCallback:
     return IntervalCallback({flag: each for flag, each in found.items() if each}, group or Group())
 
 
-def run(callback: IntervalCallback, state: TrainerState, steps: Any, *, flag: str, begins: bool = True) -> list[int]:
+def run(callback: IntervalCallback, state: TrainerState, steps: Any, *, flag: str) -> list[int]:
     """Return the steps after which the flag was set; a step is 0.25 passes, and 10 tokens that each log reads."""
     args, due = TrainingArguments("out"), []
-    if begins:
-        callback.on_train_begin(args, state, TrainerControl())
+    callback.on_train_begin(args, state, TrainerControl())
     for step in steps:
         control = TrainerControl()
         state.global_step, state.epoch, state.num_input_tokens_seen = step, step * 0.25, step * 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.resuming import through_file
 
 from hftrain.core.seed import capture_rng, enable_full_determinism, preserved_rng, restore_rng, set_seed
 
@@ -26,20 +26,12 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
-
-
 @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
 def test_state_comes_back_from_a_file_that_runs_no_code(num_before: int) -> None:
     set_seed(3)
     for _ in range(num_before):
         draw()
-    state = saved_and_loaded(capture_rng())
+    state = through_file(capture_rng())
     expected = [draw() for _ in range(3)]
     set_seed(99)
     draw()
@@ -124,7 +116,7 @@ def test_state_of_every_device_of_every_accelerator_comes_back(
     devices = Accelerators()
     # Some have the functions in a module below.
     pretend(monkeypatch, name, SimpleNamespace(random=devices) if is_below else devices, devices.generators)
-    state = saved_and_loaded(capture_rng())
+    state = through_file(capture_rng())
     expected = devices.draw()
     assert devices.draw() != expected
     restore_rng(state)

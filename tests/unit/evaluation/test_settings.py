@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Rows, Task, make_arguments, make_rows, share, train
+from support.tiny import Net, Noisy, Rows, Task, at, make_arguments, make_rows, share, train
 from torch import nn
 
 from hftrain import (
@@ -20,7 +20,6 @@ from hftrain import (
     EvalPrediction,
     TaskError,
     Trainer,
-    TrainerCallback,
     set_seed,
 )
 from hftrain.evaluation.preparation import full_eval_dtype
@@ -174,13 +173,10 @@ def test_predictions_move_to_the_host_every_so_many_batches(
     OnDevice.moves = []
     counts = []
 
-    class Count(TrainerCallback):
-        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-            counts.append(len(OnDevice.moves))
-
+    count = at("on_prediction_step", lambda *args, **kwargs: counts.append(len(OnDevice.moves)))
     trainer = Trainer(
         Net(), make_arguments(tmp_path, eval_accumulation_steps=every, per_device_eval_batch_size=1),
-        callbacks=[Count()], preprocess_logits_for_metrics=lambda logits, labels: logits.as_subclass(OnDevice),
+        callbacks=[count], preprocess_logits_for_metrics=lambda logits, labels: logits.as_subclass(OnDevice),
     )  # fmt: skip
     # Without labels: the logits alone are kept.
     output = trainer.predict([{"x": torch.ones(4)}] * 5)

@@ -185,9 +185,3 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="their names are taken: loss"):
         metrics = loop.run(make_batches([1, 3])).metrics
     assert (metrics["loss"], metrics["f1"]) == (2.0, 1.0)
-
-
-# -- several ranks ---------------------------------------------------------------------------------------------------
-
-
-# -- unequal shares --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import through_file
 
 from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow, as_numbers
 
@@ -26,14 +26,6 @@ def add_steps(window: LossWindow, steps: list[list[float]]) -> None:
         for loss in micro_steps:
             window.add(torch.tensor(loss))
         window.num_steps += 1
-
-
-def from_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
 
 
 @pytest.mark.parametrize(
@@ -84,7 +76,7 @@ def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
     for num_before in (1, 63, 64, 65, 128, 149):
         first, second = make_window(), make_window()
         add_steps(first, [[loss] for loss in losses[:num_before]])
-        second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
+        second.load_state_dict(through_file(first.state_dict()), device=torch.device("cpu"))
         add_steps(second, [[loss] for loss in losses[num_before:]])
         assert second.read() == expected
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
+from support.resuming import through_file
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.core.errors import ConfigError
@@ -52,13 +52,6 @@ def rates(schedule: Any, num_steps: int) -> list[float]:
         schedule.optimizer.step()
         schedule.step()
     return used
-
-
-def through_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("name", [*BY_STEP, "constant"])

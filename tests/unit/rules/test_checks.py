@@ -38,9 +38,6 @@ def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None
 sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
 
 
-# -- data ------------------------------------------------------------------------------------------------------------
-
-
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -69,9 +66,6 @@ class Own(TaskModule):
 )
 def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
     assert read_optimizers(Own(made)) == expected
-
-
-# -- task ------------------------------------------------------------------------------------------------------------
 
 
 # -- the metric that picks the best model ----------------------------------------------------------------------------

@@ -260,23 +260,16 @@ def test_warn_goes_on_when_the_disk_is_full_after_all(
 
 
 @MODES
-@pytest.mark.parametrize("on_full_disk", ["warn", "prune"])
-def test_other_errors_of_the_disk_still_end_the_run(
-    tmp_path: Path, fill: Callable[[int | None], None], on_full_disk: Any, save_async: bool
+@pytest.mark.parametrize(
+    ("on_full_disk", "number"), [("warn", errno.EIO), ("prune", errno.EIO), ("stop", errno.ENOSPC)]
+)
+def test_other_errors_of_the_disk_and_stop_end_the_run(
+    tmp_path: Path, fill: Callable[[int | None], None], on_full_disk: Any, number: int, save_async: bool
 ) -> None:
-    steps = At(2, 4, do={3: once_written(lambda: fill(errno.EIO))})
+    steps = At(2, 4, do={3: once_written(lambda: fill(number))})
     with pytest.raises(CheckpointError, match=r"Cannot write .*checkpoint-4\."):
         make_trainer(tmp_path, steps, policy=policy(on_full_disk, save_async)).train()
     assert names(tmp_path) == ["checkpoint-2"]
-
-
-@MODES
-def test_stop_ends_the_run_when_the_disk_is_full_after_all(
-    tmp_path: Path, fill: Callable[[int | None], None], save_async: bool
-) -> None:
-    steps = At(2, 4, do={3: once_written(lambda: fill(errno.ENOSPC))})
-    with pytest.raises(CheckpointError, match=r"Cannot write .*checkpoint-4\."):
-        make_trainer(tmp_path, steps, policy=policy("stop", save_async)).train()
 
 
 # -- a real small disk -----------------------------------------------------------------------------------------------

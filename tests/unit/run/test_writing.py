@@ -132,13 +132,17 @@ def test_async_save_waits_for_the_one_before(
     assert sum("waited" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_async_error_is_raised_within_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-
+def refuse_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise PermissionError("not allowed")
 
     monkeypatch.setattr("hftrain.storage.files.commit", fail)
+
+
+def test_async_error_is_raised_within_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    refuse_commits(monkeypatch)
 
     def open_and_wait() -> None:
         assert gate.reached.wait(60)
@@ -154,11 +158,8 @@ def test_async_error_is_raised_within_one_step(tmp_path: Path, monkeypatch: pyte
 
 
 def test_async_error_of_the_last_save_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise PermissionError("not allowed")
-
     trainer = make_trainer(tmp_path, policy=ASYNC)
-    monkeypatch.setattr("hftrain.storage.files.commit", fail)
+    refuse_commits(monkeypatch)
     with pytest.raises(CheckpointError, match=r"Cannot write .*checkpoint-12\."):
         trainer.train()
 
@@ -180,14 +181,11 @@ def test_an_error_in_training_comes_before_that_of_the_write(
 ) -> None:
     gate = Gate(monkeypatch)
 
-    def fail_writing(*args: Any, **options: Any) -> None:
-        raise PermissionError("not allowed")
-
     def fail() -> None:
         threading.Timer(0.2, gate.opened.set).start()
         raise ArithmeticError
 
-    monkeypatch.setattr("hftrain.storage.files.commit", fail_writing)
+    refuse_commits(monkeypatch)
     with pytest.raises(ArithmeticError):
         make_trainer(tmp_path, At(2, do={4: fail}), policy=ASYNC).train()
     assert "could not be written in the background" in caplog.text

@@ -50,17 +50,6 @@ def test_close_puts_torchs_exception_hook_back(strategy: DDPStrategy, monkeypatc
     assert sys.excepthook is print
 
 
-def test_group_of_somebody_else_is_used_and_left(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch leaves its own behind
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        strategy.launch()
-        strategy.close()
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
-
-
 def test_processes_that_do_not_meet_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: DDPStrategy) -> None:
     from accelerate import PartialState
 

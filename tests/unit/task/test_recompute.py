@@ -173,16 +173,21 @@ class Plain(Adapted):
     [(Adapted, None), (Adapted, {"use_reentrant": True}), (Adapted, {"use_reentrant": False}), (Plain, None)],
 )
 def test_layers_above_frozen_embeddings_train(tmp_path: Path, kind: type[Adapted], options: Any) -> None:
+    assert not recomputed(tmp_path, kind, options).embed._forward_hooks
+
+
+def recomputed(folder: Path, kind: Any, options: Any) -> Any:
+    """Train with recomputed layers, and return the model, which is the same as without."""
     models = []
     for settings in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
         set_seed(3)
         models.append(kind())
-        Trainer(models[-1], make_arguments(tmp_path, **settings), train_dataset=make_rows(8)).train()
+        Trainer(models[-1], make_arguments(folder, **settings), train_dataset=make_rows(8)).train()
     plain, again = models
     assert again.blocks[0].num_calls == 2 * plain.blocks[0].num_calls
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
-    assert not again.embed._forward_hooks
+    return again
 
 
 def test_reentrant_checkpoint_of_a_model_without_known_embeddings_is_warned_about() -> None:
@@ -200,13 +205,4 @@ class Keyword(Deep):
 
 
 def test_reentrant_layers_take_their_inputs_by_name(tmp_path: Path) -> None:
-    models = []
-    options = {"layer_classes": ["Block"], "use_reentrant": True}
-    for settings in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
-        set_seed(3)
-        models.append(Keyword())
-        Trainer(models[-1], make_arguments(tmp_path, **settings), train_dataset=make_rows(8)).train()
-    plain, again = models
-    assert again.blocks[0].num_calls == 2 * plain.blocks[0].num_calls
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
+    recomputed(tmp_path, Keyword, {"layer_classes": ["Block"], "use_reentrant": True})

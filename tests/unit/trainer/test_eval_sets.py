@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support import tiny
-from support.tiny import Net, make_arguments, make_rows, train
+from support.tiny import Net, at, make_arguments, make_rows, train
 
-from hftrain import ConfigError, EvalPrediction, EvalSet, Trainer, TrainerCallback
+from hftrain import ConfigError, EvalPrediction, EvalSet, Trainer
 
 
 def count(name: str) -> Any:
@@ -90,15 +90,12 @@ def test_best_model_follows_a_set_that_is_evaluated_seldom(tmp_path: Path) -> No
 def test_schedule_follows_a_set_that_is_evaluated_seldom(tmp_path: Path) -> None:
     seen = []
 
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-            seen.append(lr_scheduler.last_epoch)
-
+    watch = at("on_step_end", lambda *args, lr_scheduler=None, **kwargs: seen.append(lr_scheduler.last_epoch))
     sets = {"often": make_rows(3), "seldom": EvalSet(make_rows(5), every=4)}
     trainer = make_trainer(
         tmp_path, sets, metric_for_best_model="eval_seldom_loss", lr_scheduler_type="reduce_lr_on_plateau"
     )
-    trainer.add_callback(Watch())
+    trainer.add_callback(watch)
     trainer.train()
     assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
 

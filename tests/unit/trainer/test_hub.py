@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import writes
-from support.hub_server import HubServer, running_hub
-from support.tiny import Net, Task, make_arguments, make_rows, train
+from support.hub_server import HubServer
+from support.tiny import Net, Task, at, make_arguments, make_rows, train
 
 from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.manifest import verify
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 MODEL = {"README.md", "model.safetensors", "training_args.bin"}
 RESUME = {"manifest.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
 RESUME |= {"training_args.bin"}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A Hub that huggingface_hub talks to, logged in as alice."""
-    with running_hub(monkeypatch) as server:
-        yield server
 
 
 class Tagged(Net):
@@ -149,12 +141,9 @@ def test_strategy_all_checkpoints_pushes_each_whatever_rotation_does(
 ) -> None:
     hub.gate.clear()
 
-    class Open(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            hub.gate.set()
-
+    open = at("on_train_end", lambda args, state, control, **kwargs: hub.gate.set())
     trainer = make_trainer(tmp_path / "mine", hub_strategy="all_checkpoints", save_total_limit=limit, waits=False)
-    trainer.add_callback(Open())
+    trainer.add_callback(open)
     trainer.train()
     for step in (2, 4, 6):
         assert under(hub, f"checkpoint-{step}") == RESUME

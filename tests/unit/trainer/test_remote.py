@@ -11,7 +11,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support.remote import URL, failing, listing, read, write
-from support.tiny import Net, make_arguments, make_resumable, make_rows
+from support.resuming import Stop
+from support.tiny import Net, at, make_arguments, make_resumable, make_rows
 
 from hftrain import (
     CheckpointError,
@@ -26,16 +27,6 @@ from hftrain.checkpoint.weights import load_weights
 from hftrain.storage.files import mirror_of
 
 pytestmark = pytest.mark.usefixtures("store")
-
-
-class StopAt(TrainerCallback):
-    """Stop at one step, as a run that was interrupted."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
 
 
 def make_trainer(folder=URL, *callbacks, **options) -> Trainer:
@@ -53,7 +44,7 @@ def same_weights(one, other) -> bool:
 def test_a_run_is_resumed_from_the_store_alone_and_ends_the_same(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     whole.train()
-    make_trainer(URL, StopAt(5)).train()
+    make_trainer(URL, Stop(5)).train()
     shutil.rmtree(mirror_of(URL))
     resumed = make_trainer()
     assert resumed.train(resume_from_checkpoint=True).global_step == 8
@@ -64,7 +55,7 @@ def test_a_run_is_resumed_from_the_store_alone_and_ends_the_same(tmp_path):
 def test_saving_in_the_background_publishes_too(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     whole.train()
-    make_trainer(URL, StopAt(5), save_policy=SavePolicy(save_async=True)).train()
+    make_trainer(URL, Stop(5), save_policy=SavePolicy(save_async=True)).train()
     shutil.rmtree(mirror_of(URL))
     resumed = make_trainer(save_policy=SavePolicy(save_async=True), save_total_limit=1)
     resumed.train(resume_from_checkpoint="auto")
@@ -85,11 +76,8 @@ def test_a_checkpoint_can_be_named(name):
     shutil.rmtree(mirror_of(URL))
     steps = []
 
-    class Watch(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            steps.append(state.global_step)
-
-    make_trainer(URL, Watch()).train(resume_from_checkpoint=name)
+    watch = at("on_step_begin", lambda args, state, control, **kwargs: steps.append(state.global_step))
+    make_trainer(URL, watch).train(resume_from_checkpoint=name)
     assert steps == [4, 5, 6, 7]
 
 
@@ -115,7 +103,7 @@ def test_a_remote_checkpoint_that_is_absent_or_no_folder_is_an_error():
 
 def test_the_best_model_is_loaded_from_the_store(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    make_trainer(URL, StopAt(4), **options).train()
+    make_trainer(URL, Stop(4), **options).train()
     shutil.rmtree(mirror_of(URL))
     trainer = make_trainer(URL, **options, learning_rate=5.0)
     trainer.train(resume_from_checkpoint=True)

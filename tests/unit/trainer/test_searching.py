@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, at, make_arguments, make_rows
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -70,11 +70,7 @@ def search_rates(trainer: Trainer, **options: Any) -> tuple[BestRun, list[dict[s
     samplers = pytest.importorskip("optuna").samplers
     found: list[dict[str, float]] = []
 
-    class Keep(TrainerCallback):
-        def on_evaluate(self, *args: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-            found.append(metrics)
-
-    trainer.add_callback(Keep())
+    trainer.add_callback(at("on_evaluate", lambda *args, metrics, **kwargs: found.append(metrics)))
     space = {"learning_rate": [0.05, 0.0]}
     best = trainer.hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", space["learning_rate"])},
@@ -326,11 +322,7 @@ def test_pruner_ends_trials_cleanly(tmp_path: Path) -> None:
     trainer, look = make(tmp_path, eval_strategy="steps", eval_steps=2)
     steps: list[int] = []
 
-    class Steps(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steps.append(state.global_step)
-
-    trainer.add_callback(Steps)
+    trainer.add_callback(at("on_train_end", lambda args, state, control, **kwargs: steps.append(state.global_step)))
     storage = f"sqlite:///{tmp_path}/study.db"
     with pytest.raises(ConfigError, match=r"the best of 2 trials.*were pruned"):
         trainer.hyperparameter_search(space, n_trials=2, pruner=pruner, storage=storage, study_name="s")

@@ -106,15 +106,11 @@ def expected(num: int = 7, width: int = 6, *, beams: int = 1, pad: int = PAD) ->
 
 
 def arguments(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
-    defaults = {
-        "per_device_eval_batch_size": 2,
-        "predict_with_generate": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": "none",
-        "use_cpu": True,
-    }
-    return Seq2SeqTrainingArguments(str(folder), **{**defaults, **options})
+    defaults = {"per_device_eval_batch_size": 2, "predict_with_generate": True}
+    made: Seq2SeqTrainingArguments = make_arguments(
+        folder, arguments=Seq2SeqTrainingArguments, **{**defaults, **options}
+    )
+    return made
 
 
 def make(folder: Path, model: nn.Module | None = None, tool: Any = Tool, **options: Any) -> Seq2SeqTrainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,10 +71,7 @@ class Fingerprint:
     def __init__(self, parameters: Iterable[torch.Tensor], *, size: int = 8192, most: int = 8) -> None:
         self.parameters = list(parameters)
         self._size, self._most = size, most
-        starts = [0]
-        for each in self.parameters:
-            starts.append(starts[-1] + each.numel())  # of the whole tensor
-        self._starts = starts
+        self._starts = [*accumulate((each.numel() for each in self.parameters), initial=0)]  # of the whole tensors
         self._own = [_own_block(each) for each in self.parameters]
         self.is_split = any(
             own is None or own.num_elements < each.numel() for own, each in zip(self._own, self.parameters, strict=True)

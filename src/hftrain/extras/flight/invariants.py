@@ -35,6 +35,10 @@ _UNUSED = "Nothing that was trained on uses them; freeze them with requires_grad
 _APART = (
     "Processes that hold parts of one model read different samples in step {}: the gradients are those of no batch."
 )
+_UNEQUAL = (
+    "The processes have different weights after step {}, which replicas never have: a parameter was changed on one of "
+    "them only, or they have the parameters in another order."
+)
 _STILL = "The optimizer does not have them, their rate is 0, or their dtype is too coarse for such updates."
 
 
@@ -132,7 +136,8 @@ class Invariants:
         found, ranks = [each for one, *_ in told for each in one], [dict(each) for _, each, _ in told]
         common = sorted(set(ranks[0]).intersection(*ranks))
         if self._is_replicated:
-            found += _broken_replicas({step: [each[step][0] for each in ranks] for step in common})
+            unequal = (step for step in common if len({each[step][0] for each in ranks}) > 1)
+            found += [("replicas", _UNEQUAL.format(step)) for step in unequal]
         firsts: dict[int, Any] = {}
         for samples, (*_, reader) in zip(ranks, told, strict=True):
             first = firsts.setdefault(reader, samples)
@@ -227,21 +232,12 @@ def _draws_once(sampler: Any) -> bool:
 
 
 def _copies(rows: Mapping[int, Sequence[Sequence[Any]]]) -> Iterator[tuple[str, str]]:
-    """Find processes that read the same samples in all these steps."""
     by_rank = list(zip(*rows.values(), strict=True))
     for one, other in combinations(range(len(by_rank)), 2):
         mine = list(chain.from_iterable(by_rank[one]))
         if len(rows) > 1 and len(set(map(str, mine))) > 1 and by_rank[one] == by_rank[other]:
             text = f"The processes {one} and {other} read the same samples in the steps {min(rows)} to {max(rows)}"
             yield "copies", f"{text}: the data is not split among them."
-            return
-
-
-def _broken_replicas(weights: Mapping[int, Sequence[Any]]) -> Iterator[tuple[str, str]]:
-    for step, each in weights.items():
-        if len(set(each)) > 1:
-            text = f"The processes have different weights after step {step}, which replicas never have: a parameter was"
-            yield "replicas", f"{text} changed on one of them only, or they have the parameters in another order."
             return
 
 

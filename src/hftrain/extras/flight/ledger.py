@@ -115,12 +115,10 @@ class FlightLog(TrainerCallback):
         self._recorder.end_step(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write everything, so that no step before a checkpoint is missing."""
+        """Write everything: no step before a checkpoint is missing, nor one before the folder's last upload."""
         self._recorder.finish()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write everything, before the folder is uploaded for the last time."""
-        self._recorder.finish()
+    on_train_end = on_save
 
     def close_run(self) -> None:
         """Write what is left, also after an error."""
@@ -149,7 +147,6 @@ class _Recorder:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Tell that a phase goes on, and add its seconds to its entry if it has one."""
         outer, start_s = self.phase.begin(name), time.perf_counter()
         try:
             yield
@@ -306,7 +303,6 @@ class _Recorder:
         self._unchecked.append(line)
 
     def _keep(self, step: int, batches: list[Any]) -> None:
-        """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
         batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
         with quiet(self._folder):
@@ -333,7 +329,6 @@ def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
 
 
 def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch with their names, or their places in a sequence."""
     parts = batch if isinstance(batch, (list, tuple)) else [batch]
     for name, value in batch.items() if isinstance(batch, Mapping) else enumerate(parts):
         if isinstance(value, torch.Tensor):

@@ -44,16 +44,11 @@ def read_sessions(run: str | Path) -> list[dict[str, Any]]:
     return [line for line in lines if all(isinstance(line.get(name), int) for name in ("begin", "world_size"))]
 
 
-def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs between two lines of a step, in the order in which it comes about."""
-    return [name for name in EXACT if json.dumps(mine.get(name)) != json.dumps(other.get(name))]
-
-
 def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str], str]:
     """Return the first common step whose lines differ in a process, the names of what differs, and two values."""
     for step in mine:
         for one, two in zip(mine[step], other.get(step, ()), strict=False):
-            if names := differences(one, two):
+            if names := [name for name in EXACT if json.dumps(one.get(name)) != json.dumps(two.get(name))]:
                 values = (f"{name} {shortened(one.get(name))} and {shortened(two.get(name))}" for name in names[:2])
                 return step, names, ", ".join(values)
     return None, [], ""

@@ -71,8 +71,8 @@ def split_context(
     for layer in layers:
         _check_layer(layer)
     SequenceSplit(
-        owner,
-        layers,
+        owner=owner,
+        layers=layers,
         parts=mesh.size(),
         cut=functools.partial(_cut, mesh=mesh),
         join=lambda part, dim: join(part, mesh, dim, sums=True),

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hftrain.core.errors import ConfigError
 
-# The dimensions, the slowest first: ranks that differ in the last one are neighbours, on one machine if possible.
-DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# How users name them.
+# How users name the dimensions, the slowest first: ranks that differ in the last one are neighbours, on one machine if
+# possible.
 ARGUMENTS = {"pp": "pp_size", "dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "cp": "cp_size", "tp": "tp_size"}
+DIMS = tuple(ARGUMENTS)
 
 
 class Meshes(NamedTuple):
@@ -150,6 +150,5 @@ def layout_of(
 
 
 def _refusal(given: Mapping[str, Any], reason: str, remedy: str) -> ConfigError:
-    """Return the error for the sizes that are given."""
     shown = {ARGUMENTS[dim]: size for dim, size in given.items() if size is not None}
     return ConfigError("Cannot use these sizes of a mesh.", reason, remedy, **shown)

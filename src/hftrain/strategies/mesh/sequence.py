@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
                 yield owner, list(child)
 
 
+@dataclass(kw_only=True, eq=False)
 class SequenceSplit:
     """Hooks that split the hidden states of `[batch, sequence, width]` before the layers, and join them after the last.
 
@@ -75,24 +77,16 @@ class SequenceSplit:
         multiple: What divides the length of a part.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        layers: Sequence[nn.Module],
-        *,
-        parts: int,
-        cut: Callable[[torch.Tensor, int], torch.Tensor],
-        join: Callable[[torch.Tensor, int], torch.Tensor],
-        region: Callable[[int], Region],
-        along: Mapping[str, int],
-        multiple: int = 1,
-    ) -> None:
-        self._parts = parts
-        self._cut = cut
-        self._join = join
-        self._region = region
-        self._along = along
-        self._multiple = multiple
+    owner: InitVar[nn.Module]
+    layers: InitVar[Sequence[nn.Module]]
+    parts: int
+    cut: Callable[[torch.Tensor, int], torch.Tensor]
+    join: Callable[[torch.Tensor, int], torch.Tensor]
+    region: Callable[[int], Region]
+    along: Mapping[str, int]
+    multiple: int = 1
+
+    def __post_init__(self, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._splits: bool | None = None  # None outside of the owner's forward pass
         self._length: int | None = None  # of the whole sequence, from the cut to the join
         self._padded = 0  # the same, with what was appended
@@ -131,19 +125,19 @@ class SequenceSplit:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         whole = given[names[0]]
         if self._length is None:
-            part = -(-whole.shape[1] // (self._parts * self._multiple)) * self._multiple
+            part = -(-whole.shape[1] // (self.parts * self.multiple)) * self.multiple
             if not self._splits or part < 2:
                 return None
             if whole.dim() != 3:
                 reason = f"The first argument of {type(layer).__name__} is not [batch, sequence, width]."
                 raise StrategyError("Cannot split the sequence over ranks.", reason, shape=tuple(whole.shape))
-            self._length, self._padded = whole.shape[1], part * self._parts
+            self._length, self._padded = whole.shape[1], part * self.parts
             given[names[0]] = self._part(whole, 1)
         for name, value in given.items():
             if name not in (names[0], _REGIONS):
                 given[name] = self._argument(name, value)
         args = tuple(given.pop(name) for name in names[: len(args)])
-        return args, {**given, _REGIONS: [*kwargs.get(_REGIONS, ()), self._region(self._length)]}
+        return args, {**given, _REGIONS: [*kwargs.get(_REGIONS, ()), self.region(self._length)]}
 
     def _after_last(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._length is None:
@@ -152,13 +146,13 @@ class SequenceSplit:
         if any(isinstance(other, torch.Tensor) for other in others):
             reason = f"{type(layer).__name__} returns more tensors than its hidden states."
             raise StrategyError("Cannot split the sequence over ranks.", reason, "Request no further outputs.")
-        hidden = self._join(hidden, 1)[:, : self._length].clone(memory_format=torch.contiguous_format)
+        hidden = self.join(hidden, 1)[:, : self._length].clone(memory_format=torch.contiguous_format)
         self._length = None
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _argument(self, name: str, value: Any) -> Any:
         """Return what the layers get for an argument of the whole sequence."""
-        if not self._along or name in _WHOLE:
+        if not self.along or name in _WHOLE:
             return value
         if name in _CACHES:
             if value is not None and value.get_seq_length():
@@ -167,8 +161,8 @@ class SequenceSplit:
                 )
                 raise StrategyError(f"Cannot split the sequence over ranks with {name}.", reason, "Use cp_size=1.")
             return None
-        if name in self._along:
-            return map_tensors(value, lambda tensor: self._part(tensor, self._along[name]))
+        if name in self.along:
+            return map_tensors(value, lambda tensor: self._part(tensor, self.along[name]))
 
         def refuse(tensor: torch.Tensor) -> torch.Tensor:
             if self._length in tensor.shape:
@@ -188,7 +182,7 @@ class SequenceSplit:
         if length != self._length:
             return whole  # one value for all positions
         shape = [*whole.shape[:dim], self._padded - length, *whole.shape[dim + 1 :]]
-        return self._cut(torch.cat([whole, whole.narrow(dim, length - 1, 1).expand(shape)], dim), dim)
+        return self.cut(torch.cat([whole, whole.narrow(dim, length - 1, 1).expand(shape)], dim), dim)
 
 
 def _let_compute_in_regions(layer: nn.Module) -> None:

@@ -60,8 +60,8 @@ def share_sequence(
     for block in blocks:
         block.register_forward_pre_hook(partial(_gather, ranks), with_kwargs=True)
     SequenceSplit(
-        owner,
-        layers,
+        owner=owner,
+        layers=layers,
         parts=ranks.size,
         cut=lambda whole, dim: split(whole, ranks.mesh, dim),
         join=lambda part, dim: join(part, ranks.mesh, dim, sums=False),
@@ -95,7 +95,6 @@ def _sharing(ranks: TensorRanks, length: int, layer: nn.Module) -> Iterator[None
 
 
 def _gather(ranks: TensorRanks, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give a block the whole sequence."""
     if not ranks.sequence:
         return args, kwargs
     if args:

@@ -176,8 +176,7 @@ class MeshStrategy(FSDPStrategy):
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        pipeline = self._pipeline_of(model)
-        if pipeline is None:
+        if self._pipeline_of(model) is None:
             return super().model_state(model)
         return {name: value.detach().cpu() for name, value in self.full_tensors(model) if self.is_main}
 
@@ -310,7 +309,6 @@ class MeshStrategy(FSDPStrategy):
             share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
 
     def _place_layers(self, model: nn.Module) -> list[Placing]:
-        """Return how the tensor ranks share each module."""
         given = self.plan_by_name
         if given is None and self.parallelize is not None:
             given = self.parallelize(self._meshes.parameters["tp"])
