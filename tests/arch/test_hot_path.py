@@ -1,4 +1,4 @@
-"""The budgets of a step: frames to backward, Python calls, no synchronisation with the device."""
+"""The budgets of a step: frames to backward, Python calls. Its waits for a device are in `tests/sim/test_waits.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from support.tiny import Net, Rows, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import DefaultFlowCallback, PrinterCallback, Trainer
+from hftrain import PrinterCallback, Trainer
 
 MAX_FRAMES_FOR_A_TASK = 4
 MAX_FRAMES_FOR_A_SUBCLASS = 6
@@ -146,85 +146,3 @@ def test_python_calls_do_not_grow_with_the_number_of_parameters(
         trainer.remove_callback(PrinterCallback)
         extra.append(count_calls_between_backwards(trainer.train, monkeypatch) - plain)
     assert extra[1] <= extra[0], f"{extra[0]} calls more than a plain loop with 6 tensors, {extra[1]} with 1,006"
-
-
-class NoSync(torch.Tensor):
-    """A tensor that refuses to be read by the host, as a tensor on a busy device would rather not be."""
-
-    FORBIDDEN = frozenset(
-        {
-            torch.Tensor.item,
-            torch.Tensor.tolist,
-            torch.Tensor.cpu,
-            torch.Tensor.numpy,
-            torch.Tensor.__bool__,
-            torch.Tensor.__float__,
-            torch.Tensor.__int__,
-            torch.Tensor.__index__,
-            torch.Tensor.nonzero,
-        }
-    )
-    is_armed = False
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in cls.FORBIDDEN and cls.is_armed:
-            raise AssertionError(f"A step that does not log called {function.__name__} on a tensor of the loss's line.")
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-class NoSyncNet(Net):
-    """Everything the loop gets from it descends from a `NoSync` tensor."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        return tuple(output.as_subclass(NoSync) for output in super().forward(x, labels))
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_step_that_does_not_log_never_synchronises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
-) -> None:
-    arguments = make_arguments(tmp_path, max_steps=4, logging_strategy="no", gradient_accumulation_steps=accumulation)
-    rows = make_rows(60)
-    trainer = Trainer(NoSyncNet(), arguments, train_dataset=rows)
-    clip = trainer.strategy.clip_grad_norm
-    norms = []
-
-    def clip_to_no_sync(parameters: Any, max_norm: float) -> torch.Tensor:
-        norms.append(clip(parameters, max_norm).as_subclass(NoSync))
-        return norms[-1]
-
-    collate = trainer.data_collator
-
-    def collate_to_no_sync(rows: Any) -> Any:
-        return {name: value.as_subclass(NoSync) for name, value in collate(rows).items()}
-
-    monkeypatch.setattr(trainer.strategy, "clip_grad_norm", clip_to_no_sync)
-    trainer.data_collator = collate_to_no_sync
-    step_end = []
-
-    # Not in steps 1, 2, 4, 8, ... of a run that accumulates: these prove what the loss is a mean over.
-    class Arm(DefaultFlowCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            step_end.append(state.global_step)
-            # The run's end reads the loss, which is when it should.
-            is_proving = accumulation > 1 and not (state.global_step + 1) & state.global_step
-            NoSync.is_armed = state.global_step < state.max_steps and not is_proving
-
-    trainer.add_callback(Arm)
-    try:
-        trainer.train()
-    finally:
-        NoSync.is_armed = False
-    assert step_end == [1, 2, 3, 4]
-    assert len(norms) == 4
-
-
-def test_synchronisation_is_noticed(tmp_path: Path) -> None:
-    """The check above can fail: logging reads the loss."""
-    NoSync.is_armed = True
-    try:
-        with pytest.raises(AssertionError, match="A step that does not log called"):
-            Trainer(NoSyncNet(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows()).train()
-    finally:
-        NoSync.is_armed = False

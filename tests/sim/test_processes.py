@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_rows, make_trainer
+from support.tiny import make_rows, make_trainer
 from support.torch_sim import load
 
 from hftrain import FlightLog, SavePolicy, set_seed
@@ -94,54 +94,6 @@ def test_collectives_work_on_the_devices_memory(run_distributed: Run) -> None:
         assert answers["async"] == [2.0]
         assert answers["races"] == [0, 1]
     assert first["received"] == [7.0]
-
-
-def wrapped(kind: str) -> dict[str, Any]:
-    """Train with torch's own wrappers, without this project: the device is what is tested."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    sim = on_my_device()
-    dist.init_process_group(BACKENDS)
-    rank = dist.get_rank()
-    set_seed(0)
-    model: Any = Net().to("sim")
-    if kind == "ddp":
-        model = DistributedDataParallel(model, device_ids=[rank])
-    else:
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = make_rows(8)
-    losses = []
-    for start in (0, 4):
-        mine = rows[start + rank : start + 4 : 2]
-        loss, _ = model(*(torch.stack([row[name] for row in mine]).to("sim") for name in ("x", "labels")))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    own, other = sim.num_allocations(rank), sim.num_allocations(1 - rank)
-    dist.destroy_process_group()
-    return {"losses": losses, "own": own, "other": other, "races": sim.num_races()}
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_torchs_wrappers_train_on_it(run_distributed: Run, kind: str) -> None:
-    set_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = make_rows(8)
-    answers = run_distributed(wrapped, kind=kind)
-    for step, start in enumerate((0, 4)):
-        loss, _ = model(*(torch.stack([row[name] for row in rows[start : start + 4]]) for name in ("x", "labels")))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert sum(answer["losses"][step] for answer in answers) / 2 == pytest.approx(loss.item(), abs=1e-6)
-    assert all(answer["own"] > 0 for answer in answers)
-    assert all(answer["other"] == 0 for answer in answers)
-    assert all(answer["races"] == 0 for answer in answers)
 
 
 LAYERS = {"layers.0": "colwise_gather_output", "layers.4": "rowwise_split_input"}

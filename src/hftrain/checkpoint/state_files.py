@@ -166,7 +166,7 @@ def capture_own(state: dict[str, Any], strategy: Strategy, keep: Keep = as_it_is
     own = keep(state)
     name = rng_name(rank=strategy.rank, world_size=strategy.world_size)
     # Copied when it is written: what `keep` returns may still be on its way.
-    return lambda folder: save_containers(to_host(own)(), folder / name)
+    return lambda folder: save_containers(own if strategy.device.type == "cpu" else to_host(own)(), folder / name)
 
 
 def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,9 +277,7 @@ def checkpoint_bytes(parts: RunParts) -> int:
             own += tree_bytes(split[1])
         elif args.should_save:
             own += tree_bytes(optimizer.state_dict())
-    total = own
-    if not args.save_on_each_node:
-        total = int(strategy.reduce(torch.tensor(own), op="sum"))
+    total = own if args.save_on_each_node else int(strategy.reduce(torch.tensor(own)))
     return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
 
 

@@ -94,8 +94,7 @@ class RunCounts:
         self._counter = TokenCounter.of(args, model, trainer.processing_class)
         counts_flos = parts.hooks.is_overridden(names[0]) or any(hasattr(model, name) for name in names)
         self._count_flos = trainer.floating_point_ops if counts_flos else None
-        self._counts_speed = bool(args.include_tokens_per_second)
-        self._counts_tokens = self._counts_speed or bool(args.include_num_input_tokens_seen)
+        self._counts_tokens = bool(args.include_tokens_per_second or args.include_num_input_tokens_seen)
         self._tokens: Count = 0
         self._flos: float = 0
         self._first_tokens = 0
@@ -144,10 +143,6 @@ class RunCounts:
     def reset(self, mark: tuple[Count, float]) -> None:
         """Drop the counts since a mark, if nothing was read meanwhile."""
         self._tokens, self._flos = mark
-
-    def session_tokens(self) -> int | None:
-        """Return the tokens per device since `begin`, None if their speed is not reported."""
-        return self.num_tokens() if self._counts_speed else None
 
     def num_tokens(self) -> int:
         """Return the tokens per device since `begin` according to the state."""

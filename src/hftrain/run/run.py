@@ -327,7 +327,7 @@ class Run:
             start_s,
             num_samples=samples_since(first, self.progress, parts.strategy.data),
             num_steps=self.progress.step - first.step,
-            num_tokens=self.counts.session_tokens(),
+            num_tokens=self.counts.num_tokens() if args.include_tokens_per_second else None,
         )
         logger.info("Training completed.")
         # What follows has rank 0's running statistics on every rank, as the saved model has.

@@ -188,11 +188,14 @@ def _with_small_in_host_memory(tree: Any) -> Any:
     views: dict[Any, dict[Any, torch.Tensor]] = defaultdict(dict)
     for tensor in tensors_of(tree):
         identity = tensor_identity(tensor)
-        if identity is not None and has_own_queue(tensor.device.type):
+        if identity is not None and tensor.device.type != "cpu" and has_own_queue(tensor.device.type):
             views[identity[:2]][identity] = tensor
-    alone = [same for same in views.values() if len(same) == 1]
-    copies = to_host({key: each for same in alone for key, each in same.items() if each.nbytes <= _SMALL_BYTES})()
-    return map_tensors(tree, lambda tensor: copies.get(tensor_identity(tensor), tensor)) if copies else tree
+    alone = [item for same in views.values() if len(same) == 1 for item in same.items()]
+    small = {identity: tensor for identity, tensor in alone if tensor.nbytes <= _SMALL_BYTES}
+    if not small:
+        return tree
+    copies = to_host(small)()
+    return map_tensors(tree, lambda tensor: copies.get(tensor_identity(tensor), tensor))
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
