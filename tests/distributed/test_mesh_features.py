@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.distributed import launch
 from support.resuming import StopAt
-from support.tiny import make_arguments
+from support.tiny import make_arguments, make_texts
 from torch import nn
 
 from hftrain import (
@@ -35,15 +35,6 @@ from hftrain.strategies.registry import create_strategy
 pytestmark = pytest.mark.distributed
 
 LOGGED = ("loss", "learning_rate", "grad_norm", "eval_loss", "spike_loss", "skipped_steps", "nonfinite_losses", "step")
-
-
-def make_rows() -> list[dict[str, torch.Tensor]]:
-    """Return samples with different numbers of labels."""
-    generator, found = torch.Generator().manual_seed(3), []
-    for number in range(24):
-        tokens = torch.randint(3, 64, (12,), generator=generator)
-        found.append({"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) < number % 9, -100)})
-    return found
 
 
 def make_model(dtype: torch.dtype) -> Any:
@@ -244,7 +235,7 @@ def make_trainer(folder: Path, name: str, plan: str, *more: TrainerCallback) -> 
     settings = {"max_steps": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3} | options
     if name in ("fsdp_tp", "fsdp_pp"):
         settings["per_device_train_batch_size"] //= strategy.data.world_size
-    args, rows = make_arguments(folder, **settings), make_rows()
+    args, rows = make_arguments(folder, **settings), make_texts()
     return kind(model, args, train_dataset=rows, eval_dataset=rows[:7], strategy=strategy, **parts)
 
 
@@ -262,7 +253,7 @@ def run(folder: Path, name: str, plan: str) -> dict[str, Any]:
     except HFTrainError as raised:
         error = str(raised)
     logs = [[line[key] for key in LOGGED if key in line] for line in trainer.state.log_history]
-    logits = [] if error else trainer.predict(make_rows()[:7]).predictions
+    logits = [] if error else trainer.predict(make_texts()[:7]).predictions
     found = [] if error else (logits[0] if isinstance(logits, tuple) else logits).flatten()[::97].tolist()
     weights = trainer.strategy.model_state(trainer.model_wrapped) if not error else {}
     trainer.strategy.close()

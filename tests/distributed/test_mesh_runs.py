@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.distributed import launch
 from support.resuming import StopAt
-from support.tiny import make_arguments
+from support.tiny import make_arguments, make_texts
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.extras.flight.fingerprint import Fingerprint
@@ -23,16 +23,6 @@ MESHES = {
     **{"tp_cp": (4, {"tp_size": 2}), "fsdp_pp": (4, {"pp_size": 2})},
 }
 LONG = ("fsdp_tp", "tp_cp", "fsdp_pp")
-
-
-def make_rows() -> list[dict[str, torch.Tensor]]:
-    """Return samples with different numbers of labels."""
-    generator, found = torch.Generator().manual_seed(3), []
-    for number in range(24):
-        tokens = torch.randint(3, 64, (12,), generator=generator)
-        labels = tokens.masked_fill(torch.arange(12) < number % 9, -100)
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
 
 
 def make_model(dropout: float = 0.0) -> Any:
@@ -52,8 +42,8 @@ def make_trainer(folder: Path, name: str, *, dropout: float = 0.0, callbacks: An
         **{"learning_rate": 1e-2, "include_num_input_tokens_seen": True},
     }
     return Trainer(
-        make_model(dropout), make_arguments(folder, **settings | options), train_dataset=make_rows(),
-        eval_dataset=make_rows()[:7], strategy=strategy, callbacks=[*callbacks],
+        make_model(dropout), make_arguments(folder, **settings | options), train_dataset=make_texts(),
+        eval_dataset=make_texts()[:7], strategy=strategy, callbacks=[*callbacks],
     )  # fmt: skip
 
 
@@ -67,7 +57,7 @@ def run(folder: Path, name: str, *, saves: bool = False, **options: Any) -> list
         for key in ("loss", "grad_norm", "epoch", "num_input_tokens_seen")
         if key in line
     ]
-    found = trainer.predict(make_rows()[:7])
+    found = trainer.predict(make_texts()[:7])
     if saves:
         trainer.save_model(str(folder / "final"))
     trainer.strategy.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import make_resumable, make_rows
+from support.tiny import SHARINGS, make_resumable, make_rows
 
 from hftrain import NonFiniteError, SavePolicy, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
@@ -17,12 +17,6 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.weights import read_weights
 
 pytestmark = pytest.mark.distributed
-
-OPTIONS = {
-    "ddp": {},
-    "fsdp": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
-    "fsdp_whole": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
-}
 
 
 class Spoil(TrainerCallback):
@@ -44,7 +38,7 @@ def make_run(folder: Path, strategy: str, *callbacks: Any, policy: SavePolicy, *
     options = {"save_steps": 2, "max_steps": 8, "logging_steps": 4, **options}
     rows = make_rows(64)
     return make_resumable(
-        folder, *callbacks, train_dataset=rows, save_policy=policy, **{**OPTIONS[strategy], **options}
+        folder, *callbacks, train_dataset=rows, save_policy=policy, **{**SHARINGS[strategy], **options}
     )
 
 

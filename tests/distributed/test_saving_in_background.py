@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import make_resumable, make_rows
+from support.tiny import SHARINGS, make_resumable, make_rows
 from support.writes import At, same_files
 
 from hftrain import CheckpointError, SavePolicy
@@ -21,12 +21,6 @@ from hftrain.extras.background import HostCopies
 from hftrain.storage import files
 
 pytestmark = pytest.mark.distributed
-
-OPTIONS = {
-    "ddp": {},
-    "fsdp": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
-    "fsdp_whole": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
-}
 
 
 def make_trainer(
@@ -50,11 +44,11 @@ def slow_down(seconds: float) -> None:
 
 def save_both_ways(root: str, strategy: str) -> Any:
     folder, rank = Path(root), int(os.environ["RANK"])
-    make_trainer(folder / "now", At(3, 7), save_async=False, **OPTIONS[strategy]).train()
+    make_trainer(folder / "now", At(3, 7), save_async=False, **SHARINGS[strategy]).train()
     if rank:
         slow_down(0.2)
     steps = At(3, 7)
-    whole = make_trainer(folder / "later", steps, **OPTIONS[strategy])
+    whole = make_trainer(folder / "later", steps, **SHARINGS[strategy])
     sizes: set[int] = set()
     make = HostCopies._make
 
@@ -65,9 +59,9 @@ def save_both_ways(root: str, strategy: str) -> Any:
     HostCopies._make = note  # type: ignore[method-assign]
     whole.train()
     HostCopies._make = make  # type: ignore[method-assign]
-    stopped = make_trainer(folder / "parts", At(3), StopAt(5), **OPTIONS[strategy])
+    stopped = make_trainer(folder / "parts", At(3), StopAt(5), **SHARINGS[strategy])
     stopped.train()
-    resumed = make_trainer(folder / "parts", **OPTIONS[strategy])
+    resumed = make_trainer(folder / "parts", **SHARINGS[strategy])
     resumed.train(resume_from_checkpoint=True)
     if strategy == "ddp":
         assert_same(outcome(resumed), outcome(whole))
@@ -77,7 +71,7 @@ def save_both_ways(root: str, strategy: str) -> Any:
     return steps.told
 
 
-@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize("strategy", SHARINGS)
 def test_processes_write_the_same_files_in_the_background(tmp_path: Path, run_distributed: Any, strategy: str) -> None:
     told = run_distributed(save_both_ways, root=str(tmp_path), strategy=strategy)
     # At the same steps, although one of them is slow; and the write outlasts the step it is of.

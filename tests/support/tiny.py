@@ -11,11 +11,18 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, TrainingArguments, set_seed
-from hftrain.strategies import Strategy
+from hftrain.core.types import Owns
+from hftrain.strategies import SingleDeviceStrategy, Strategy
 from hftrain.strategies.registry import create_strategy
 
 Rows = list[dict[str, torch.Tensor]]
 PARTS = inspect.signature(Trainer.__init__).parameters.keys()
+# How two processes hold and save a model.
+SHARINGS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "fsdp_whole": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
+}
 
 
 class Net(nn.Module):
@@ -39,6 +46,15 @@ class Task(TaskModule):
     def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
         loss, logits = self.model(**batch)
         return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
+
+
+class StepEngine(SingleDeviceStrategy):
+    """An engine that updates the weights itself."""
+
+    owns = Owns.STEP
+
+    def step(self) -> bool:
+        return True
 
 
 class Noisy(Dataset[dict[str, torch.Tensor]]):
@@ -99,6 +115,15 @@ def at(event: str, function: Any) -> TrainerCallback:
         function(*args, **kwargs)
 
     return type("At", (TrainerCallback,), {event: call})()  # type: ignore[no-any-return]
+
+
+def make_texts() -> Rows:
+    """Return samples of twelve tokens with different numbers of labels."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for number in range(24):
+        tokens = torch.randint(3, 64, (12,), generator=generator)
+        found.append({"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) < number % 9, -100)})
+    return found
 
 
 def share(prediction: Any) -> dict[str, float]:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import assert_same
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, StepEngine, make_arguments, make_rows
 from torch import nn
 
 from hftrain import ConfigError, GradientClipping, StrategyError, Trainer, TrainerCallback, set_seed
-from hftrain.core.types import Owns
 from hftrain.optim.extras.in_backward import UpdatesInBackward
 from hftrain.strategies import SingleDeviceStrategy
 
@@ -119,20 +118,13 @@ def test_second_clipping_is_refused(tmp_path: Path) -> None:
         make(tmp_path, GradientClipping("value", 1.0), max_grad_norm=1.0).train()
 
 
-class Engine(SingleDeviceStrategy):
-    owns = Owns.STEP
-
-    def step(self) -> bool:
-        return True
-
-
 class Early(UpdatesInBackward, torch.optim.SGD):
     pass
 
 
 def test_engines_and_early_updates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="engine"):
-        make(tmp_path, GradientClipping("value", 1.0), strategy=Engine(use_cpu=True)).train()
+        make(tmp_path, GradientClipping("value", 1.0), strategy=StepEngine(use_cpu=True)).train()
     model = Net()
     trainer = make(tmp_path, GradientClipping("value", 1.0), model=model)
     trainer.optimizer = Early(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import Signal, Stop, assert_same, outcome
-from support.tiny import Net, make_rows, make_trainer
+from support.tiny import Net, StepEngine, make_rows, make_trainer
 
 from hftrain import (
     EMA,
@@ -26,7 +26,6 @@ from hftrain import (
     set_seed,
 )
 from hftrain.checkpoint.layout import DECLARED_OBJECTS
-from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_containers
 from hftrain.strategies import SingleDeviceStrategy
 
@@ -229,13 +228,6 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
         SpikeGuard(**settings)
 
 
-class Engine(SingleDeviceStrategy):
-    owns = Owns.STEP
-
-    def step(self) -> bool:
-        return True
-
-
 def test_engines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="engine"):
-        make(tmp_path, guard(), strategy=Engine(use_cpu=True)).train()
+        make(tmp_path, guard(), strategy=StepEngine(use_cpu=True)).train()

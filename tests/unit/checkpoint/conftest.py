@@ -14,18 +14,7 @@ from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.seed import capture_rng
 from hftrain.core.state import TrainerState
 from hftrain.storage.tensors import save_containers
-
-
-class Solo:
-    """A group of one."""
-
-    rank = 0
-    world_size = 1
-    is_main = True
-
-    def all_true(self, flag: bool) -> bool:
-        """Agree with oneself."""
-        return flag
+from hftrain.strategies import SingleDeviceStrategy
 
 
 @pytest.fixture
@@ -39,7 +28,7 @@ def make_manager(output_dir: Path) -> Callable[..., CheckpointManager]:
     """Return a function that makes a manager; keyword arguments go to its config."""
 
     def make(**config: object) -> CheckpointManager:
-        return CheckpointManager(output_dir, group=Solo(), **config)
+        return CheckpointManager(output_dir, group=SingleDeviceStrategy(use_cpu=True), **config)
 
     return make
 

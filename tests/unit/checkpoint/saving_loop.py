@@ -15,21 +15,13 @@ from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.weights import save_weights
 from hftrain.storage.tensors import save_containers
-
-
-class Solo:
-    rank = 0
-    world_size = 1
-    is_main = True
-
-    def all_true(self, flag: bool) -> bool:
-        return flag
+from hftrain.strategies import SingleDeviceStrategy
 
 
 def save_until_killed(output_dir: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(64, 64)}}}
-    manager = CheckpointManager(output_dir, group=Solo(), save_total_limit=1)
+    manager = CheckpointManager(output_dir, group=SingleDeviceStrategy(use_cpu=True), save_total_limit=1)
     latest = manager.latest()
     step = 0 if latest is None else checkpoint_step(latest)
     while True:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, StepEngine, make_arguments, make_rows
 
 from hftrain import EMA, CheckpointError, ConfigError, Trainer, set_seed
-from hftrain.core.types import Owns
-from hftrain.strategies import SingleDeviceStrategy
 
 
 class Normed(Net):
@@ -107,11 +105,7 @@ def test_averages_are_refused_and_live_weights_are_not(tmp_path: Path) -> None:
     assert trainer.evaluate(ckpt="last", weights="live")["eval_loss"] == losses(plain)[4] != averaged
 
 
-class Engine(SingleDeviceStrategy):
-    owns = Owns.STEP
-
-
 def test_engines_are_refused(tmp_path: Path) -> None:
-    trainer = make(tmp_path, strategy=Engine(use_cpu=True))
+    trainer = make(tmp_path, strategy=StepEngine(use_cpu=True))
     with pytest.raises(ConfigError, match="engine"):
         trainer.evaluate(ckpt="last")
