@@ -157,6 +157,8 @@ CASES: dict[str, Case] = {
     "even in each process": Case(Words, cut(6, 6, 2, 2, 5, 5, 3, 3)),
     "even in the second process": Case(PerSample, cut(6, 2, 4, 4, 5, 2, 3, 3)),
     "even in the first process": Case(PerSample, cut(4, 4, 6, 2, 3, 3, 5, 2)),
+    "as many labels as processes": Case(Words, cut(1, 1, 1, 1, 1, 1, 1, 1)),
+    "as many labels as processes, copied": Case(Words, cut(1, 1, 1, 1, 1, 1, 1, 1), 2, 2, CopiedFromModel),
     "undecided in one process": Case(PerSample, cut(6, -6, 3, 3, 6, -6, 2, 2)),
     "undecided in both": Case(PerSample, cut(6, -6, -4, 5, 6, -6, 3, -2)),
     "ragged late": Case(PerSample, cut(6, 6, 6, 6, 6, 6, 6, 2)),
@@ -250,3 +252,26 @@ def test_eval_loss_is_that_of_one_process(tmp_path: Path, run_distributed: Any) 
     for name, (kind, rows, *_) in SETS.items():
         if kind not in (Contrasts, NeedsCount):
             assert first[name] == pytest.approx(make_model(kind)(**batch_of(rows))["loss"].item(), rel=1e-9), name
+
+
+def proceed(folder: str, *, num_steps: int, size: int = 2) -> list[list[float]]:
+    """Train until a step, from the last checkpoint if there is one; return each model's last loss and eval_loss."""
+    found = []
+    for kind in (Words, PerSample, Divides):
+        home = Path(folder) / kind.__name__
+        arguments = make_arguments(
+            home, per_device_train_batch_size=size, gradient_accumulation_steps=2, max_steps=num_steps,
+            save_steps=1, save_strategy="steps", logging_steps=1, per_device_eval_batch_size=1,
+        )  # fmt: skip
+        trainer = Ordered(make_model(kind), arguments, train_dataset=make_rows(), eval_dataset=make_rows())
+        trainer.train(resume_from_checkpoint=home.exists())
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        found.append([losses[-1], trainer.evaluate()["eval_loss"]])
+    return found
+
+
+def test_a_run_of_one_process_continues_on_two(tmp_path: Path, run_distributed: Any) -> None:
+    proceed(str(tmp_path / "both"), num_steps=1, size=4)
+    expected = proceed(str(tmp_path / "alone"), num_steps=2, size=4)
+    for found in run_distributed(proceed, folder=str(tmp_path / "both"), num_steps=2):
+        assert found == [pytest.approx(losses, rel=1e-9) for losses in expected]

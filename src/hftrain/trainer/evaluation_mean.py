@@ -58,13 +58,12 @@ class EvaluationMean:
 
     def see(self, loss: torch.Tensor | None, count: Any) -> None:
         """Recognise what a batch's loss is a mean over, by the item count that it was given."""
-        rule = self._rule
-        self._given = count
-        if self._counts and rule.watch is not None:
-            found = None if loss is None else rule.watch.recognise(loss, self._counts, count)
-            rule.watch.close()
+        self._given, watch = count, self._rule.watch
+        if self._counts and watch is not None:
+            found = None if loss is None else watch.recognise(loss, self._counts, count)
+            watch.close()
             self._is_known |= found is not None
-            rule.narrow(found)
+            self._rule.narrow(found)
 
     def _items_of(self, kind: LossKind) -> str | None:
         """Return the items that a loss of a kind is a mean over, None if they are unknown."""
@@ -98,7 +97,7 @@ class EvaluationMean:
         rule.agree(set(rule.candidates) if self._is_known else None)
         # 2. Of the items that are left, those that the losses of the training can be means over come before others.
         possible = [items for items in map(self._items_of, rule.candidates) if items is not None]
-        possible = [items for items in possible if LossKind(items) in trained.candidates] or possible
+        possible = [items for items in possible if items in map(self._items_of, trained.candidates)] or possible
         # 3. Choose: the count's items if a model that is trusted to divide by it did, else the likeliest, else samples.
         is_trusted = hooks.is_trusted and any(each.what == COUNTED for each in rule.candidates)
         chosen = self._counted_items if is_trusted else [*possible, SAMPLES][0]

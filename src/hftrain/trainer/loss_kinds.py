@@ -54,8 +54,8 @@ class LossKind(NamedTuple):
 # The likeliest first.
 EVERY_KIND = [
     LossKind(what, times_ranks)
-    for times_ranks in (False, True)
     for what in (*MEANS, SUM, COUNTED, WEIGHTED, TRUSTED, UNKNOWN)
+    for times_ranks in (False, True)
 ]
 
 
@@ -82,10 +82,11 @@ class LossWatch:
         self.model = self._called = strategy.unwrap(task.model)
         self._calls: list[Call] = []
         self._labels: torch.Tensor | None = None
+        self._times_ranks: bool | None = None  # by the documented compute_loss; None if the loss does not come from it
 
     def open(self, batch: Any) -> None:
         """Start to observe. Labels are taken now, because a loss may take them away from the batch."""
-        self._labels, self._calls = self._task.label_tensor(batch), []
+        self._labels, self._calls, self._times_ranks = self._task.label_tensor(batch), [], None
         self._called = self._strategy.called(self.model)
         ModelCall.of(self._called).set(observe=self._see)
 
@@ -94,6 +95,11 @@ class LossWatch:
         ModelCall.of(self._called).set(observe=None)
         calls, self._calls, self._labels = self._calls, [], None
         return calls
+
+    def undo_mean(self, loss: torch.Tensor, num_items: Any) -> torch.Tensor:
+        """Multiply a loss divided by all ranks' count by their number, as documented; an evaluation takes no mean."""
+        self._times_ranks = num_items is not None and self._task.divides_by_count and torch.is_grad_enabled()
+        return loss * self._num_counted_ranks if self._times_ranks and self._num_counted_ranks > 1 else loss
 
     def _see(self, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         tensors = [each for each in tensors_of(outputs) if not hasattr(each, "to_local")]
@@ -135,7 +141,9 @@ class LossWatch:
             for each in _values(call, counts, total, smoothing, is_close)
         ]
         scales = {1, self._num_counted_ranks}
-        return {LossKind(what, scale > 1) for each, what in values for scale in scales if is_close(value, each * scale)}
+        found = {LossKind(what, num > 1) for each, what in values for num in scales if is_close(value, each * num)}
+        # The sum over as many items as there are ranks equals their mean times the ranks.
+        return {each for each in found if each.times_ranks is self._times_ranks} or found
 
 
 def _values(
@@ -324,17 +332,18 @@ class LossRule:
 
         def state() -> dict[str, Any]:
             is_known = not self.is_declared and (self.is_settled or self.candidates)
-            return {
-                "loss_finding": {"left": list(map(list, self.candidates)), "of": self.hooks.maker} if is_known else None
-            }
+            finding = {"left": list(map(list, self.candidates)), "of": self.hooks.maker}
+            return {"loss_finding": finding if is_known else None}
 
         def load(facts: Mapping[str, Any]) -> None:
             found = facts.get("loss_finding")
             if found is None or found.get("left") is None or self.is_declared:
                 return
             if found.get("of", self.hooks.maker) == self.hooks.maker:
-                self.candidates = []
-                self.narrow({LossKind(*each) for each in found["left"]})
+                self.candidates, left = [], {LossKind(*each) for each in found["left"]}
+                # One process does not tell whether a loss is multiplied by the ranks; the next batch will.
+                is_single = self.strategy.data.world_size == 1
+                self.narrow(left if is_single else left | {LossKind(what, times_ranks=True) for what, _ in left})
             else:
                 logger.warning("The loss is not that of the checkpoint but that of %s.", self.hooks.maker)
 

@@ -443,8 +443,7 @@ class Trainer:
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = shares.share_of(inputs) if shares.is_on else None
         inputs = self._prepare_inputs(inputs)
-        if share is not None:
-            shares.open(inputs)
+        shares.open(inputs)
         with self.compute_loss_context_manager():
             loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = parts.computing
@@ -474,19 +473,12 @@ class Trainer:
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
-                has_loss = self.task.returns_loss
-                past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=has_loss)
+                past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
                 self._trainer_parts.computing.past = past
-            is_counted = num_items_in_batch is not None and self.task.divides_by_count
-            num_ranks = self._trainer_parts.steps.shares.num_counted_ranks
-            if num_ranks > 1 and is_counted and torch.is_grad_enabled():
-                # As documented, DDP's mean over ranks, which an evaluation has not, is undone here: `times_ranks`.
-                loss = loss * num_ranks
+            if (watch := self._trainer_parts.steps.shares.rule.watch) is not None:
+                loss = watch.undo_mean(loss, num_items_in_batch)
         else:
-            result = self.task.training_step(inputs)
-            if isinstance(result, torch.Tensor):
-                return (result, None) if return_outputs else result
-            output = as_step_output(result, step=f"{type(self.task).__name__}.training_step")
+            output = as_step_output(self.task.training_step(inputs), step=f"{type(self.task).__name__}.training_step")
             if output.loss is None:
                 raise TaskError(
                     f"Cannot train with what {type(self.task).__name__}.training_step returned:",
