@@ -218,6 +218,19 @@ def test_predictions_are_the_cpus(tmp_path: Path) -> None:
     assert expected.metrics["test_loss"] == found.metrics["test_loss"]
 
 
+@pytest.mark.parametrize(("every", "most"), [(None, 9), (3, 2)])
+def test_predictions_leave_the_device_every_so_many_batches(
+    tmp_path: Path, sim: Any, every: int | None, most: int
+) -> None:
+    held: list[int] = []
+    look = at("on_prediction_step", lambda *_, **__: held.append(sim.memory_allocated() // 120_000))
+    settings = {"eval_accumulation_steps": every, "per_device_eval_batch_size": 1, "use_cpu": False}
+    parts = {"preprocess_logits_for_metrics": lambda logits, labels: logits.repeat(1, 10_000)}
+    trainer = make_trainer(tmp_path, Net(), look, **settings, **parts)
+    assert trainer.predict(make_rows(9)).predictions.shape == (9, 30_000)
+    assert max(held) == most
+
+
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     model = run(tmp_path, Tied, use_cpu=False).model
     assert model.first.weight is model.second.weight

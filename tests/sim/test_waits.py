@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.tiny import Net, Rows, Task, make_rows, make_trainer
-from torch import nn
 
 from hftrain import (
     EMA,
@@ -143,15 +142,3 @@ def waits_of_batches(sim: Any, folder: Path, model: Any, does: str, **options: A
 def test_a_batch_of_an_evaluation_waits_for_nothing(sim: Any, tmp_path: Path, model: Any, does: str) -> None:
     waits = waits_of_batches(sim, tmp_path, model, does)
     assert waits == [], told(waits)
-
-
-def test_what_a_loop_that_reads_its_loss_waits_for(sim: Any) -> None:
-    """The measure itself."""
-    model = nn.Linear(4, 3).to("sim")
-    with sim.record_syncs() as waits:
-        for row in make_rows(3):
-            batch = {name: value[None].pin_memory().to("sim", non_blocking=True) for name, value in row.items()}
-            loss = nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
-            loss.backward()
-            loss.item()
-    assert Counter(wait.kind for wait in waits) == {"item": 3}

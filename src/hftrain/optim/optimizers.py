@@ -161,12 +161,10 @@ class OptimizerConfig:
         return cls, settings
 
 
-def build_optimizer(
-    config: OptimizerConfig, model: nn.Module, *, decay_names: Iterable[str] | None = None
-) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     """Build the optimizer of a model's trainable parameters."""
     cls, settings = config.optimizer_class(model)
-    return optimizer_from_class(cls, settings, model, weight_decay=config.weight_decay, decay_names=decay_names)
+    return optimizer_from_class(cls, settings, model, weight_decay=config.weight_decay)
 
 
 def optimizer_from_class(

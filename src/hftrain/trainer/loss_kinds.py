@@ -99,7 +99,7 @@ class LossWatch:
     def undo_mean(self, loss: torch.Tensor, num_items: Any) -> torch.Tensor:
         """Multiply a loss divided by all ranks' count by their number, as documented; an evaluation takes no mean."""
         self._times_ranks = num_items is not None and self._task.divides_by_count and torch.is_grad_enabled()
-        return loss * self._num_counted_ranks if self._times_ranks and self._num_counted_ranks > 1 else loss
+        return loss * self._num_counted_ranks if self._times_ranks else loss
 
     def _see(self, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         tensors = [each for each in tensors_of(outputs) if not hasattr(each, "to_local")]

@@ -443,7 +443,8 @@ class Trainer:
         # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = shares.share_of(inputs) if shares.is_on else None
         inputs = self._prepare_inputs(inputs)
-        shares.open(inputs)
+        if share is not None:
+            shares.open(inputs)
         with self.compute_loss_context_manager():
             loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = parts.computing
@@ -475,10 +476,14 @@ class Trainer:
             if self.args.past_index >= 0:
                 past = extra("past_index").read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
                 self._trainer_parts.computing.past = past
-            if (watch := self._trainer_parts.steps.shares.rule.watch) is not None:
-                loss = watch.undo_mean(loss, num_items_in_batch)
+            shares = self._trainer_parts.steps.shares
+            if shares.num_counted_ranks > 1 and shares.rule.watch is not None:
+                loss = shares.rule.watch.undo_mean(loss, num_items_in_batch)
         else:
-            output = as_step_output(self.task.training_step(inputs), step=f"{type(self.task).__name__}.training_step")
+            result = self.task.training_step(inputs)
+            if isinstance(result, torch.Tensor):
+                return (result, None) if return_outputs else result
+            output = as_step_output(result, step=f"{type(self.task).__name__}.training_step")
             if output.loss is None:
                 raise TaskError(
                     f"Cannot train with what {type(self.task).__name__}.training_step returned:",

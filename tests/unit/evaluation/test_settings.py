@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Rows, Task, at, make_arguments, make_rows, share, train
+from support.tiny import Net, Noisy, Rows, Task, make_arguments, make_rows, share, train
 from torch import nn
 
 from hftrain import (
@@ -150,38 +150,6 @@ def test_ignored_outputs_reach_evaluations_of_a_training(tmp_path: Path) -> None
     trainer.train(ignore_keys_for_eval=["memory"])
     trainer.train()
     assert shapes == [(5, 3), None]
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says it lives on an accelerator, for machines without one; `.to()` notes the move."""
-
-    moves: list[int] = []  # noqa: RUF012
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("meta")
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        OnDevice.moves.append(len(self))
-        return self.as_subclass(torch.Tensor)
-
-
-@pytest.mark.parametrize(("every", "after_each"), [(2, [0, 2, 2, 4, 4]), (None, [0, 0, 0, 0, 0])])
-def test_predictions_move_to_the_host_every_so_many_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, after_each: list[int]
-) -> None:
-    OnDevice.moves = []
-    counts = []
-
-    count = at("on_prediction_step", lambda *args, **kwargs: counts.append(len(OnDevice.moves)))
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, eval_accumulation_steps=every, per_device_eval_batch_size=1),
-        callbacks=[count], preprocess_logits_for_metrics=lambda logits, labels: logits.as_subclass(OnDevice),
-    )  # fmt: skip
-    # Without labels: the logits alone are kept.
-    output = trainer.predict([{"x": torch.ones(4)}] * 5)
-    assert counts == after_each
-    assert output.predictions.shape == (5, 3)
 
 
 def test_labels_are_padded_like_predictions_and_the_hook_sees_both(tmp_path: Path) -> None:
