@@ -16,7 +16,7 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS = {
-    "source lines": Ceiling(56_110, 49_500),
+    "source lines": Ceiling(56_120, 49_500),
     "source files": Ceiling(369, 372),
     "core lines": Ceiling(31_590, 30_000),
     "lines that a plain run loads": Ceiling(28_040, 28_000),

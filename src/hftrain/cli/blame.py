@@ -251,6 +251,7 @@ def _row(batch: Mapping[str, torch.Tensor], place: int, size: int) -> dict[str, 
 
 
 def _look(run: Path, sample: Any, row: Mapping[str, torch.Tensor]) -> str:
+    """Return a text of a sample's tokens, the path of its picture, or its numbers in short."""
     parts = []
     for name, value in row.items():
         if name == "input_ids":

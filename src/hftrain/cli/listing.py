@@ -90,6 +90,7 @@ def _refusal(strategy: Strategy, precision: str) -> str | None:
 
 
 def _make(build: Callable[[], T]) -> T | str:
+    """Build a part, or return the reason from the error."""
     try:
         return build()
     except (HFTrainError, ImportError) as error:

@@ -288,6 +288,7 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the arguments that a resume has changed."""
     for name in sorted({*before, *now} - {*_NAMES}):
         old, new = (_value(each[name]) if name in each else "the default" for each in (before, now))
         if old != new:

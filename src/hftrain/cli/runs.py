@@ -218,6 +218,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
 
 
 def _read_state(folder: Path) -> dict[str, Any] | None:
+    """Return the documented state in a folder, None if it is missing or cannot be read."""
     try:
         content = read_json(folder / TRAINER_STATE)
     except CheckpointError:

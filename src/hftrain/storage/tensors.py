@@ -187,8 +187,8 @@ def _with_small_in_host_memory(tree: Any) -> Any:
     """
     views: dict[Any, dict[Any, torch.Tensor]] = defaultdict(dict)
     for tensor in tensors_of(tree):
-        identity = tensor_identity(tensor)
-        if identity is not None and tensor.device.type != "cpu" and has_own_queue(tensor.device.type):
+        is_queued = tensor.device.type != "cpu" and has_own_queue(tensor.device.type)
+        if is_queued and (identity := tensor_identity(tensor)):
             views[identity[:2]][identity] = tensor
     alone = [item for same in views.values() if len(same) == 1 for item in same.items()]
     small = {identity: tensor for identity, tensor in alone if tensor.nbytes <= _SMALL_BYTES}

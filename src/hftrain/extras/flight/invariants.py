@@ -232,6 +232,7 @@ def _draws_once(sampler: Any) -> bool:
 
 
 def _copies(rows: Mapping[int, Sequence[Sequence[Any]]]) -> Iterator[tuple[str, str]]:
+    """Find processes that read the same samples in all these steps."""
     by_rank = list(zip(*rows.values(), strict=True))
     for one, other in combinations(range(len(by_rank)), 2):
         mine = list(chain.from_iterable(by_rank[one]))

@@ -147,6 +147,7 @@ class _Recorder:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        """Tell that a phase goes on, and add its seconds to its entry if it has one."""
         outer, start_s = self.phase.begin(name), time.perf_counter()
         try:
             yield
@@ -303,6 +304,7 @@ class _Recorder:
         self._unchecked.append(line)
 
     def _keep(self, step: int, batches: list[Any]) -> None:
+        """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
         batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
         with quiet(self._folder):
@@ -329,6 +331,7 @@ def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
 
 
 def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch with their names, or their places in a sequence."""
     parts = batch if isinstance(batch, (list, tuple)) else [batch]
     for name, value in batch.items() if isinstance(batch, Mapping) else enumerate(parts):
         if isinstance(value, torch.Tensor):

@@ -150,5 +150,6 @@ def layout_of(
 
 
 def _refusal(given: Mapping[str, Any], reason: str, remedy: str) -> ConfigError:
+    """Return the error for the sizes that are given."""
     shown = {ARGUMENTS[dim]: size for dim, size in given.items() if size is not None}
     return ConfigError("Cannot use these sizes of a mesh.", reason, remedy, **shown)

@@ -136,6 +136,7 @@ def cross_entropies(logits: torch.Tensor, goals: torch.Tensor, vocabulary: Devic
 
 
 def _after(head: nn.Module, model: nn.Module, args: Any, outputs: Any) -> Any:
+    """Take the parts of the logits out of the outputs."""
     step = vars(head).pop(SHARES_LOSS, None)
     if step is None:
         return outputs

@@ -214,6 +214,7 @@ def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _offloads(name: str, options: dict[str, Any], *, is_asked: bool) -> tuple[str, dict[str, Any]]:
+    """Return the name and options of a strategy that offloads if that is asked."""
     if not is_asked:
         return name, options
     return ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})

@@ -315,6 +315,7 @@ class Run:
 
 @contextmanager
 def _put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor | None]]:
+    """Start with parameters without gradients, and put those that they had back at the end."""
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -346,4 +347,5 @@ def sharded(model: nn.Module) -> list[FSDPModule]:
 
 
 def _only_loss(outputs: Any, loss: torch.Tensor) -> Any:
+    """Return outputs of the same type with the loss alone."""
     return type(outputs)({"loss": loss})

@@ -95,6 +95,7 @@ def _sharing(ranks: TensorRanks, length: int, layer: nn.Module) -> Iterator[None
 
 
 def _gather(ranks: TensorRanks, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give a block the whole sequence."""
     if not ranks.sequence:
         return args, kwargs
     if args:

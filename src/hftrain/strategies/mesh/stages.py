@@ -195,6 +195,7 @@ class _Hollow(_StandIn):
 
 @contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put stand-ins into a model, and its own modules back at the end."""
     real = {name: model.get_submodule(name) for name in stand_ins}
     try:
         for name, module in stand_ins.items():
