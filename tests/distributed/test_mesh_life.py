@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.test_mesh_runs import make_model, make_rows
+from distributed.test_mesh_runs import make_model
 from support.distributed import launch
 from support.resuming import StopAt
-from support.tiny import at, make_arguments
+from support.tiny import at, make_arguments, make_texts
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -55,7 +55,7 @@ class Rows(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         worker = get_worker_info()
-        rows = make_rows()
+        rows = make_texts()
         yield from rows if worker is None else rows[worker.id :: worker.num_workers]
 
 
@@ -100,8 +100,8 @@ def run(folder: Path, name: str, *callbacks: Any, rows: Any = None, resumes: Any
     model, size = parts.pop("model", None) or make_model(), 4 // strategy.data.world_size
     settings = {"max_steps": 3, "per_device_train_batch_size": size, "per_device_eval_batch_size": 3, **options}
     trainer = kind(
-        model, make_arguments(folder, **settings), train_dataset=make_rows() if rows is None else rows,
-        eval_dataset=make_rows()[:7], strategy=strategy, callbacks=[*callbacks], **parts,
+        model, make_arguments(folder, **settings), train_dataset=make_texts() if rows is None else rows,
+        eval_dataset=make_texts()[:7], strategy=strategy, callbacks=[*callbacks], **parts,
     )  # fmt: skip
     try:
         trainer.train(resume_from_checkpoint=resumes)
@@ -130,7 +130,7 @@ def generate(folder: Path, name: str, kind: str) -> Any:
         T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)  # type: ignore[arg-type]
     ).double()  # fmt: skip
     model.generation_config.pad_token_id = 0
-    rows = [{key: value[:6] for key, value in row.items()} for row in make_rows()]
+    rows = [{key: value[:6] for key, value in row.items()} for row in make_texts()]
     strategy = make_strategy(name, **({"plan": T5_PLAN} if kind == "t5" and name == "tp" else {}))
     args = make_arguments(
         folder, arguments=Seq2SeqTrainingArguments, max_steps=2, predict_with_generate=True, generation_max_length=9
@@ -218,13 +218,13 @@ def regress(folder: Path, name: str) -> list[float]:
 
 
 def data(folder: Path, name: str) -> list[list[float]]:
-    halves = {"a": (make_rows()[:12], 0.7), "b": (make_rows()[12:], 0.3)}
+    halves = {"a": (make_texts()[:12], 0.7), "b": (make_texts()[12:], 0.3)}
     cases: list[tuple[Any, dict[str, Any]]] = [
         (Rows(), {}),
         (Rows(), {"accelerator_config": {"dispatch_batches": False}}),
         (Rows(), {"dataloader_num_workers": 2}),
-        (make_rows(), {"dataloader_num_workers": 2}),
-        (make_rows(), {"train_sampling_strategy": "group_by_length"}),
+        (make_texts(), {"dataloader_num_workers": 2}),
+        (make_texts(), {"train_sampling_strategy": "group_by_length"}),
         (Mixture(halves), {}),
     ]
     where = enumerate(cases)
@@ -236,7 +236,7 @@ def rehearse(folder: Path, name: str) -> bool:
     strategy = make_strategy(name)
     trainer = Trainer(
         make_model(), make_arguments(folder, per_device_train_batch_size=2, max_steps=3, **steps),
-        train_dataset=make_rows(), eval_dataset=make_rows()[:7], strategy=strategy, fast_dev_run=2,
+        train_dataset=make_texts(), eval_dataset=make_texts()[:7], strategy=strategy, fast_dev_run=2,
     )  # fmt: skip
     trainer.train()
     strategy.close()
