@@ -492,6 +492,27 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session
+def release(session: nox.Session) -> None:
+    """Build the version, install its wheel in an empty environment and run the README there; on a tag, check that too.
+
+    On a commit with a tag, the tag names the version, CHANGELOG.md has its date, and nothing is uncommitted.
+    """
+    version = str(re.findall(r'^__version__ = "(.+)"', Path("src/hftrain/__init__.py").read_text("utf-8"), re.M)[0])
+    heading = re.search(rf"^## {re.escape(version)} - (.+)$", Path("CHANGELOG.md").read_text("utf-8"), re.M)
+    if heading is None:
+        session.error(f"CHANGELOG.md has no heading `## {version} - <date>`. Write down what the version gives users.")
+    tags = str(session.run("git", "tag", "--points-at", "HEAD", external=True, silent=True)).split()
+    if tags and f"v{version}" not in tags:
+        session.error(f"HEAD is tagged {tags}, but src/hftrain/__init__.py says {version}. Tag it v{version}.")
+    if tags and not re.fullmatch(r"\d{4}-\d\d-\d\d", heading[1]):
+        session.error(f"CHANGELOG.md says {heading[1]!r} where the date of {version} belongs, such as 2027-01-31.")
+    if tags and session.run("git", "status", "--porcelain", external=True, silent=True):
+        session.error("The working tree differs from the tagged commit. Commit or remove what `git status` lists.")
+    build(session)
+    session.log(f"dist/ holds hftrain {version}" + ("." if tags else "; HEAD has no tag yet, see docs/releasing.md."))
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """Run every script in examples/, shortened where it takes long."""
     scripts = sorted(Path("examples").glob("*.py"))
