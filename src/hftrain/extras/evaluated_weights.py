@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hftrain.core.errors import CheckpointError, ConfigError, HFTrainError
-from hftrain.core.signatures import Hooks
 from hftrain.core.types import Owns
-from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import AUTO, find_resume
 from hftrain.task.modes import evaluation_weights
+from hftrain.trainer.parts import TrainerParts
 
 
 @contextmanager
 def other_weights(
-    trainer: TrainerHooks, hooks: Hooks, output: Output, ckpt: str | Path | None, *, weights: str
+    trainer: TrainerHooks, parts: TrainerParts, ckpt: str | Path | None, *, stage: str, weights: str
 ) -> Iterator[None]:
-    """Give the model a checkpoint's weights, or the live ones, in the context, and its own after it. Collective.
+    """Give the model a checkpoint's weights, or the live ones, in a stage, and its own after it. Collective.
 
     Args:
         ckpt: ``"best"``, ``"last"`` or a folder; None for the weights that train.
+        stage: ``"eval"`` or ``"predict"``.
 
     Raises:
         ConfigError: An engine holds the weights, a callback evaluates averages, or has left them in the model.
@@ -44,38 +44,40 @@ def other_weights(
             "The model has the averages now, and only checkpoints the weights that trained.",
             "Pass ckpt='last', too, or leave both out.",
         )
-    with evaluation_weights(trainer.optimizer), events.evaluation_weights(live=True):
+    own = evaluation_weights(trainer.optimizer)
+    with parts.activity.running(stage), own, events.evaluation_weights(live=True):
         if ckpt is None:
             yield
             return
-        folder = _found(trainer, hooks, output, ckpt)
+        folder = _found(trainer, parts, ckpt)
+        parts.activity.place()  # before the weights come: a conversion would round them, and a move leave them behind
         tensors = [each.detach() for each in (*trainer.task.parameters(), *trainer.task.buffers())]
         live = [each.clone() for each in tensors]
         try:
-            hooks.load_from_checkpoint(str(folder))
+            parts.hooks.load_from_checkpoint(str(folder))
             yield
         finally:
             for tensor, value in zip(tensors, live, strict=True):
                 tensor.copy_(value)
 
 
-def _found(trainer: TrainerHooks, hooks: Hooks, output: Output, ckpt: str | Path) -> Path:
+def _found(trainer: TrainerHooks, parts: TrainerParts, ckpt: str | Path) -> Path:
     """Return the checkpoint's folder on this machine; the main process finds and verifies it. Collective."""
     best, found, problem = trainer.state.best_model_checkpoint, None, None
     # By name, because the folder of the run may have been moved since.
     asked = {"last": AUTO, "best": Path(best).name if best else False}.get(str(ckpt), str(ckpt))
     try:
-        found = find_resume(trainer, hooks, output, asked)
+        found = find_resume(trainer, parts.hooks, parts.output, asked)
         if found is None and trainer.strategy.is_main:
             raise CheckpointError(
                 f"Cannot evaluate ckpt={ckpt!r}.",
-                f"There is no {ckpt} checkpoint in {str(output.folder)!r}.",
+                f"There is no {ckpt} checkpoint in {str(parts.output.folder)!r}.",
                 "Save one (save_strategy; for the best one also metric_for_best_model), or pass its path.",
             )
     except HFTrainError as error:
         problem = error
     if reason := trainer.strategy.broadcast_object(problem and str(problem)):
         raise problem or CheckpointError(reason)
-    folder = output.share(found, is_on_each_node=trainer.args.save_on_each_node)
+    folder = parts.output.share(found, is_on_each_node=trainer.args.save_on_each_node)
     assert folder is not None
     return folder

@@ -84,6 +84,13 @@ class Activity:
         finally:
             self._memory.stop()
 
+    def place(self) -> None:
+        """Give a model that is not being trained the dtype and the place in which it is evaluated."""
+        trainer = self._trainer
+        if self.run_parts is None:
+            trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)
+            self._place()
+
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
         self.steps.resolve()  # again, because scripts may assign hooks to the instance

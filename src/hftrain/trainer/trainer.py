@@ -602,10 +602,7 @@ class Trainer:
         """
         parts, evaluation = self._trainer_parts, self._trainer_parts.evaluation
         if ckpt is not None or weights != "average":
-            chosen_weights = extra("evaluated_weights").other_weights(
-                self, parts.hooks, parts.output, ckpt, weights=weights
-            )
-            with parts.activity.running("eval"), chosen_weights:
+            with extra("evaluated_weights").other_weights(self, parts, ckpt, stage="eval", weights=weights):
                 return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
@@ -649,10 +646,7 @@ class Trainer:
         """
         if ckpt is not None or weights != "average":
             parts = self._trainer_parts
-            chosen_weights = extra("evaluated_weights").other_weights(
-                self, parts.hooks, parts.output, ckpt, weights=weights
-            )
-            with parts.activity.running("predict"), chosen_weights:
+            with extra("evaluated_weights").other_weights(self, parts, ckpt, stage="predict", weights=weights):
                 return Trainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)
         with self._trainer_parts.activity.evaluating("predict"):
             output, metrics = self._trainer_parts.evaluation.run_and_time(

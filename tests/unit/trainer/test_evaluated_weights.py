@@ -25,11 +25,11 @@ class Normed(Net):
 
 def make(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
     set_seed(3)
-    strategy = options.pop("strategy", None)
+    parts = {name: options.pop(name, None) for name in ("strategy", "precision")}
     settings: dict[str, Any] = {"max_steps": 4, "learning_rate": 0.5, "save_strategy": "steps", "save_steps": 1}
     args = make_arguments(folder, **{**settings, "eval_strategy": "steps", "eval_steps": 1, **options})
     rows = make_rows(16)
-    return Trainer(Normed(), args, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks), strategy=strategy)
+    return Trainer(Normed(), args, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks), **parts)
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
@@ -71,6 +71,18 @@ def test_an_evaluation_of_an_older_checkpoint_leaves_no_trace_in_training(tmp_pa
     assert seen == [losses(plain)[1]]
     found, wanted = looking.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16_true"])
+def test_a_trainer_that_has_not_trained_shows_a_checkpoint_in_its_own_dtype(tmp_path: Path, precision: str) -> None:
+    trained = make(tmp_path, precision=precision)
+    trained.train()
+    fresh = make(tmp_path, precision=precision)
+    before = fresh.evaluate()["eval_loss"]
+    for trainer in (fresh, make(tmp_path, precision=precision)):
+        assert trainer.evaluate(ckpt="last")["eval_loss"] == losses(trained)[4]
+        assert trainer.predict(make_rows(16), ckpt="last").metrics["test_loss"] == losses(trained)[4]
+        assert trainer.evaluate()["eval_loss"] == before != losses(trained)[4]
 
 
 def test_weights_return_after_an_error(tmp_path: Path) -> None:
