@@ -25,7 +25,7 @@ from support.tiny import Net, at, make_trainer
 from torch import nn
 
 from hftrain import EMA, SavePolicy, StepOutput, TaskModule, Trainer, set_seed
-from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.checkpoint.layout import checkpoint_step, list_checkpoints
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
@@ -159,7 +159,7 @@ class Life(RuleBasedStateMachine):
         self.place = tempfile.TemporaryDirectory()
         self.folder, self.layout, self.dropout = Path(self.place.name), layout, dropout
         self.features: set[str] = set()
-        self.saved, self.newest_step = [0], 0
+        self.saved = [0]
         order = [never_interrupted("single", 0.0)[step][0] for step in range(1, STEPS + 1)]
         self.expected = dict(enumerate(zip(order, by_hand(order), strict=True), 1))
         read = [number for numbers in order for number in numbers]
@@ -173,6 +173,8 @@ class Life(RuleBasedStateMachine):
             last = self.check(ending, last)
             planned = range(self.saved[-1] // SAVE_STEPS * SAVE_STEPS + SAVE_STEPS, last + 1, SAVE_STEPS)
             kept = {step for step in (*planned, ENDINGS[ending](last)) if step <= ENDINGS[ending](last)}
+            if ending == "kill" and "save_async" in self.features:  # what was being written is lost
+                kept &= {checkpoint_step(folder) for folder in list_checkpoints(self.folder / "run")}
             self.saved += sorted(step for step in kept if step > self.saved[-1])
 
     @precondition(lambda self: not self.dropout)
@@ -187,7 +189,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved[-1])
     @rule(share=st.floats(0, 1, exclude_max=True))
     def damage_newest(self, share: float) -> None:
-        newest = list_checkpoints(self.folder / "run")[-1]
+        newest = self.folder / "run" / f"checkpoint-{self.saved[-1]}"
         path = max(newest.rglob("*.safetensors"), key=lambda each: each.stat().st_size)
         content = bytearray(path.read_bytes())
         content[int(share * len(content))] ^= 1
