@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from enum import Enum
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Generic
 from sphinx.application import Sphinx
 
 import hftrain
+
+sys.path.append(str(Path(__file__).parent))
+import search_index
 
 project = "hftrain"
 author = copyright = "The hftrain authors"
@@ -37,9 +41,11 @@ html_theme = "furo"
 html_title = "hftrain"
 html_favicon = html_logo = "_static/logo.svg"
 html_static_path = ["_static"]
-html_css_files = ["custom.css", "diagrams.css"]
-html_js_files = ["filter.js"]
+html_css_files = ["../pagefind/pagefind-component-ui.css", "custom.css", "diagrams.css"]
+html_js_files = ["../pagefind/pagefind-component-ui.js", "search.js", "filter.js"]
 html_copy_source = False
+# The search is pagefind's, without Sphinx' index of every word.
+html_additional_pages = {"search": "search.html"}
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "a11y-light"
 pygments_dark_style = "github-dark"
@@ -114,13 +120,25 @@ def edit_docstring(app: Sphinx, what: str, name: str, value: object, options: ob
     """Make fields of the project's own sections, at the end; Google's sections are left to napoleon."""
     text = DATA[name] if what == "data" else "\n".join(lines)
     if isinstance(value, type) and issubclass(value, Enum):
-        # As members they would fill the search: "EMA" would find ADEMAMIX.
         text += "\n\n" + ", ".join(f"``{member.value!r}``" for member in value) + "\n"
     fields = [f":{found['title']}: {' '.join(found['text'].split())}" for found in SECTION.finditer(text)]
     lines[:] = [*SECTION.sub("\n", text).split("\n"), "", *fields, ""]
 
 
+def leave_search_to_pagefind(app: Sphinx) -> None:
+    """Build no index of Sphinx' own."""
+    app.builder.search = False
+
+
+def index_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Index the HTML for the search."""
+    if exception is None and app.builder.name == "html":
+        search_index.index(app.outdir, sorted(app.env.found_docs))
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above; that for docstrings comes before napoleon's."""
+    app.connect("builder-inited", leave_search_to_pagefind)
+    app.connect("build-finished", index_pages)
     app.connect("autodoc-process-bases", show_public_bases)
     app.connect("autodoc-process-docstring", edit_docstring, priority=400)
