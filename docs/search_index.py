@@ -25,7 +25,7 @@ def as_heading(member: str, page: str) -> str:
     """Return a heading for a member; the object of the page itself has one."""
     if page.endswith(f"/{member}"):
         return ""
-    return f'<h2 id="{member}" data-pagefind-weight="9">{member.removeprefix("hftrain.")}</h2>'
+    return f'<h2 id="{member}" data-pagefind-weight="3">{member.removeprefix("hftrain.")}</h2>'
 
 
 def as_indexed(html: str, name: str) -> str:
