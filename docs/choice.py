@@ -1,4 +1,4 @@
-"""Write what `hftrain plan` computes for three models into docs/strategy.md: ``python docs/choice.py``.
+"""Write what `hftrain plan` computes for three models into docs/strategy_tables.md: ``python docs/choice.py``.
 
 A table stands between ``<!-- computed: MODEL -->`` and ``<!-- end of computed -->``.
 """
@@ -15,12 +15,14 @@ from hftrain import Trainer, TrainingArguments
 from hftrain.cli.plan import read_model, weightless
 from hftrain.strategies.mesh.proposal import Candidate, candidates
 
-PAGE = Path(__file__).resolve().parent / "strategy.md"
+PAGE = Path(__file__).resolve().parent / "strategy_tables.md"
 PLACE = re.compile(r"(?P<start><!-- computed: (?P<name>\w+) -->\n).*?(?P<end><!-- end of computed -->)", re.DOTALL)
 MEMORY, MACHINE, LENGTH = 80e9, 8, 4096
 # The shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: hidden and inner width, layers, heads.
 MODELS = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
-COLUMNS = ("GPUs", "strategy", "batch", "slower", "held", "saved", "total", "inside", "between")
+COLUMNS = ("GPUs", "strategy", "batch", "slower", "total", "inside", "between")
+# What follows is hardly ever the choice.
+BEST = 6
 
 
 def fill(text: str, names: tuple[str, ...] = tuple(MODELS)) -> str:
@@ -33,7 +35,7 @@ def fill(text: str, names: tuple[str, ...] = tuple(MODELS)) -> str:
 
 
 def table(name: str) -> str:
-    """Lay out the best of each strategy on 1, 8 and 64 GPUs, and what those that do not fit need at least."""
+    """Lay out the best strategies on 1, 8 and 64 GPUs, and what those that do not fit need at least."""
     with tempfile.TemporaryDirectory() as folder, weightless():
         model = read_model(make_trainer(folder, *MODELS[name]))
     rows = []
@@ -44,9 +46,9 @@ def table(name: str) -> str:
             best.setdefault(each.strategy.removesuffix("_offload"), row(each))
         needs = {key: float(reason.split()[1]) for key, reason in rejected.items() if reason.startswith("needs ")}
         for key in sorted(needs, key=needs.__getitem__):
-            cells = [f"`{key.partition(' (')[0]}`", *["-"] * 4, f"needs {shown(needs[key])}", "-", "-"]
+            cells = [f"`{key.partition(' (')[0]}`", *["-"] * 2, f"needs {shown(needs[key])}", "-", "-"]
             best.setdefault(cells[0].strip("`"), cells)
-        rows += [[str(gpus), *best[key]] for key in best]
+        rows += [[str(gpus), *best[key]] for key in [*best][:BEST]]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows))
 
 
@@ -54,8 +56,7 @@ def row(each: Candidate) -> list[str]:
     """Return the cells of a strategy that fits, in gigabytes."""
     options = {key: value for key, value in each.options.items() if key != "num_micro_batches"}
     name = " ".join([f"`{each.strategy}`", *(f"`{key}={value}`" for key, value in options.items())])
-    held = each.parameters + each.gradients + each.optimizer
-    sizes = (held, each.activations, each.device, each.inside, each.between)
+    sizes = (each.device, each.inside, each.between)
     batch = f"{each.micro_batch} x {each.accumulation}"
     return [name, batch, f"{each.cost[1]:.0%}", *(shown(size / 1e9) for size in sizes)]
 

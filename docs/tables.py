@@ -292,37 +292,45 @@ def precisions_table() -> str:
     return table(columns, rows)
 
 
-def legality(find: Callable[[LegalityRow], tuple[str, ...] | None]) -> str:
-    """Lay out the legality table, devices as columns; reasons follow, numbered.
-
-    Args:
-        find: Gives a row's first cells, None to leave it out.
-    """
+def legality(find: Callable[[LegalityRow], str | None]) -> tuple[list[str], dict[str, tuple[str, ...]], str]:
+    """Return the devices, the verdicts by the key that `find` gives a row (None to leave it out), and the reasons."""
     rows = [
-        (cells, row)
+        (key, row)
         for row in legality_table()
         if is_ours(strategies.resolve(row.strategy)[0]) and is_ours(precisions.resolve(row.precision)[0])
-        if (cells := find(row)) is not None
+        if (key := find(row)) is not None
     ]
-    devices = list(dict.fromkeys(row.device for _, row in rows))
     reasons = list(dict.fromkeys(row.reason for _, row in rows if row.reason))
-    body: dict[tuple[str, ...], list[str]] = {}
-    for cells, row in rows:
+    verdicts: dict[str, tuple[str, ...]] = {}
+    for key, row in rows:
         verdict = "yes" if row.reason is None else f"no ({reasons.index(row.reason) + 1})"
-        body.setdefault(cells, []).append(verdict)
-    columns = ("strategy", "precision")[-len(rows[0][0]) :]
+        verdicts[key] = (*verdicts.get(key, ()), verdict)
     notes = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons, 1))
-    return f"{table((*columns, *devices), ([*cells, *found] for cells, found in body.items()))}\n{notes}\n"
+    return list(dict.fromkeys(row.device for _, row in rows)), verdicts, notes
 
 
 def pairs_table() -> str:
-    """Show which strategy works with which precision on which device."""
-    return legality(lambda row: (f"`{row.strategy}`", f"`{row.precision}`"))
+    """Show which strategy works with which precision on which device; names with equal verdicts share a row."""
+    devices, verdicts, notes = legality(lambda row: f"{row.strategy} {row.precision}")
+    by_strategy: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for key, found in verdicts.items():
+        strategy, precision = key.split()
+        by_strategy.setdefault(strategy, {}).setdefault(found, []).append(precision)
+    alike: dict[str, list[str]] = {}
+    for strategy, groups in by_strategy.items():
+        alike.setdefault(str(groups), []).append(strategy)
+    rows = [
+        (code(names) if number == 0 else "", code(group), *found)
+        for names in alike.values()
+        for number, (found, group) in enumerate(by_strategy[names[0]].items())
+    ]
+    return f"{table(('strategy', 'precision', *devices), rows)}\n{notes}\n"
 
 
 def devices_table() -> str:
     """Show which precision works on which device, where no strategy has a say."""
-    return legality(lambda row: (f"`{row.precision}`",) if row.strategy == "single" else None)
+    devices, verdicts, notes = legality(lambda row: f"`{row.precision}`" if row.strategy == "single" else None)
+    return f"{table(('precision', *devices), ((key, *found) for key, found in verdicts.items()))}\n{notes}\n"
 
 
 def optimizers_table() -> str:

@@ -153,7 +153,7 @@ def test_page_is_sound_at_each_width_and_colour_scheme(site: Site, page: str) ->
         ("preemption", "preemption.html"),
         ("gradient_accumulation_steps", "arguments.html"),
         ("TaskModule", "task_module.html"),
-        *((words, "how_to.html") for words in ("EMA", "GAN", "limit_train_batches", "gradient_clip_algorithm")),
+        *{"EMA": "averaged_weights", "GAN": "gan", "limit_train_batches": "fewer_batches", "AGC": "clip_grad"}.items(),
     ],
 )
 def test_search_finds_a_page(site: Site, words: str, page: str) -> None:
@@ -177,7 +177,7 @@ def test_arguments_are_filtered(site: Site) -> None:
 def test_tables_show_all_columns_on_a_laptop(site: Site) -> None:
     site.tab.set_viewport_size({"width": 1440, "height": 900})
     cut = {}
-    for page in ("index", "how_to", "comparison", "from_lightning", "from_transformers", "guarantees", "strategy"):
+    for page in ("index", "comparison", "from_lightning", "from_transformers", "guarantees", "strategy_tables"):
         site.open(f"{page}.html")
         hidden = (
             "[...document.querySelectorAll('.table-wrapper')].filter(e => e.scrollWidth > e.clientWidth + 2).length"

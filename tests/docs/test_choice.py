@@ -1,4 +1,4 @@
-"""The tables of docs/strategy.md must be what `hftrain plan` computes."""
+"""The tables of docs/strategy_tables.md must be what `hftrain plan` computes."""
 
 from __future__ import annotations
 

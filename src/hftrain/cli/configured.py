@@ -130,7 +130,8 @@ class _Config:
         args = self._arguments()
         set_seed(args.seed)
         made = self._parser.instantiate(self._parsed)
-        task, data = (maker and maker(**vars(made[part].init_args)) for part, maker in self._makers.items())
+        none = argparse.Namespace()
+        task, data = (make and make(**vars(made[part].get("init_args", none))) for part, make in self._makers.items())
         if not isinstance(data or {}, Mapping):
             remedy = 'Return a dict, such as {"train_dataset": dataset}.'
             raise ConfigError("Cannot use the data.", f"Its maker returned a {type(data).__name__}.", remedy)
