@@ -13,8 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 # How much a word counts, by the beginning of the page's name: lists of names find a name, guides explain it.
-WEIGHTS = {"api": 0.3, "arguments": 0.3, "clients": 0.3, "command_line": 0.3, "guarantees": 0.3, "releasing": 0.3}
-WEIGHTS |= {"design/": 0.3, "numbers": 0.5, "comparison": 0.5, "examples": 0.5, "from_": 0.5, "index": 0.5}
+WEIGHTS = {"api": 0.3, "arguments": 0.3, "clients": 0.3, "command_line": 0.3, "guarantees": 0.3}
+WEIGHTS |= {"design/": 0.3, "releasing": 0.3, "strategy_tables": 0.3, "recipes/index": 0.5, "numbers": 0.5}
+WEIGHTS |= {"comparison": 0.5, "examples": 0.5, "from_": 0.5, "index": 0.5}
 # Sections with an `id`; signatures; and the terms of a list, which are the names of arguments.
 SECTION = re.compile(r'<section id="([^"]+)">\s*((?:<span id="[^"]*"></span>\s*)*)<(h[2-6])>')
 SIGNATURE = re.compile(r'<dt class="sig[^"]*" id="([^"]+)">.*?</dt>', re.DOTALL)
