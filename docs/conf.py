@@ -29,8 +29,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-# Decisions are for contributors, who read them in the repository.
-exclude_patterns = ["_build", "design/decisions.md", "design/contradictions.md"]
+# Only contributors need these, who read them in the repository.
+exclude_patterns = ["_build", *(f"design/{name}.md" for name in ("decisions", "contradictions", "argument_readers"))]
 templates_path = ["_templates"]
 # Dashes and ellipses are set, quotes stay as they are typed: many of them hold values of settings.
 smartquotes_action = "De"

@@ -462,14 +462,9 @@ def clients_table() -> str:
     return table(columns, rows)
 
 
-def client_hooks_table() -> str:
+def client_hooks_list() -> str:
     """List the Trainer's methods that those trainers override."""
-    overriding: dict[str, set[str]] = {}
-    for each in client_results():
-        for name in each["overridden"]:
-            overriding.setdefault(name, set()).add(each["library"])
-    rows = ((f"`{name}`", ", ".join(sorted(overriding[name], key=str.lower))) for name in sorted(overriding))
-    return table(("Method", "Overridden by"), rows)
+    return f"{code(sorted({name for each in client_results() for name in each['overridden']}))}\n"
 
 
 def meshes_table() -> str:
@@ -503,7 +498,7 @@ def architectures_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "clients": clients_table,
-    "client-hooks": client_hooks_table,
+    "client-hooks": client_hooks_list,
     "meshes": meshes_table,
     "mesh-refusals": mesh_refusals_table,
     "mesh-architectures": architectures_table,

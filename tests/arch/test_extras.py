@@ -48,8 +48,3 @@ def test_every_name_leads_to_a_module() -> None:
 def test_extra_that_was_taken_out_is_named() -> None:
     with pytest.raises(MissingDependencyError, match="'other'"):
         extra("other")
-
-
-def test_page_shows_an_extra_whole() -> None:
-    page = (ROOT / "docs/extras.md").read_text("utf-8")
-    assert (PACKAGE / "extras/accumulation.py").read_text("utf-8").rstrip() in page
