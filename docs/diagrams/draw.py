@@ -27,7 +27,9 @@ def draw(source: Path) -> str:
     svg = re.sub(r' (?:fill|stroke|font-family|xmlns:xlink)="[^"]*"', "", svg)
     width = re.search(r'width="(\d+)pt"', svg)
     assert width is not None
-    style = f'class="diagram" role="img" aria-label="{title}" style="max-width: {int(width[1]) * 11 // 10}px"'
+    # Below nine tenths of its size nobody could read it: a wide one scrolls on a phone.
+    sizes = f"min-width: {min(int(width[1]) * 9 // 10, 416)}px; max-width: {int(width[1]) * 11 // 10}px"
+    style = f'class="diagram" role="img" aria-label="{title}" style="{sizes}"'
     svg = re.sub(r'<svg width="\d+pt" height="\d+pt"', f"<svg {style}", svg, count=1)
     return f'<div class="diagram-frame">\n{svg}</div>\n'
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +20,8 @@ from support.source import ROOT
 pytestmark = pytest.mark.browser
 
 BUILT = ROOT / "docs/_build"
+# What people look for, and the pages of which one must be found.
+QUERIES = Path(__file__).with_name("queries.txt")
 WIDTHS_PX = {"desktop": 1280, "phone": 390}
 SCHEMES = ("light", "dark")
 
@@ -59,11 +61,11 @@ LOW_CONTRAST = """() => {
 
 def page_names() -> list[str]:
     """List the pages of the built site, without those that earlier builds have left."""
-    index = BUILT / "searchindex.js"
-    if not index.exists():
+    names = BUILT / "objects.inv"
+    if not names.exists():
         return []
-    text = index.read_text(encoding="utf-8")
-    return [*json.loads(text[text.index("(") + 1 : text.rindex(")")])["docnames"], "genindex", "search"]
+    text = zlib.decompress(names.read_bytes().split(b"\n", 4)[4]).decode()
+    return [*re.findall(r"^(\S+) std:doc ", text, re.MULTILINE), "genindex", "search"]
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -147,19 +149,22 @@ def test_page_is_sound_at_each_width_and_colour_scheme(site: Site, page: str) ->
     assert site.check() == []
 
 
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("preemption", "preemption.html"),
-        ("gradient_accumulation_steps", "arguments.html"),
-        ("TaskModule", "task_module.html"),
-        *{"EMA": "averaged_weights", "GAN": "gan", "limit_train_batches": "fewer_batches", "AGC": "clip_grad"}.items(),
-    ],
-)
-def test_search_finds_a_page(site: Site, words: str, page: str) -> None:
+@pytest.mark.parametrize(("words", "pages"), [line.split(": ") for line in QUERIES.read_text("utf-8").splitlines()])
+def test_search_finds_a_page_among_the_first_two(site: Site, words: str, pages: str) -> None:
     site.open(f"search.html?q={words}")
-    site.tab.wait_for_selector(f"#search-results a[href*='{page}']")
+    site.tab.wait_for_function("document.querySelectorAll('li:nth-child(-n + 2) > .pf-result-card a').length")
+    site.tab.wait_for_function("!document.querySelector('li:nth-child(-n + 2) .pf-skeleton')")
+    hits = [link.get_attribute("href") for link in site.tab.locator(".pf-result-link").all()[:2]]
+    assert {f"/{page}.html" for page in pages.split()} & set(hits)
     assert site.problems == []
+
+
+def test_search_of_any_page_leads_to_a_method(site: Site) -> None:
+    site.open("clusters/slurm.html")
+    site.tab.keyboard.press("Control+k")
+    site.tab.keyboard.type("Trainer.train")
+    site.tab.locator("dialog .pf-heading-link", has_text="Trainer.train").first.click()
+    site.tab.wait_for_url("**/api/hftrain.Trainer.html#hftrain.Trainer.train")
 
 
 def test_arguments_are_filtered(site: Site) -> None:
@@ -174,26 +179,25 @@ def test_arguments_are_filtered(site: Site) -> None:
     assert subjects.count() > 10
 
 
-def test_tables_show_all_columns_on_a_laptop(site: Site) -> None:
+def test_tables_and_code_show_all_columns_on_a_laptop(site: Site) -> None:
     site.tab.set_viewport_size({"width": 1440, "height": 900})
+    wide = "[...document.querySelectorAll('.table-wrapper, .highlight-python pre')]"
     cut = {}
-    for page in ("index", "comparison", "from_lightning", "from_transformers", "guarantees", "strategy_tables"):
+    for page in page_names():
         site.open(f"{page}.html")
-        hidden = (
-            "[...document.querySelectorAll('.table-wrapper')].filter(e => e.scrollWidth > e.clientWidth + 2).length"
-        )
-        cut[page] = site.tab.evaluate(hidden)
-    assert not any(cut.values()), cut
+        if count := site.tab.evaluate(f"{wide}.filter(e => e.scrollWidth > e.clientWidth + 2).length"):
+            cut[page] = count
+    assert cut == {}
 
 
 def test_search_finds_nothing_where_nothing_is(site: Site) -> None:
     site.open("search.html?q=qwxyzzyq")
-    site.tab.get_by_text("did not match any documents").wait_for()
+    site.tab.get_by_text("No results for qwxyzzyq").wait_for()
 
 
 def test_landing_page_has_tabs_and_copy_buttons(site: Site) -> None:
     site.open("index.html")
-    code = site.tab.locator(".sd-tab-content pre")
+    code = site.tab.locator(".sd-tab-content .highlight-python pre")
     assert [each.is_visible() for each in code.all()] == [True, False]
     site.tab.get_by_text("Hugging Face Trainer", exact=True).click()
     assert [each.is_visible() for each in code.all()] == [False, True]
