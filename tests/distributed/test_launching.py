@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +58,44 @@ def test_launch_raises_with_the_failing_rank_and_its_traceback(tmp_path: Path) -
         launch(train, str(tmp_path), num_processes=2, fails_on=1)
 
 
-class FailOn(TrainerCallback):
-    """Fail in one process while the other waits for it."""
+class Act(TrainerCallback):
+    """Call a function after the first step, in one process while the other waits for it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, function: Callable[[], None]) -> None:
+        self.rank, self.function = rank, function
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if os.environ["RANK"] == str(self.rank):
-            raise ValueError("something of the user's")
+        if os.environ["RANK"] == str(self.rank) and state.global_step == 1:
+            self.function()
 
 
-def train_until(folder: str, *, fails_on: int) -> None:
-    rows = make_rows(16)
-    Trainer(Net(), make_arguments(Path(folder)), train_dataset=rows, callbacks=[FailOn(fails_on)]).train()
+def train_with(strategy: Any, folder: str, *callbacks: Any) -> None:
+    args = make_arguments(Path(folder), save_strategy="steps")
+    Trainer(Net(), args, train_dataset=make_rows(16), strategy=strategy, callbacks=callbacks).train()
+
+
+def fail() -> None:
+    raise ValueError("something of the user's")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_launch_names_the_rank_that_failed_and_not_the_one_that_noticed(tmp_path: Path, rank: int) -> None:
     with pytest.raises(StrategyError) as caught:
-        launch(train_until, str(tmp_path), num_processes=2, fails_on=rank)
+        launch(train_with, None, str(tmp_path), Act(rank, fail), num_processes=2)
     assert f"The process of rank {rank} failed: Traceback" in str(caught.value)
     assert "\nValueError: something of the user's\n" in str(caught.value)
+
+
+def interrupt_the_launcher() -> None:
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(3)  # the launcher passes it on
+
+
+def test_interrupting_the_launcher_saves_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        launch(train_with, None, str(tmp_path), Act(0, interrupt_the_launcher), num_processes=2)
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name < "checkpoint-4"  # that of the end
 
 
 def fail_in_turn(folder: str) -> None:
@@ -106,10 +123,6 @@ def fail_in_turn(folder: str) -> None:
 def test_launch_names_the_first_failure_although_the_clock_went_back(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"(?s)process of rank 1 failed: .*ValueError: of rank 1"):
         launch(fail_in_turn, str(tmp_path), num_processes=2)
-
-
-def train_with(strategy: Any, folder: str) -> None:
-    Trainer(Net(), make_arguments(Path(folder)), train_dataset=make_rows(8), strategy=strategy).train()
 
 
 def test_strategy_that_was_made_before_the_launch_is_refused_instead_of_waiting(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -59,6 +60,7 @@ def launch(
     if num_processes == 1:
         return [function(*args, **kwargs)]
     # Imported here because it is missing on some platforms and slow to import.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -78,6 +80,10 @@ def launch(
         try:
             with preserved_signals(), _preserved_environment():
                 found = elastic_launch(config, _call)(function, notes, args, kwargs)
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt(str(error)) from None
+            raise
         except ChildFailedError as error:
             rank, told = _first_failure(notes) or _reported(error)
             raise StrategyError(
@@ -88,6 +94,12 @@ def launch(
 
 
 def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    # As under torchrun: Ctrl-C arrives once, through the launcher, and not at torch's handlers, which a fork inherits
+    # and which would end a training without its checkpoint.
+    if hasattr(os, "setsid"):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Created before the fork, accelerate's state would not read this process's launch.
     for state in ("PartialState", "AcceleratorState", "GradientState") if accelerate_state("PartialState") else ():
         accelerate_state(state).clear()
