@@ -133,6 +133,7 @@ class TrainerHooks(Protocol):
     eval_dataset: Any
     processing_class: Any
     data_collator: Any
+    eval_collator: Any
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     compiler: Compiler
