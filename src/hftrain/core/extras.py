@@ -38,6 +38,7 @@ EXTRAS = {
     "predictions": "hftrain.extras.predictions.gather",
     "profiler": "hftrain.extras.profiling.profiling",
     "progress": "hftrain.extras.progress.bars",
+    "record": "hftrain.extras.record",
     "recompute": "hftrain.extras.recompute",
     "rehearsal": "hftrain.extras.rehearsal.rehearsal",
     "remote": "hftrain.extras.remote.folders",

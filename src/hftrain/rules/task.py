@@ -65,13 +65,6 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
         )
 
 
-def check_defined(task: TaskModule, *names: str) -> None:
-    """Raise if a task defines none of some steps, what the first batch would raise from deep in a loop."""
-    is_own = any(name in vars(task) or getattr(type(task), name) is not getattr(TaskModule, name) for name in names)
-    if not is_own and not isinstance(task, ModelTask):
-        task.training_step(None)
-
-
 def check_task(task: TaskModule) -> None:
     """Raise unless the task has a `model` with every trainable parameter, and valid methods."""
     kind = type(task).__name__

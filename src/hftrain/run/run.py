@@ -129,6 +129,7 @@ class Run:
                 environment=environment(parts.strategy) | {"precision": parts.precision.policy.name},
                 model=type(parts.model).__name__,
                 task=type(parts.task).__name__,
+                **(extra("record").origin_of(parts) if parts.strategy.is_main else {}),
             )
 
     def _wrapped_parts(self) -> FitParts:

@@ -179,6 +179,12 @@ class TaskModule(nn.Module):
         return self.model(*args, **kwargs)
 
 
+def check_defined(task: TaskModule, *steps: str) -> None:
+    """Raise if a task defines none of some steps: from deep in a loop, the traceback would be long."""
+    if all(name not in vars(task) and getattr(type(task), name) is getattr(TaskModule, name) for name in steps):
+        task.training_step(None)
+
+
 def checked_count(count: Any, function: Any) -> int | torch.Tensor:
     """Return the item count that a user's function returned for a batch, or raise if it is not a count."""
     if not isinstance(count, (int, torch.Tensor, Real)):

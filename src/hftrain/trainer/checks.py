@@ -27,14 +27,15 @@ from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
 from hftrain.rules.functions import check_step
 from hftrain.rules.saving import check_fits, check_save_policy, check_saves
-from hftrain.rules.task import check_copies, check_defined, check_not_sharded, check_unused_by_task
+from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import check_quantized, is_quantized
-from hftrain.task.module import TaskModule
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule, check_defined
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 
@@ -73,7 +74,8 @@ def check_before_training(
         resume: The documented `resume_from_checkpoint`.
     """
     args, strategy = trainer.args, trainer.strategy
-    if not trainer.loops and not hooks.is_overridden("training_step", "compute_loss"):
+    is_plain = isinstance(trainer.task, ModelTask)
+    if not (is_plain or trainer.loops or hooks.is_overridden("training_step", "compute_loss")):
         check_defined(trainer.task, "training_step")
     data.check_training()
     if saves_at_all(args, trainer.save_policy):

@@ -27,13 +27,12 @@ from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.preparation import generates
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.rules.evaluation import check_cadences, check_evaluation
-from hftrain.rules.task import check_defined
 from hftrain.run.parts import TrainerHooks
 from hftrain.task.items import OWN_ITEMS
 from hftrain.task.metric_state import kept_metrics, read_metrics, reset, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule, as_step_output
+from hftrain.task.module import TaskModule, as_step_output, check_defined
 from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation_mean import EvaluationMean
@@ -180,7 +179,8 @@ class Evaluation:
         """
         trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
         is_prediction = self._activity.name == "predict"
-        if not trainer.loops and not self._hooks.is_overridden("prediction_step", "compute_loss"):
+        is_plain = isinstance(trainer.task, ModelTask)
+        if not (is_plain or trainer.loops or self._hooks.is_overridden("prediction_step", "compute_loss")):
             check_defined(trainer.task, "training_step", "evaluation_step", *["prediction_step"] * is_prediction)
         self._announce(loader, description)
         events.refresh(eval_dataloader=loader)

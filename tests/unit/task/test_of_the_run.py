@@ -151,5 +151,5 @@ def test_evaluations_and_predictions_have_their_own_collator(tmp_path: Path) -> 
     with pytest.raises(HFTrainError, match="eval_collator"):
         Trainer(Task(), arguments, eval_collator=3)
     loader = torch.utils.data.DataLoader(rows)
-    with pytest.raises(HFTrainError, match="eval_collator=loader.collate_fn"):
+    with pytest.raises(HFTrainError, match="eval_collator=loader"):
         Trainer(Task(), arguments, eval_dataset=loader)
