@@ -26,6 +26,7 @@ EXTRAS = {
     "jit_mode_eval": "hftrain.extras.tracing",
     "liger": "hftrain.extras.liger",
     "limits": "hftrain.extras.limits",
+    "live_window": "hftrain.extras.live_window",
     "memory": "hftrain.extras.memory",
     "memory_estimate": "hftrain.extras.rehearsal.estimating",
     "mistakes": "hftrain.extras.mistakes",
