@@ -12,7 +12,7 @@ import torch
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import TaskError, Trainer, TrainerCallback
-from hftrain.callbacks.logging import as_pixels
+from hftrain.extras.trackers.choice import as_pixels
 from hftrain.loggers import Logger
 
 

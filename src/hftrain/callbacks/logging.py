@@ -6,10 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from hftrain.core.errors import TaskError
+from hftrain.core.extras import extra
 
 
 class RunLogger:
@@ -43,7 +40,7 @@ class RunLogger:
 
         Without channels it is grey. Values are bytes, or numbers from 0 to 1; others are clipped.
         """
-        self._report("log_image", name, image, prepare=as_pixels)
+        self._report("log_image", name, image, prepare=extra("trackers").as_pixels)
 
     def log_text(self, name: str, text: str) -> None:
         """Report a text."""
@@ -60,22 +57,3 @@ class RunLogger:
             values = values if prepare is None else (*values[:-1], prepare(values[-1]))
             for call in calls:
                 call(kind, handler.args, handler.state, handler.model, *values)
-
-
-def as_pixels(image: Any) -> np.ndarray[Any, Any]:
-    """Return an image as bytes (height, width, 3 or 4 channels)."""
-    is_tensor = isinstance(image, torch.Tensor)
-    pixels = np.asarray(image.detach().float().cpu() if is_tensor and image.is_floating_point() else image)
-    if is_tensor and pixels.ndim == 3:
-        pixels = pixels.transpose(1, 2, 0)
-    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
-        raise TaskError(
-            f"Cannot log an image of shape {tuple(pixels.shape)}.",
-            "A tensor is (channels, height, width), an array (height, width, channels), with 1, 3 or 4 channels.",
-            "Log one image, with its axes in this order.",
-        )
-    if pixels.dtype.kind == "f":
-        pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255 + 0.5
-    pixels = pixels.astype(np.uint8)
-    return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import tempfile
@@ -27,11 +28,13 @@ from hftrain.extras.flight.reading import (
     read_ledger,
     total_loss,
 )
+from hftrain.extras.flight.split import PHASES, read_split
 from hftrain.storage.tensors import load_containers
 
 _MOST_TOKENS = 60
 _NEAR = 32
 _MOST_REPLAYS = 3
+_MOST_ROWS = 8
 
 
 @dataclass
@@ -301,3 +304,34 @@ def _picture(run: Path, sample: Any, value: torch.Tensor) -> str:
 def picture_path(folder: Path, sample: Any) -> Path:
     """Return where the picture of a sample is in the folder of a flight log."""
     return folder / "spikes" / f"sample{'-'.join(map(str, sample)) if isinstance(sample, list) else sample}.png"
+
+
+# -- what a report shows ----------------------------------------------------------------------------------------------
+
+
+def tables_of(run: str) -> dict[str, Any] | None:
+    """Return rows of the steps that stand out, the samples behind them, and where the time went; None without a log."""
+    ledger = read_ledger(run)
+    if not ledger:
+        return None
+    spikes, split = find_spikes(ledger), read_split(run) or {"ms": (), "waited": None}
+    suspects = show_blame(run, top=_MOST_ROWS).data["suspects"][:_MOST_ROWS] if spikes else []
+    return {
+        "steps": len(ledger),
+        "spikes": [
+            {"cells": (step, f"{loss:.5g}", f"{norm:.5g}")} for step, (loss, norm) in [*spikes.items()][:_MOST_ROWS]
+        ],
+        "num_left": max(0, len(spikes) - _MOST_ROWS),
+        "samples": [_sample(run, each) for each in suspects],
+        "phases": ["Process", *map(str.capitalize, PHASES)],
+        "split": [{"cells": (rank, *(f"{ms[name]:.1f}" for name in PHASES))} for rank, ms in enumerate(split["ms"])],
+        "waited": "Process {rank} was waited for, in {phase}.".format(**split["waited"]) if split["waited"] else "",
+    }
+
+
+def _sample(run: str, suspect: dict[str, Any]) -> dict[str, Any]:
+    picture: Path = picture_path(flight_folder(run), suspect["sample"])
+    data = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
+    loss = f"{suspect['loss']:.5g}" + ("" if suspect["is_own"] else " (micro-batch)")
+    often = f"{len(suspect['spikes'])} of {len(suspect['steps'])}"
+    return {"cells": [suspect["sample"], loss, often], "picture": data, "shown": suspect["shown"] or ""}

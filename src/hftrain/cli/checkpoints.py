@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.rotation import by_commit
-from hftrain.cli.answer import Answer
+from hftrain.cli.answer import Answer, table
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.storage.files import is_url, local_folder, readable_bytes
 
@@ -55,6 +55,4 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> Answer:
         resume = None if found.only_model else path.name
         rows.append((path.name, str(found.step), f"{epochs:.2f}", readable_bytes(num_bytes), state))
         facts.append(dict(zip(_HEAD, (path.name, found.step, epochs, num_bytes, state), strict=True)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return Answer([*lines, "", last], {"checkpoints": facts, "resume": resume})
+    return Answer([*table(rows), "", last], {"checkpoints": facts, "resume": resume})

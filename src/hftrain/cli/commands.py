@@ -1,4 +1,4 @@
-"""The command `hftrain`: list what this machine can run, estimate memory, and inspect runs."""
+"""The command `hftrain`: train, look at runs, find faults, and plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
 from importlib.metadata import version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,12 +14,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hftrain.core.errors import HFTrainError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hftrain.cli.answer import Answer
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
-_Formatter = partial(argparse.HelpFormatter, max_help_position=20)
+# The first command of each group in the help.
+_HEADINGS = {
+    "fit": "train",
+    "runs": "look at runs",
+    "check": "find faults",
+    "checkpoints": "checkpoints",
+    "strategies": "plan",
+    "completion": "other",
+}
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Write a heading above the first command of each group."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=20)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        heading = f"\n  {_HEADINGS[action.dest]}:\n" if action.dest in _HEADINGS and not action.option_strings else ""
+        return heading + super()._format_action(action)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,91 +96,91 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
         file: shtab's completion of file names; it reads the attribute `complete` of arguments.
         folder: shtab's completion of folders.
     """
-    description = "See what this machine can run, what a training run needs, and what it has saved."
     usage = "hftrain [--version] [--debug] COMMAND [OPTIONS]"
-    parser = _Parser("hftrain", usage, description, formatter_class=_Formatter)
+    parser = _Parser("hftrain", usage, "Train, look at runs, find faults, and plan.", formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"hftrain {version('hftrain')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     # The column of the descriptions is as wide as this metavar, not as the longest command.
-    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND [OPTIONS]", prog="hftrain")
-
-    add = partial(_add, commands)
-    for name, show, summary in (
-        ("strategies", "listing:show_strategies", "list the strategies that can run here, and why others cannot"),
-        ("precisions", "listing:show_precisions", "list the precisions that can run here, and why others cannot"),
-    ):
-        add(name, show, summary).add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
-
-    _add_check(add, folder)
-
-    _add_views(add, folder)
-
+    add = _Adder(parser.add_subparsers(dest="command", title="commands", metavar="COMMAND [OPTIONS]", prog="hftrain"))
     what = "train as a YAML file says, with overrides as options"
     # The options are those of the file's classes: this parser takes them all as words.
     part = add("fit", "configured:show_fit", what, prefix_chars="\0", add_help=False)
-    part.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FILE ...").complete = file  # type: ignore[attr-defined]
-
-    what = "print how much memory a training step of a script takes"
-    part = add(
-        "estimate",
-        "estimate:show_estimate",
-        what,
-        "The script runs up to its first train(), which is replaced by three steps.",
-    )
-    part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
-    part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-
-    _add_plan(add, file)
-
-    what = "print a script that completes this command in a shell"
-    part = add(
-        "completion", "completion:show_completion", what, 'For bash: eval "$(hftrain completion bash)". Needs shtab.'
-    )
+    _complete(part.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FILE ..."), file)
+    _add_views(add, folder)
+    _add_faults(add, folder)
+    _add_checkpoints(add, folder)
+    _add_plans(add, file)
+    what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
+    part = add("completion", "commands:show_completion", what, f"{more} Needs shtab.")
     part.add_argument("shell", choices=_SHELLS)
     return parser
 
 
-def _add(
-    commands: Any, name: str, show: str, summary: str, details: str = "", **options: Any
-) -> argparse.ArgumentParser:
-    """Add a command; `show` is the function in this package that takes its options and returns an `Answer`."""
-    description = f"{summary[0].upper()}{summary[1:]}. {details}"
-    part: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, formatter_class=_Formatter, **options
-    )
-    part.set_defaults(show=show, json=False)
-    if not options:
-        part.add_argument("--json", action="store_true", help="print JSON instead, for programs")
-    return part
+def show_completion(shell: str) -> Answer:
+    """Return a script that completes `hftrain`, its commands, their options and the names of files.
+
+    Raises:
+        MissingDependencyError: shtab is not installed.
+    """
+    resolve_name("hftrain.core.optional").require("shtab", feature="hftrain completion", extra="completion")
+    shtab = resolve_name("shtab")
+    script = shtab.complete(make_parser(file=shtab.FILE, folder=shtab.DIRECTORY), shell)
+    answer: Answer = resolve_name("hftrain.cli.answer").Answer([script], {"shell": shell, "script": script})
+    return answer
 
 
-def _add_check(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
-    what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
-    part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
-    what = "a folder to prove locks and renames in, such as that of a run; shared, if there are several machines"
-    part.add_argument("--output-dir", metavar="FOLDER", help=what).complete = folder  # type: ignore[attr-defined]
-    part.add_argument("-o", "--output", metavar="FILE", help="write the answer as JSON, to be attached to a report")
+class _Adder:
+    """Add commands; `show` is the function in this package that takes a command's options and returns an `Answer`."""
+
+    def __init__(self, commands: Any) -> None:
+        self._commands = commands
+
+    def __call__(
+        self, name: str, show: str, summary: str, details: str = "", **options: Any
+    ) -> argparse.ArgumentParser:
+        description = f"{summary[0].upper()}{summary[1:]}. {details}"
+        part: argparse.ArgumentParser = self._commands.add_parser(
+            name, help=summary, description=description, formatter_class=_Formatter, **options
+        )
+        part.set_defaults(show=show, json=False)
+        if not options:
+            part.add_argument("--json", action="store_true", help="print JSON instead, for programs")
+        return part
+
+    def of_run(
+        self, name: str, summary: str, folder: object, details: str = "", **many: Any
+    ) -> argparse.ArgumentParser:
+        """Add a command about one run, or about several if `many` says how many."""
+        part = self(name, f"{name}:show_{name}", summary, details)
+        named: dict[str, Any] = {"metavar": "run", **many, "help": "the output_dir of a run"}
+        _complete(part.add_argument("runs" if many else "run", **named), folder)
+        return part
 
 
-def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
-    what = "list a run's checkpoints and the one that a resume takes"
-    part = add(
-        "checkpoints", "checkpoints:show_checkpoints", what, "Each one is checked for missing and truncated files."
-    )
-    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
-    verify = "also compare the SHA-256 of every file"
-    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
-    part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or as an image file")
-    part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+def _complete(argument: argparse.Action, names: object) -> None:
+    argument.complete = names  # type: ignore[attr-defined]
+
+
+def _add_views(add: _Adder, folder: object) -> None:
+    part = add("runs", "facts:show_runs", "list the runs in a folder: state, steps, best metric, time")
+    _complete(part.add_argument("folder", help="the folder that holds their output folders"), folder)
+    what = "draw what runs have logged, in the terminal or as an image file"
+    part = add.of_run("curves", what, folder, nargs="+")
     metric = "a logged number such as eval_loss, may be repeated; by default the losses"
     part.add_argument("--metric", dest="metrics", action="append", default=[], metavar="NAME", help=metric)
     part.add_argument("-o", "--output", metavar="FILE", help="write a .png, .svg or .pdf file instead")
-    part = add("report", "report:show_report", "write an HTML page that shows a run, or compares several")
-    part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+    part = add.of_run("report", "write an HTML page that shows a run, or compares several", folder, nargs="+")
     part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+
+
+def _add_faults(add: _Adder, folder: object) -> None:
+    what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
+    part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
+    what = "a folder to prove locks and renames in, such as that of a run; shared, if there are several machines"
+    _complete(part.add_argument("--output-dir", metavar="FOLDER", help=what), folder)
+    part.add_argument("-o", "--output", metavar="FILE", help="write the answer as JSON, to be attached to a report")
     what = "show the samples behind the steps of a run that stand out, from its flight log"
-    part = add("blame", "blame:show_blame", what, "The run was trained with Trainer(flight_log=True).")
-    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    part = add.of_run("blame", what, folder, "The run was trained with Trainer(flight_log=True).")
     part.add_argument("--step", type=int, metavar="N", help="look at this step instead of those that stand out")
     part.add_argument("--top", type=int, metavar="N", default=5, help="how many samples to show; default: 5")
     what = "do the first three of them again for the loss and gradient norm of each sample"
@@ -170,28 +188,38 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     what = "write their indices into a JSON file, for Trainer(exclude_samples=...)"
     part.add_argument("-o", "--output", metavar="FILE", help=what)
     what = "do a step of a run again to the bit, with every module looked at"
-    part = add("replay", "replay:show_replay", what, "It starts from the checkpoint before, by the run's own command.")
-    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    part = add.of_run("replay", what, folder, "It starts from the checkpoint before, by the run's own command.")
     part.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
     what = "change an argument, such as args.bf16=false; may be repeated"
     part.add_argument("--with", dest="changes", action="append", default=[], metavar="args.NAME=VALUE", help=what)
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: replay-step<N>")
     part.add_argument("script", nargs="*", metavar="SCRIPT", help="another script, with its arguments, after --")
     what = "find the first step, and the first module in it, in which two runs differ"
-    part = add("bisect", "bisect:show_bisect", what)
-    part.add_argument("runs", nargs=2, metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+    part = add.of_run("bisect", what, folder, nargs=2)
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")
     what = "compare the first N steps; default: all, or 200 if the runs round differently"
     part.add_argument("--steps", type=int, metavar="N", help=what)
     what = "show where the processes of a run stand, which stand apart, and which one the others wait for"
-    part = add("hangs", "hangs:show_hangs", what, "They write it on SIGQUIT, in a run with a flight log.")
-    part.add_argument("run", help="the output_dir of the run").complete = folder  # type: ignore[attr-defined]
+    add.of_run("hangs", what, folder, "They write it on SIGQUIT, in a run with a flight log.")
+
+
+def _add_checkpoints(add: _Adder, folder: object) -> None:
+    what = "list a run's checkpoints and the one that a resume takes"
+    part = add.of_run("checkpoints", what, folder, "Each one is checked for missing and truncated files.")
+    verify = "also compare the SHA-256 of every file"
+    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
     part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
-    part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder").complete = folder  # type: ignore[attr-defined]
+    _complete(part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder"), folder)
     part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
 
 
-def _add_plan(add: Callable[..., argparse.ArgumentParser], file: object) -> None:
+def _add_plans(add: _Adder, file: object) -> None:
+    for name in ("strategies", "precisions"):
+        part = add(name, f"listing:show_{name}", f"list the {name} that can run here, and why others cannot")
+        part.add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
+    what = "print how much memory a training step of a script takes"
+    more = "The script runs up to its first train(), which is replaced by three steps."
+    _add_script(add("estimate", "estimate:show_estimate", what, more), file)
     what = "print which strategy, mesh and micro-batch fit a script's model on GPUs that are not here"
     part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
     part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
@@ -200,5 +228,9 @@ def _add_plan(add: Callable[..., argparse.ArgumentParser], file: object) -> None
     part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
     what = "keep the script's micro-batch and checkpointing, and do not offload"
     part.add_argument("--as-set", action="store_true", help=what)
-    part.add_argument("script", help="a Python file that trains").complete = file  # type: ignore[attr-defined]
+    _add_script(part, file)
+
+
+def _add_script(part: argparse.ArgumentParser, file: object) -> None:
+    _complete(part.add_argument("script", help="a Python file that trains"), file)
     part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

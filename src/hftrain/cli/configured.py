@@ -135,7 +135,7 @@ class _Config:
         if not isinstance(data or {}, Mapping):
             remedy = 'Return a dict, such as {"train_dataset": dataset}.'
             raise ConfigError("Cannot use the data.", f"Its maker returned a {type(data).__name__}.", remedy)
-        callbacks = [*made.callbacks, _ConfigWriter(to_yaml(self._values()))]
+        callbacks = [*made.callbacks, _ConfigWriter(self._values())]
         options = {"strategy": made.strategy, "precision": made.precision, **(data or {})}
         trainer = Trainer(task, args, callbacks=callbacks, **options)
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -208,8 +208,9 @@ class _Config:
 class _ConfigWriter(TrainerCallback):
     """Write the configuration into the output folder when training begins; a resume replaces it by its own."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._text = to_yaml(values)
+        self.run_config = {name: values[name] for name in ("task", "data") if name in values}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -54,6 +55,8 @@ def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:
     """Run a script up to its first `train()`, and return what `act` returns for its Trainer.
 
+    What it prints is shown if it fails.
+
     Raises:
         ConfigError: There is no such file, or it ends without calling `train()`.
     """
@@ -61,9 +64,13 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
         reason = "There is no such file."
         raise ConfigError(f"Cannot estimate the memory of {str(script)!r}.", reason, "Check the path.")
     found: list[T] = []
-    with until_training(lambda trainer, *_, **__: found.append(act(trainer))):
-        sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
-        runpy.run_path(str(script), run_name="__main__")
+    try:
+        with redirect_stderr(StringIO()) as said, until_training(lambda trainer, *_, **__: found.append(act(trainer))):
+            sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
+            runpy.run_path(str(script), run_name="__main__")
+    except Exception:
+        print(said.getvalue(), file=sys.stderr)
+        raise
     if not found:
         raise ConfigError(
             f"Cannot estimate the memory of {str(script)!r}.",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.cli.answer import Answer
+from hftrain.cli.answer import Answer, table
 from hftrain.cli.estimate import at_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.meta import meta_twin, weightless
@@ -53,10 +53,7 @@ def show_plan(
             "Use more GPUs, a lower precision (bf16), LoRA, or shorter sequences.",
         )
     best = fits[0]
-    rows = [_HEAD, *map(_row, fits)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", *_advice(best, usable)]
+    lines = [*table([_HEAD, *map(_row, fits)]), "", *_advice(best, usable)]
     lines += ["", "Rejected:", *refused] if refused else []
     data = {"proposal": asdict(best), "fits": [asdict(each) for each in fits], "rejected": rejected}
     return Answer(lines, data)
@@ -146,12 +143,13 @@ def _row(each: Candidate) -> list[str]:
 
 def _advice(best: Candidate, memory: float) -> list[str]:
     options = "".join(f", {name}={value!r}" for name, value in best.options.items())
-    strategy = f'create_strategy("{best.strategy}"{options})' if options else f'"{best.strategy}"'
+    strategy = f'strategies.create("{best.strategy}"{options})' if options else f'"{best.strategy}"'
     left = memory * USABLE - best.device
     arguments = f"per_device_train_batch_size={best.micro_batch}, gradient_accumulation_steps={best.accumulation}"
     return [
-        *(["from hftrain.strategies.registry import create_strategy"] if options else []),
-        f"Trainer(strategy={strategy}), TrainingArguments({arguments}, gradient_checkpointing={best.checkpointing})",
+        "from hftrain import Trainer, TrainingArguments, strategies",
+        f"args = TrainingArguments({arguments}, gradient_checkpointing={best.checkpointing})",
+        f"trainer = Trainer(model, args, train_dataset=train_dataset, strategy={strategy})",
         f"It fits with {readable_bytes(int(left))} to spare ({1 - USABLE:.0%} of the memory is left to the runtime), "
         "and of those that fit with as little recomputing, waiting and offloading it communicates least.",
     ]

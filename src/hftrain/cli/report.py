@@ -15,12 +15,11 @@ from statistics import median
 from typing import Any
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.columns import is_number
-from hftrain.cli.flight_tables import tables_of
-from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned
+from hftrain.cli.blame import tables_of
+from hftrain.cli.facts import UNENDED, best_of, duration_of, in_digits, last_begin, status_of, steps_of
+from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned, unlogged
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
-from hftrain.extras.progress.bars import seconds_text
 from hftrain.storage.files import readable_bytes
 
 _MAX_POINTS = 2000
@@ -40,7 +39,6 @@ _NO_JOURNAL = "The folder has no journal.jsonl, so throughput, memory, stops and
 _NO_ARGUMENTS = (
     "Not known: the folder has no file with arguments, or only training_args.bin, a pickle that is not read."
 )
-_UNENDED = "no end is recorded: it still runs, or was killed"
 
 
 def show_report(runs: Sequence[str], *, output: str = "report.html") -> Answer:
@@ -91,7 +89,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def _best_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs by their best evaluation, if that is of one metric; those without one last."""
-    found = {run.folder: _best(run) for run in runs}
+    found = {run.folder: best_of(run) for run in runs}
     known = [run for run in runs if found[run.folder][2] is not None]
     if len({found[run.folder][0] for run in known}) != 1:
         return list(runs)
@@ -123,7 +121,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             panel["curves"].append(_curve(run, metric, label=label, color=color))
             odd = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
             if odd:
-                named = ", ".join(map(_number, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
+                named = ", ".join(map(in_digits, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
                 panel["notes"].append(f"{label}: NaN or infinite at step {named}")
     last = [*_TITLES]
     evaluated = {run.subject(name) for run in runs for name in run.metrics() if name != run.subject(name)}
@@ -177,18 +175,18 @@ def _about(run: RunRecord) -> dict[str, Any]:
 
 
 def _facts(run: RunRecord) -> list[dict[str, str]]:
-    status, mood = _status(run)
-    metric, step, best = _best(run)
+    status, mood = status_of(run)
+    metric, step, best = best_of(run)
     final = next(reversed(run.log.values("loss")), None)
-    begin = _last_begin(run)
+    begin = last_begin(run)
     limits = begin.get("plan", {}).get("limits")
     facts = [
         ("Status", status, mood),
-        ("Steps", _steps(run), ""),
+        ("Steps", steps_of(run), ""),
         ("Not all data", _value(limits) if limits else "", "bad"),
-        ("Time", _duration(run), ""),
-        ("Last loss", "" if final is None else _number(final), ""),
-        (f"Best {metric}", "" if best is None else f"{_number(best)} at step {step}", "good"),
+        ("Time", duration_of(run), ""),
+        ("Last loss", "" if final is None else in_digits(final), ""),
+        (f"Best {metric}", "" if best is None else f"{in_digits(best)} at step {step}", "good"),
         ("Median samples per second", _median_throughput(run), ""),
         ("Model", str(begin.get("model") or ""), ""),
     ]
@@ -199,10 +197,10 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return a row for each run, with the best one marked if they were sorted by one metric."""
     rows, metrics = [], set()
     for run in runs:
-        metric, step, best = _best(run)
+        metric, step, best = best_of(run)
         metrics.add(metric if best is not None else None)
-        shown = "" if best is None else f"{metric} {_number(best)} at step {step}"
-        rows.append((run.name, _status(run)[0], _steps(run), _duration(run), shown, _median_throughput(run)))
+        shown = "" if best is None else f"{metric} {in_digits(best)} at step {step}"
+        rows.append((run.name, status_of(run)[0], steps_of(run), duration_of(run), shown, _median_throughput(run)))
     made = _rows(rows)
     made[0]["is_best"] = len(metrics - {None}) == 1
     return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": made}
@@ -210,7 +208,7 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the arguments that differ between runs, by run if there are more runs than arguments."""
-    known = [run.arguments for run in runs if run.arguments is not None]
+    known = [{**run.arguments, **run.origin} for run in runs if run.arguments is not None]
     rows = []
     for name in sorted({name for arguments in known for name in arguments if name not in _NAMES}):
         values = [_value(arguments[name]) if name in arguments else "default" for arguments in known]
@@ -232,7 +230,7 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     for name in names:
         for step, value, epoch, _ in run.log.rows(name, range(len(run.log.values(name)))):
             rows.setdefault(step, {"epoch": None if math.isnan(epoch) else epoch})[name] = value
-    metric, best_step, best = _best(run)
+    metric, best_step, best = best_of(run)
     steps = sorted(rows)
     last = set(steps[-_MAX_EVALUATIONS:])
     shown = [step for step in steps if step == best_step or step in last]
@@ -240,25 +238,8 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     if len(shown) < len(steps):
         note += f" The last {_MAX_EVALUATIONS} of {len(steps)} are shown, and the best."
     values = ([step, *(rows[step].get(name) for name in ("epoch", *names))] for step in shown)
-    made = [{"cells": [*map(_number, each)], "is_best": each[0] == best_step} for each in values]
+    made = [{"cells": [*map(in_digits, each)], "is_best": each[0] == best_step} for each in values]
     return {"head": ["step", "epoch", *names], "rows": made, "note": note}
-
-
-def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
-    """Return the name of the metric for the best model (by default the loss), its best step and its value."""
-    arguments = run.arguments or {}
-    metric = str(arguments.get("metric_for_best_model") or "loss")
-    names = run.metrics()
-    name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
-    if name not in names:
-        name = next((each for each in names if each != run.subject(each) == metric), name)
-    finite = [(value, step) for step, value in run.log.points(name) if math.isfinite(value)]
-    if not finite or name == run.subject(name):
-        return metric, None, None
-    # The constructor of the arguments replaces None; a missing value means False.
-    choose = max if arguments.get("greater_is_better") else min
-    value, step = choose(finite, key=lambda each: each[0])
-    return name, int(step), value
 
 
 def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
@@ -280,7 +261,7 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             later = [each["event"] for each in run.events[number + 1 :]]
             following = later[: later.index("begin")] if "begin" in later else later
             if session and "end" not in following:
-                what = "killed, this is the last entry" if "begin" in later else f"last entry; {_UNENDED}"
+                what = "killed, this is the last entry" if "begin" in later else f"last entry; {UNENDED}"
                 yield _when(session[-1][0]), str(session[-1][1]), what
         elif event["event"] == "end":
             reason = event.get("reason")
@@ -298,6 +279,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]
 def _notes(run: RunRecord) -> Iterable[str]:
     if not run.sessions:
         yield _NO_JOURNAL
+    if not run.metrics():
+        yield unlogged(run)
     if run.num_earlier:
         yield f"Another run began in this folder before ({run.num_earlier} in all). Only the last one is shown."
     if run.num_unread:
@@ -305,8 +288,8 @@ def _notes(run: RunRecord) -> Iterable[str]:
 
 
 def _environment(run: RunRecord) -> Iterable[tuple[str, str]]:
-    where = _last_begin(run).get("environment", {})
-    yield from ((name, _value(value)) for name, value in where.items() if name != "versions")
+    where = last_begin(run).get("environment", {})
+    yield from ((name, _value(value)) for name, value in {**run.origin, **where}.items() if name != "versions")
     yield from run.versions.items()
 
 
@@ -318,38 +301,9 @@ def _saved(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
         yield each.name, str(each.step), size, when if each.is_there else f"{when}, deleted since"
 
 
-def _status(run: RunRecord) -> tuple[str, str]:
-    if not run.sessions:
-        return "not known", ""
-    ends = (event for event in reversed(run.events) if event["event"] in ("begin", "end"))
-    last: Mapping[str, Any] = next(ends, {})
-    if last.get("event") != "end":
-        return _UNENDED, ""
-    reason = last.get("reason")
-    return ("complete", "good") if not reason else (f"stopped: {reason}", "bad" if last.get("is_error") else "")
-
-
-def _last_begin(run: RunRecord) -> Mapping[str, Any]:
-    return next((event for event in reversed(run.events) if event["event"] == "begin"), {})
-
-
-def _steps(run: RunRecord) -> str:
-    logged = max(run.log.steps, default=0)
-    done = run.sessions[-1][-1][1] if run.sessions else max(logged, run.state.get("global_step", 0))
-    planned = _last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
-    return f"{done:,} of {planned:,}" if planned and is_number(planned) else f"{done:,}"
-
-
-def _duration(run: RunRecord) -> str:
-    """Return the total duration of the sessions, without the time between them."""
-    if run.sessions:
-        return seconds_text(sum(session[-1][0] - session[0][0] for session in run.sessions))
-    return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
-
-
 def _median_throughput(run: RunRecord) -> str:
     rates = run.log.values(THROUGHPUT)
-    return _number(median(rates)) if rates else ""
+    return in_digits(median(rates)) if rates else ""
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -357,12 +311,6 @@ def _median_throughput(run: RunRecord) -> str:
 
 def _rows(rows: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
     return [{"cells": list(row), "is_best": False} for row in rows]
-
-
-def _number(value: Any) -> str:
-    if not is_number(value):
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 
 def _value(value: Any) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.state import find_misfit
+from hftrain.extras.flight.reading import read_ledger, total_loss
 from hftrain.storage.files import is_url, local_folder, read_json, walk_files
 
 # More runs than these share one legend and one title, and show one loss.
@@ -38,8 +39,13 @@ _FIELDS = {
     "save": {"at", "step", "name"},
     "end": {"at", "step"},
 }
+_ORIGIN = ("code", "seed", "parameters", "command")
 _NUMBERS = ("at", "step", "samples", "trained_s", "size", "num_logged")
-_TYPES = {"name": str, **dict.fromkeys(("entry", "memory", "arguments", "plan", "environment"), dict), "earlier": list}
+_TYPES = {
+    "name": str,
+    **dict.fromkeys(("entry", "memory", "arguments", "plan", "environment", "config"), dict),
+    "earlier": list,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ class RunRecord:
         sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.
         arguments: The arguments that differ from their defaults; None if unknown.
         versions: Versions of the libraries.
+        origin: The code's version, the seed, the number of parameters, the command, and what configured task and data.
         num_earlier: The number of earlier runs in the folder.
         num_unread: The number of lines of the journal that could not be read.
     """
@@ -82,6 +89,7 @@ class RunRecord:
     sessions: Sequence[tuple[Point, Point]]
     arguments: Mapping[str, Any] | None
     versions: Mapping[str, str]
+    origin: Mapping[str, Any] = field(default_factory=dict)
     num_earlier: int = 0
     num_unread: int = 0
 
@@ -160,8 +168,16 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
     for name in asked:
         check_known(name, known, f"Cannot show the metric {name!r}.", "No run has logged it.")
     if not asked:
-        raise ConfigError(f"Cannot show {runs[0].folder!r}.", "Nothing was logged.", "Wait for the first log entry.")
+        raise ConfigError(f"Cannot show {runs[0].folder!r}.", unlogged(runs[0]))
     return asked
+
+
+def unlogged(run: RunRecord) -> str:
+    """Return why a run has no curves, and what to set for some."""
+    interval = (run.arguments or {}).get("logging_steps", TrainingArguments.logging_steps)
+    step = int(max([run.state.get("global_step", 0), *(last[1] for _, last in run.sessions)]))
+    why = f"{run.name} has logged nothing in {step} steps, with logging_steps={interval}."
+    return f"{why} Set a smaller logging_steps, or train with Trainer(flight_log=True), whose steps are drawn then."
 
 
 def _short_names(folders: Sequence[str]) -> list[str]:
@@ -199,6 +215,10 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
         reason = unread if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
+    if not set(journal.log) - {*_PLACES}:
+        for step, lines in read_ledger(path).items():
+            losses, norm = list(map(total_loss, lines)), lines[0].get("norm")
+            journal.log.add({"step": step, "loss": sum(losses) / len(losses), "grad_norm": norm})
     last: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
     manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
     versions = last.get("environment", {}).get("versions")
@@ -212,6 +232,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         sessions=[(session[0], session[-1]) for session in journal.sessions if session],
         arguments=last.get("arguments") if last else _arguments(paths),
         versions=versions if versions and isinstance(versions, dict) else manifest.versions if manifest else {},
+        origin={name: last[name] for name in _ORIGIN if name in last} | _flat(last.get("config", {})),
         num_earlier=max(0, journal.num_runs - 1),
         num_unread=journal.num_unread,
     )
@@ -310,6 +331,15 @@ def _is_readable(line: Any) -> bool:
         return False
     numbers = all(is_number(line[name]) and math.isfinite(line[name]) for name in _NUMBERS if name in line)
     return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
+
+
+def _flat(config: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by their paths, as they are written on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        path = place if name == "init_args" else f"{place}.{name}".removeprefix(".")
+        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
+    return found
 
 
 def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Saved]:

@@ -121,3 +121,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _fold(name: str) -> str:
     return str(name).strip().lower().replace("-", "_")
+
+
+Row = tuple[Any, str, str, str] | tuple[Any, str, str, str, dict[str, Any]]
+
+
+def refuse(rows: Iterable[Row]) -> None:
+    """Raise for the first row whose condition holds; it has what cannot be used, reason, remedy and received values."""
+    for row in rows:
+        if row[0]:
+            raise ConfigError(row[1], row[2], row[3], **(row[4] if len(row) == 5 else {}))

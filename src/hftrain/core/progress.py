@@ -122,6 +122,7 @@ class WindowState:
     run_steps: int = 0
     grad_norm: torch.Tensor | float | int | None = None  # of the last step, like the next
     learning_rate: torch.Tensor | float | int | None = None
+    rates: list[torch.Tensor | float | int] = field(default_factory=list)  # of all groups
 
 
 class Counter:

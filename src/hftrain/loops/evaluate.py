@@ -80,7 +80,7 @@ class EvaluateHooks:
             rank runs as many steps as the one with the most batches.
         finish: Runs the forward passes that other ranks still need of this one; called after the last batch, and
             after each turn if ranks take turns. Collective.
-        read_metrics: Computes and resets the task's own metrics; collective.
+        read_metrics: Computes the task's own metrics; collective.
         finish_outputs: Applied to the collected, joined outputs.
     """
 

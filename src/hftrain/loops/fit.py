@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -308,7 +308,8 @@ class FitLoop(Loop[FitParts]):
             parts.events.fire("on_optimizer_step")
         # The rate that this step used, before the schedule changes it.
         read_rate = parts.hooks.read_rate
-        parts.losses.learning_rate = parts.optimizer.param_groups[0]["lr"] if read_rate is None else read_rate()
+        rates = parts.losses.rates = [group["lr"] for group in parts.optimizer.param_groups]
+        parts.losses.learning_rate = rates[0] if read_rate is None else read_rate()
         if is_updated and parts.schedule is not None:
             parts.schedule.step()
         parts.stepper.zero_grad()
@@ -355,10 +356,19 @@ class FitLoop(Loop[FitParts]):
     def _read_logs(self) -> dict[str, Any]:
         losses = self.parts.losses
         logs: dict[str, Any] = dict(losses.read())
-        rate = losses.learning_rate
+        rate, groups = losses.learning_rate, self.parts.optimizer.param_groups
         # A checkpoint of transformers' Trainer does not hold the rate of the last step.
-        logs["learning_rate"] = float(self.parts.optimizer.param_groups[0]["lr"] if rate is None else rate)
-        return logs
+        logs["learning_rate"] = float(groups[0]["lr"] if rate is None else rate)
+        return {**logs, **_rates_apart(groups, losses.rates)}
+
+
+def _rates_apart(groups: Sequence[Mapping[str, Any]], rates: Sequence[Any]) -> dict[str, float]:
+    """Return the rate of each group by its name, that of its optimizer or its number, if they differ."""
+    if len(set(map(float, rates))) < 2:
+        return {}
+    names = [str(group.get("name", group.get("optimizer", number))) for number, group in enumerate(groups)]
+    own = [name if names.count(name) == 1 else f"{name}/{number}" for number, name in enumerate(names)]
+    return {f"learning_rate/{name}": float(rate) for name, rate in zip(own, rates, strict=False)}
 
 
 def _no_batch(epoch: int) -> TaskError:

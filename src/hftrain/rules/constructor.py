@@ -108,9 +108,7 @@ def check_parts(
         )
     for name, function in functions.items():
         if function is not None:
-            check_callable(name, function)
-    if functions.get("data_collator") is not None:
-        check_call("data_collator", functions["data_collator"])
+            (check_call if name.endswith("_collator") else check_callable)(name, function)
 
 
 def refusing_unknown(init: Init) -> Init:

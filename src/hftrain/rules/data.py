@@ -28,6 +28,7 @@ _LOADERS = {
     "eval_dataset": "get_eval_dataloader",
     "test_dataset": "get_test_dataloader",
 }
+_COLLATORS = {"train_dataset": "data_collator"}
 
 
 # A list of arrays is taken for columns only if it is this short.
@@ -157,8 +158,8 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
     if isinstance(dataset, DataLoader):
         return (
             "the Trainer builds the loaders, one per process.",
-            "Pass the loader's dataset and data_collator=loader.collate_fn, and set the batch size in "
-            f"TrainingArguments; or override {loader} to return the loader.",
+            f"Pass the loader's dataset and {_COLLATORS.get(role, 'eval_collator')}=loader.collate_fn, and set the "
+            f"batch size in TrainingArguments; or override {loader} to return the loader.",
         )
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     is_data = is_map or isinstance(dataset, IterableDataset)

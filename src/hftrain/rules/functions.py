@@ -25,11 +25,8 @@ _CALLS: dict[str, tuple[int, str, str]] = {
         "compute_result",
         "(prediction), an EvalPrediction: prediction has predictions and label_ids",
     ),
-    "data_collator": (
-        1,
-        "",
-        "(samples), with a list of samples; datasets go by name (train_dataset=...)",
-    ),
+    "data_collator": (1, "", "(samples), with a list of samples; datasets go by name (train_dataset=...)"),
+    "eval_collator": (1, "", "(samples), with a list of samples"),
     "schedule.step": (0, "", "(), after each update; make timm's step_update(count) the step() of an object around it"),
     "preprocess_logits_for_metrics": (2, "", "(logits, labels)"),
 }

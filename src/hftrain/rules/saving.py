@@ -18,10 +18,9 @@ from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.state_files import check_complete
 from hftrain.checkpoint.weights import check_saveable
-from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.errors import CheckpointError, ConfigError, refuse
 from hftrain.core.notes import describe
 from hftrain.core.parameters import whole_shape
-from hftrain.rules.rows import refuse
 from hftrain.storage.shards import open_tensors
 from hftrain.storage.tensors import plain_containers
 from hftrain.strategies.base import Strategy

@@ -7,8 +7,8 @@ that its checkpoint does not contain are superseded by those that follow. Each l
 since the epoch:
 
 ``begin``: ``step``, ``resumed_from`` (a checkpoint or None), ``num_logged`` (entries in the log at that point),
-``arguments`` (those that differ from their defaults), ``plan``, ``environment``; ``earlier`` (the log so far), if the
-checkpoint is in another folder.
+``arguments`` (those that differ from their defaults), ``plan``, ``environment``, and from `extras.record` ``code``,
+``seed``, ``parameters``, ``command``, ``config``; ``earlier`` (the log so far), if the checkpoint is in another folder.
 ``log``: ``entry`` as in `log_history`, ``samples`` and ``trained_s`` (samples, and seconds without evaluations and
 saves, since ``begin``), ``memory`` (highest use so far in bytes: of the ``host``'s process, of the ``device``).
 ``save``: ``step``, ``name``, ``size`` in bytes.

@@ -17,6 +17,7 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.registry import Entry
+from hftrain.core.extras import extra
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerState
@@ -24,7 +25,7 @@ from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits
 from hftrain.loops.contract import Loop
 from hftrain.loops.fit import FitLoop
-from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow
+from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
 from hftrain.run.data import RunData
 from hftrain.run.journal import Journal
@@ -133,6 +134,7 @@ class TrainerHooks(Protocol):
     eval_dataset: Any
     processing_class: Any
     data_collator: Any
+    eval_collator: Any
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     compiler: Compiler
@@ -239,7 +241,8 @@ def loss_window(trainer: TrainerHooks, hooks: Hooks) -> LossWindow:
         reduce = lambda loss: hooks.nested_gather(loss).mean()  # noqa: E731
     # Documented: not on XLA.
     hides = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
-    kind = LiveLossWindow if hooks.is_overridden("_maybe_log_save_evaluate") else LossWindow
+    is_live = hooks.is_overridden("_maybe_log_save_evaluate")
+    kind: type[LossWindow] = extra("live_window").LiveLossWindow if is_live else LossWindow
     return kind(hides_nonfinite=hides, reduce=reduce)
 
 

@@ -42,6 +42,7 @@ def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Ite
 def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
     trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
     task = parts.task = trainer.task
+    task.run_state = parts.state
     # Before the weights are loaded: loading rounds them to the dtype of the parameters.
     model = parts.model = trainer.model = task.model = precision.convert(trainer.model)
     if resume is not None:

@@ -25,7 +25,7 @@ from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import LiveLossWindow, as_numbers, merge_reports
+from hftrain.loops.window import as_numbers, merge_reports
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -129,6 +129,7 @@ class Run:
                 environment=environment(parts.strategy) | {"precision": parts.precision.policy.name},
                 model=type(parts.model).__name__,
                 task=type(parts.task).__name__,
+                **(extra("record").origin_of(parts) if parts.strategy.is_main else {}),
             )
 
     def _wrapped_parts(self) -> FitParts:
@@ -218,14 +219,14 @@ class Run:
         fires reset their flags.
         """
         parts, self._act = self._parts, act  # for `act_from_override`
-        assert isinstance(parts.losses, LiveLossWindow)  # as for every run with this override
+        losses: Any = parts.losses  # live, as for every run with this override
         if parts.control.should_log:
             self.counts.read()
             # The norm of an engine, or a sharded one, is not a plain tensor.
             grad_norm = None if grad_norm is None else as_numbers(grad_norm)[0]
         # In the documented order, because an override may take them by position.
         values = {
-            "tr_loss": parts.losses.open_sum(),
+            "tr_loss": losses.open_sum(),
             "grad_norm": grad_norm,
             "model": self._parts.wrapped,
             "trial": parts.hooks.trial,
@@ -240,11 +241,11 @@ class Run:
     def act_from_override(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks requested; called by the base method of the override, with the loss to log."""
         parts = self._parts
-        assert isinstance(parts.losses, LiveLossWindow)
+        losses: Any = parts.losses
         parts.events.answers = False
-        parts.losses.logged_sum = loss
+        losses.logged_sum = loss
         self._act()
-        parts.losses.logged_sum = None
+        losses.logged_sum = None
         parts.events.answers = True
 
     def _finish_resume(self) -> bool:

@@ -36,7 +36,7 @@ def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
 
 
 def read_metrics(metrics: Mapping[str, Any], *, stage: str, ranks: Any) -> dict[str, Any]:
-    """Compute and reset metrics, and return their values; collective if there are any.
+    """Compute metrics, and return their values; collective if there are any.
 
     A metric that no rank has updated since its last reset is left out, with one warning.
 
@@ -59,9 +59,14 @@ def read_metrics(metrics: Mapping[str, Any], *, stage: str, ranks: Any) -> dict[
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             with _within(ranks.group, metric):
                 value = metric.compute()
-        metric.reset()
         values.update(value if isinstance(value, Mapping) else {name: value})
     return values
+
+
+def reset(metrics: Mapping[str, Any]) -> None:
+    """Reset metrics."""
+    for metric in metrics.values():
+        metric.reset()
 
 
 @contextmanager

@@ -16,6 +16,16 @@ from hftrain.core.types import StepOutput
 from hftrain.task.items import count_labels
 
 
+class _FromState:
+    """An attribute of tasks that reads the Trainer's state; a task may set one of its own of the same name."""
+
+    def __init__(self, name: str, initial: float) -> None:
+        self._name, self._initial = name, initial
+
+    def __get__(self, task: Any, kind: Any = None) -> Any:
+        return self if task is None else getattr(task.run_state, self._name, None) or self._initial
+
+
 class TaskModule(nn.Module):
     """Base class of tasks: holds the model, the loss and the metrics.
 
@@ -29,6 +39,8 @@ class TaskModule(nn.Module):
     Attributes:
         automatic_optimization: False: `training_step` steps the optimizers itself, with
             ``self.optimizers["name"].minimize(loss)``, and returns a loss for the logs.
+        step: The optimizer steps taken so far, as `state.global_step`; 0 before a training.
+        epoch: The passes over the data so far, a float as in the logs.
 
     Example:
         >>> class Regression(TaskModule):
@@ -44,6 +56,9 @@ class TaskModule(nn.Module):
     automatic_optimization: bool = True
     # With `automatic_optimization = False`, in a training: the optimizers by name.
     optimizers: Any
+    run_state: Any = None  # of the Trainer that trains or evaluates the task
+    step: int = _FromState("global_step", 0)  # type: ignore[assignment]
+    epoch: float = _FromState("epoch", 0.0)  # type: ignore[assignment]
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
@@ -148,7 +163,7 @@ class TaskModule(nn.Module):
         return size
 
     def metrics(self, stage: str) -> Mapping[str, Any]:
-        """Return the metrics to compute and reset at the end of a stage, by name.
+        """Return the metrics to compute at the end of a stage and then to reset, by name.
 
         Args:
             stage: ``"train"`` (read with each log) or ``"eval"``.
@@ -162,6 +177,12 @@ class TaskModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.model(*args, **kwargs)
+
+
+def check_defined(task: TaskModule, *steps: str) -> None:
+    """Raise if a task defines none of some steps: from deep in a loop, the traceback would be long."""
+    if all(name not in vars(task) and getattr(type(task), name) is getattr(TaskModule, name) for name in steps):
+        task.training_step(None)
 
 
 def checked_count(count: Any, function: Any) -> int | torch.Tensor:

@@ -16,7 +16,7 @@ from hftrain.core.signatures import Hooks
 from hftrain.evaluation.preparation import cast_weights, full_eval_dtype, keeps_cache, switch_cache_off
 from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
-from hftrain.task.metric_state import checked_metrics
+from hftrain.task.metric_state import checked_metrics, reset
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import evaluation_weights, kept_modes
 from hftrain.task.module import without_model
@@ -128,9 +128,10 @@ class Activity:
         trainer, task, computing = self._trainer, self._trainer.task, self.steps.computing
         wrapped = task.model
         task.model = self._hooks.wrap_model(wrapped, training=False)
+        task.run_state = trainer.state
         task.eval()
-        for metric in checked_metrics(task, "eval").values():
-            metric.reset()
+        metrics = checked_metrics(task, "eval")
+        reset(metrics)
         before = computing.past, computing.input_dtype, computing.autocast
         computing.past = None
         if dtype is not None:
@@ -139,6 +140,7 @@ class Activity:
         try:
             yield
         finally:
+            reset(metrics)  # not before: callbacks may read them in `on_evaluate`
             if put_cache_back is not None:
                 put_cache_back()
             computing.past, computing.input_dtype, computing.autocast = before

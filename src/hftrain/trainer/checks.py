@@ -34,7 +34,8 @@ from hftrain.run.plan import find_resume
 from hftrain.step.legality import check_in_backward
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import check_quantized, is_quantized
-from hftrain.task.module import TaskModule
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule, check_defined
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 
@@ -53,7 +54,8 @@ def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluat
 def check_with_model(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for settings that cannot work with the model."""
     args, task = trainer.args, trainer.task
-    check_with_datasets(args, task, trainer.data_collator, [trainer.train_dataset, *data.eval_sets])
+    check_with_datasets(args, task, trainer.data_collator, [trainer.train_dataset])
+    check_with_datasets(args, task, trainer.eval_collator or trainer.data_collator, data.eval_sets)
     check_unused_by_task(args, task, compute_loss_func=trainer.compute_loss_func, count_items=trainer.count_items)
     evaluation.check()
 
@@ -72,6 +74,9 @@ def check_before_training(
         resume: The documented `resume_from_checkpoint`.
     """
     args, strategy = trainer.args, trainer.strategy
+    is_plain = isinstance(trainer.task, ModelTask)
+    if not (is_plain or trainer.loops or hooks.is_overridden("training_step", "compute_loss")):
+        check_defined(trainer.task, "training_step")
     data.check_training()
     if saves_at_all(args, trainer.save_policy):
         output.check_writable()
@@ -220,6 +225,7 @@ def _eval_datasets(trainer: TrainerHooks, hooks: Hooks) -> dict[str, Any]:
 def _check_workers(trainer: TrainerHooks, hooks: Hooks, datasets: Mapping[str, Any]) -> None:
     args = trainer.args
     parts: dict[str, Any] = {f"eval_dataset {name!r}": dataset for name, dataset in datasets.items()}
+    parts |= {"eval_collator": trainer.eval_collator} if datasets else {}
     if not hooks.is_overridden("get_train_dataloader"):
         parts |= {"train_dataset": trainer.train_dataset, "data_collator": trainer.data_collator}
     check_sendable(parts, num_workers=args.dataloader_num_workers, method=args.dataloader_multiprocessing_context)
@@ -251,7 +257,7 @@ def _check_evaluation(trainer: TrainerHooks, hooks: Hooks, entry: EvalSet | None
     has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
     own = ("evaluate", "evaluation_loop", "prediction_step", *_PREPARE)
     if has_metrics and not hooks.is_overridden(*own):
-        columns = batch_columns(trainer.task, dataset, trainer.data_collator)
+        columns = batch_columns(trainer.task, dataset, trainer.eval_collator or trainer.data_collator)
         if columns is not None:
             check_columns(trainer.args, trainer.model, trainer.label_names, name, columns)
 

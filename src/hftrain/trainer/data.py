@@ -51,7 +51,7 @@ class TrainerData:
         self._trainer, self._hooks = trainer, hooks
         # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
         self._kept: dict[str, tuple[Any, ...]] = {}
-        self._seeded: SeededCollator | None = None
+        self._seeded: dict[int, SeededCollator] = {}
 
     @property
     def eval_sets(self) -> list[Any]:
@@ -169,7 +169,9 @@ class TrainerData:
 
         def make() -> Any:
             pruned = self._hooks.remove_unused_columns(dataset, description=description)
-            collate = self._hooks.get_collator_with_removed_columns(self._collator(), description=description)
+            collate = self._hooks.get_collator_with_removed_columns(
+                self._collator(is_training=is_training), description=description
+            )
             # A stream is read in its own order, even if it has a length.
             sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
@@ -182,7 +184,7 @@ class TrainerData:
 
         if is_training or key is None or not options["persistent_workers"]:
             return make()
-        parts = dataset, trainer.data_collator, self._hooks.signature_columns, batch_size
+        parts = dataset, trainer.eval_collator, trainer.data_collator, self._hooks.signature_columns, batch_size
         loaders = self._hooks.eval_dataloaders
         if key not in loaders or not all(map(is_, self._kept.get(key, (None,)), parts)):
             # Removed first, so that its workers end before others start.
@@ -190,14 +192,16 @@ class TrainerData:
             loaders[key], self._kept[key] = make(), parts
         return loaders[key]
 
-    def _collator(self) -> Callable[[list[Any]], Any]:
-        """Return the Trainer's collator, or one for all loaders that makes its masks repeatable."""
-        given: Callable[[list[Any]], Any] = self._trainer.data_collator
+    def _collator(self, *, is_training: bool) -> Callable[[list[Any]], Any]:
+        """Return the Trainer's collator, or one for all its loaders that makes its masks repeatable."""
+        trainer = self._trainer
+        given: Any = None if is_training else trainer.eval_collator
+        given = given or trainer.data_collator
         if not draws_from_own_seed(given):
-            return given
-        if self._seeded is None or self._seeded.data_collator is not given:
-            self._seeded = SeededCollator(given)
-        return self._seeded
+            return given  # type: ignore[no-any-return]
+        if id(given) not in self._seeded:
+            self._seeded[id(given)] = SeededCollator(given)
+        return self._seeded[id(given)]
 
     def train_loader(self) -> Any:
         """Return this rank's training batches, through the documented hooks."""

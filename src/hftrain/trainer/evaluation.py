@@ -29,10 +29,10 @@ from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, 
 from hftrain.rules.evaluation import check_cadences, check_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.task.items import OWN_ITEMS
-from hftrain.task.metric_state import kept_metrics, read_metrics, warn_of_unread
+from hftrain.task.metric_state import kept_metrics, read_metrics, reset, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule, as_step_output
+from hftrain.task.module import TaskModule, as_step_output, check_defined
 from hftrain.trainer.activity import Activity
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation_mean import EvaluationMean
@@ -178,11 +178,14 @@ class Evaluation:
             finish_outputs: Applied to the collected outputs.
         """
         trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
+        is_prediction = self._activity.name == "predict"
+        is_plain = isinstance(trainer.task, ModelTask)
+        if not (is_plain or trainer.loops or self._hooks.is_overridden("prediction_step", "compute_loss")):
+            check_defined(trainer.task, "training_step", "evaluation_step", *["prediction_step"] * is_prediction)
         self._announce(loader, description)
         events.refresh(eval_dataloader=loader)
         trace = trainer.torch_jit_model_eval
         jit = extra("jit_mode_eval").JitModel(trace, trainer.task.model) if args.jit_mode_eval else None
-        is_prediction = self._activity.name == "predict"
         # A callback that writes the predictions may request that they are not returned.
         is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
         config = EvaluateConfig.of(
@@ -321,7 +324,7 @@ class Evaluation:
         return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
 
     def read_metrics(self) -> dict[str, Any]:
-        """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
+        """Compute the task's metrics, and reset those of training; torchmetrics synchronises ranks."""
         task = self._trainer.task
         stage, where = ("train", "training_step") if self._activity.name == "train" else ("eval", "evaluation_step")
         metrics = task.metrics(stage)
@@ -332,7 +335,10 @@ class Evaluation:
             message = 'are updated in training but not reported there. Return them from the task\'s metrics("train"), '
             children = TaskModule.metrics(task, "eval")
             warn_of_unread(children, metrics, f"{message}or update them in evaluation_step alone.")
-        return read_metrics(metrics, stage=where, ranks=self._trainer.strategy.data)
+        values = read_metrics(metrics, stage=where, ranks=self._trainer.strategy.data)
+        if stage == "train":
+            reset(metrics)
+        return values
 
 
 def _parts(returned: Any, maker: str, *names: str) -> Any:

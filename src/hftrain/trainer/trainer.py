@@ -122,6 +122,7 @@ class Trainer:
         flight_log: Write down the samples, losses, norm, rate, times and a fingerprint of each step, for
             `hftrain blame`; or a `FlightLog(...)`.
         exclude_samples: Indices of samples to leave out of training, or the path of a JSON list of them.
+        eval_collator: Collates the samples of evaluations and predictions, in place of `data_collator`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -193,6 +194,7 @@ class Trainer:
         profiler: str | TrainerCallback | None = None,
         flight_log: bool | TrainerCallback = False,
         exclude_samples: Any = None,
+        eval_collator: Callable[[list[Any]], Any] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -211,7 +213,10 @@ class Trainer:
             model_init=model_init,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            functions={"data_collator": data_collator, "compute_metrics": None if has_own_loop else compute_metrics},
+            functions={
+                **{"data_collator": data_collator, "eval_collator": eval_collator},
+                "compute_metrics": None if has_own_loop else compute_metrics,
+            },
         )
         self.loops = {} if loop is None else extra("own_loops").create_loops(loop)
         self.strategy, self.precision = choose_backends(self.args, model, strategy, precision, optimizers=optimizers)
@@ -240,6 +245,7 @@ class Trainer:
             begin_process(self.args)
             self._trainer_parts.model.adopt(self.call_model_init() if model is None else model)
             self.data_collator = data_collator or default_collator(self.processing_class)
+            self.eval_collator = eval_collator
             check_with_model(*settings)
             self._trainer_parts.steps.resolve()
             check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))

@@ -119,7 +119,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_run_without_entries_says_so(tmp_path: Path) -> None:
     write_foreign(tmp_path, 1, [])
-    with pytest.raises(ConfigError, match="Nothing was logged"):
+    with pytest.raises(ConfigError, match="has logged nothing"):
         show_curves([str(tmp_path)])
 
 

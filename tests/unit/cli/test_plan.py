@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from hftrain import ConfigError
 from hftrain.cli.commands import main
@@ -36,7 +38,9 @@ def script(tmp_cwd: Path) -> Path:
     return path
 
 
-def test_proposal_is_printed_with_its_reasons(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proposal_is_printed_with_its_reasons(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     main(["plan", "--gpus", "8", "--memory", "16GB", "--json", str(script), "512"])
     found = json.loads(capsys.readouterr().out)
     assert any(name.startswith("ddp ") and "GB usable" in reason for name, reason in found["rejected"].items())
@@ -45,6 +49,14 @@ def test_proposal_is_printed_with_its_reasons(script: Path, capsys: pytest.Captu
     assert held + best["activations"] + best["temporary"] <= 16e9 * USABLE
     assert best == found["fits"][0]
     assert not Path("out").exists()
+    main(["plan", "--gpus", "8", "--memory", "16GB", str(script), "512"])
+    lines = capsys.readouterr().out.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("from hftrain"))
+    names: dict[str, Any] = {"model": nn.Linear(2, 2), "train_dataset": [1]}
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    exec("\n".join(lines[start : start + 3]), names)
+    assert names["trainer"].args.per_device_train_batch_size == best["micro_batch"]
 
 
 @pytest.mark.parametrize(("gpus", "machine"), [(8, 8), (64, 8), (512, 8)])

@@ -7,8 +7,13 @@ import json
 import math
 import random
 import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -16,9 +21,13 @@ import torch
 from support.tiny import Task, make_arguments, make_rows
 from unit.cli.test_curves import write_foreign
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainerCallback
+from hftrain.cli.configured import fit
+from hftrain.cli.curves import show_curves
+from hftrain.cli.facts import show_runs
 from hftrain.cli.report import show_report
 from hftrain.core.errors import HFTrainError
+from hftrain.extras.record import code_version
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
@@ -247,3 +256,84 @@ def test_a_flight_log_has_its_spikes_samples_and_times(tmp_path: Path) -> None:
     assert "Where the time of a step went" in text
     assert '<td class="number">31</td>' in text
     assert "data:image/png;base64,iVBOR" in text
+
+
+def test_runs_of_other_tasks_differ_and_their_code_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *words], cwd=tmp_path / "code", check=True)
+
+    (tmp_path / "code").mkdir()
+    code = tmp_path / "code/task.py"
+    code.write_text("from support.tiny import Task\n\ndef make(act: str = 'relu') -> Task:\n    return Task()\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    assert code_version(tmp_path) is None
+    pytest.importorskip("jsonargparse")
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(code))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hidden"])
+    options = ["--args.max_steps=2", "--args.save_steps=1", "--args.use_cpu=true", "--args.report_to=none"]
+    for act in ("relu", "tanh"):
+        made = {"--task.act": act, "--args.output_dir": tmp_path / act}
+        words = [*options, *(f"{name}={value}" for name, value in made.items())]
+        fit(resolve_name("task:make"), lambda: {"train_dataset": make_rows(8)}, argv=words)
+        code.write_text("changed")
+        code_version.cache_clear()
+    page = write(tmp_path, tmp_path / "relu", tmp_path / "tanh")
+    first, second = (dict(rows_of(write(tmp_path, tmp_path / act), "Environment")) for act in ("relu", "tanh"))
+    assert (first["task.act"], second["task.act"]) == ("relu", "tanh")
+    assert (len(first["code"]), second["code"]) == (40, f"{first['code']}-dirty")
+    assert (first["seed"], int(first["parameters"])) == ("42", sum(each.numel() for each in Task().parameters()))
+    assert first["command"] == "train.py --hub_token ***"
+    assert "relu" in page.split("Arguments that differ between the runs")[1].split("</table>")[0]
+
+
+def test_runs_are_listed_with_what_became_of_them(tmp_path: Path) -> None:
+    class Failing(Task):
+        def training_step(self, batch: Any) -> Any:
+            if self.step == 3:
+                raise ValueError("broken")
+            return super().training_step(batch)
+
+    class Stopping(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    train(tmp_path / "sweep/done")
+    for name, task, callbacks in (("failed", Failing(), []), ("stopped", Task(), [Stopping])):
+        arguments = make_arguments(tmp_path / "sweep" / name, max_steps=6, save_strategy="steps", save_steps=1)
+        with contextlib.suppress(ValueError):
+            Trainer(task, arguments, train_dataset=make_rows(8), callbacks=callbacks).train()
+    shutil.copytree(tmp_path / "sweep/done", tmp_path / "sweep/going")
+    journal = tmp_path / "sweep/going/journal.jsonl"
+    begin = json.loads(journal.read_text().splitlines()[0])
+    journal.write_text(json.dumps({**begin, "at": time.time()}) + "\n")
+    shutil.copytree(tmp_path / "sweep/going", tmp_path / "sweep/gone")
+    (tmp_path / "sweep/gone/journal.jsonl").write_text(json.dumps({**begin, "at": time.time() - 7200}) + "\n")
+    answer = show_runs(str(tmp_path / "sweep"))
+    found = {run["run"]: (run["state"], run["step"]) for run in answer.data["runs"]}
+    assert found == {
+        "done": ("finished", "6 of 6"),
+        "failed": ("failed: ValueError: broken", "3 of 6"),
+        "going": ("running", "0 of 6"),
+        "gone": ("no end, silent for 2 h 0 min", "0 of 6"),
+        "stopped": ("stopped: a callback set should_training_stop", "2 of 6"),
+    }
+    assert re.match(r"done +finished +6 of 6 +eval_loss 0?\.?[\d.]+ at step \d +", answer[1])
+    with pytest.raises(HFTrainError, match="holds none"):
+        show_runs(str(tmp_path / "sweep/done/checkpoint-6/nothing"))
+
+
+@pytest.mark.parametrize("flight_log", [False, True])
+def test_run_without_logs_is_drawn_from_its_flight_log_or_says_what_to_set(tmp_path: Path, flight_log: bool) -> None:
+    arguments = make_arguments(tmp_path / "out", max_steps=4, logging_steps=500, save_strategy="steps", save_steps=4)
+    Trainer(Task(), arguments, train_dataset=make_rows(8), flight_log=flight_log).train()
+    page = write(tmp_path, tmp_path / "out")
+    if flight_log:
+        assert curves(page)["loss"]["step"] == [1, 2, 3, 4]
+        return
+    assert "out has logged nothing in 4 steps, with logging_steps=500. Set a smaller logging_steps" in page
+    with pytest.raises(HFTrainError, match="Set a smaller logging_steps") as caught:
+        show_curves([str(tmp_path / "out")])
+    assert "Wait" not in str(caught.value)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.resuming import through_file
 
-from hftrain.loops.window import LiveLossWindow, LogWindow, LossWindow, as_numbers
+from hftrain.extras.live_window import LiveLossWindow
+from hftrain.loops.window import LogWindow, LossWindow, as_numbers
 
 NAN, INF = math.nan, math.inf
 

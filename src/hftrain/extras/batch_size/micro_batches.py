@@ -21,6 +21,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors, tensors_of
+from hftrain.task.metric_state import reset
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
@@ -99,8 +100,7 @@ class MicroBatches:
             fits = strategy.all_true(self._try(rehearse, is_final=False) is not None)
             self._trainer.model.zero_grad()
             self._logs.load_state_dict(logs, device=strategy.device)
-            for metric in self._trainer.task.metrics("train").values():
-                metric.reset()
+            reset(self._trainer.task.metrics("train"))
             for buffer, value in buffers:
                 buffer.copy_(value)
             if fits:

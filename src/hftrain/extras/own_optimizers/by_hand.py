@@ -43,9 +43,14 @@ class TaskOptimizer:
         return int(self.optimizer.param_groups[0]["num_updates"])
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Its groups; values may be changed, but a schedule sets ``"lr"`` again at each of its steps."""
+        return self.optimizer.param_groups
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """What it trains."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def minimize(self, loss: torch.Tensor) -> bool:
         """Run `backward`, then `step`."""

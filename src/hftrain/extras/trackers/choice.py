@@ -1,4 +1,4 @@
-"""Choice of the trackers that a run reports to."""
+"""Choice of the trackers that a run reports to, and images as they take them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError
+import numpy as np
+import torch
+
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.replaced import tracker_of
 from hftrain.extras.trackers.callbacks import TrackerCallback, reports_to_tracker, tracker_callback
@@ -116,3 +119,22 @@ def _is_off(name: str) -> bool:
     if reason is not None:
         warn_once(f"Cannot report to tracker {name!r}, because {reason}: nothing is reported to it.")
     return reason is not None
+
+
+def as_pixels(image: Any) -> np.ndarray[Any, Any]:
+    """Return an image as bytes (height, width, 3 or 4 channels)."""
+    is_tensor = isinstance(image, torch.Tensor)
+    pixels = np.asarray(image.detach().float().cpu() if is_tensor and image.is_floating_point() else image)
+    if is_tensor and pixels.ndim == 3:
+        pixels = pixels.transpose(1, 2, 0)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4):
+        raise TaskError(
+            f"Cannot log an image of shape {tuple(pixels.shape)}.",
+            "A tensor is (channels, height, width), an array (height, width, channels), with 1, 3 or 4 channels.",
+            "Log one image, with its axes in this order.",
+        )
+    if pixels.dtype.kind == "f":
+        pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255 + 0.5
+    pixels = pixels.astype(np.uint8)
+    return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels

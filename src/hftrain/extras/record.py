@@ -1,0 +1,58 @@
+"""What a run's journal says about where the run came from: its code, command and model."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.optim.groups import get_model_param_count
+from hftrain.run.parts import RunParts
+
+_LIMIT_S = 2.0
+_SECRET = ("token", "password", "api_key")
+
+
+def origin_of(parts: RunParts) -> dict[str, Any]:
+    """Return the code's version, the seed, the number of parameters, the command line and the configuration.
+
+    The configuration is that of callbacks with a `run_config`: what `hftrain fit` read of the task and the data.
+    """
+    script = str(getattr(sys.modules["__main__"], "__file__", None) or "")
+    version = code_version(Path(script).resolve().parent if script.endswith(".py") else Path.cwd())
+    configs = [each.run_config for each in parts.events.callbacks if isinstance(vars(each).get("run_config"), Mapping)]
+    return {
+        **({"code": version} if version else {}),
+        "seed": parts.args.seed,
+        "parameters": get_model_param_count(parts.model),
+        "command": " ".join(_without_secrets(sys.argv)),
+        "config": {name: value for config in configs for name, value in config.items()},
+    }
+
+
+@functools.cache
+def code_version(folder: Path) -> str | None:
+    """Return the commit of a folder's git repository, with ``-dirty`` if files were changed since; None without one."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LIMIT_S, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        )
+    except (OSError, subprocess.SubprocessError):  # git is missing or slow
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """Return the words of a command line without the values of options that name a secret."""
+    shown, hides = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = name.startswith("-") and any(secret in name.lower() for secret in _SECRET)
+        shown.append("***" if hides else f"{name}=***" if is_secret and equals else word)
+        hides = is_secret and not equals
+    return shown
