@@ -525,6 +525,14 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session
+def mutation(session: nox.Session) -> None:
+    """Change single operators of the loss, the checkpoint and the feed, and count the changes that a test notices."""
+    install(session, "test")
+    session.install(*CONSTRAINTS, "cosmic-ray")
+    session.run("python", ".ci/mutation.py", *session.posargs, env=ENV)
+
+
+@nox.session
 def figures(session: nox.Session) -> None:
     """Measure the overhead of a step, and write it into README.md and docs/performance.md; wants a quiet machine."""
     install(session, "transformers")
