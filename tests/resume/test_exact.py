@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, assert_same, check_resumes, outcome
 from support.tiny import Noisy, Stream, make_resumable, make_rows
 from torch.utils.data import DataLoader, Sampler, default_collate
 
@@ -22,15 +22,10 @@ def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options
 
 
 def check_resume(tmp_path: Path, data: Any, stops: tuple[int, ...], **options: Any) -> None:
-    undisturbed = make_trainer(tmp_path / "whole", data, **options)
-    whole = undisturbed.train()
-    for index, step in enumerate(stops):
-        part = make_trainer(tmp_path / "parts", data, StopAt(step), **options)
-        assert part.train(resume_from_checkpoint=index > 0).global_step == step
-    resumed = make_trainer(tmp_path / "parts", data, **options)
-    last = resumed.train(resume_from_checkpoint=True)
-    assert (last.global_step, last.training_loss) == (whole.global_step, whole.training_loss)
-    assert_same(outcome(resumed), outcome(undisturbed))
+    whole, resumed = check_resumes(
+        lambda folder, *callbacks: make_trainer(folder, data, *callbacks, **options), tmp_path, stops
+    )
+    assert resumed.state.log_history[-1]["train_loss"] == whole.state.log_history[-1]["train_loss"]
 
 
 DATA = {"map": make_rows, "random": lambda num: Noisy(make_rows(num))}
