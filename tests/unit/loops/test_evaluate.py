@@ -88,13 +88,6 @@ def test_loss_is_the_mean_over_items_however_the_set_is_cut() -> None:
             assert "loss" not in output.metrics
 
 
-def test_batches_without_a_label_that_counts_leave_the_loss_alone() -> None:
-    nothing = [-100, -100]
-    output = make_loop().run(make_batches(nothing, [1, 3], nothing, [-100, 8], nothing))
-    assert output.metrics["loss"] == 4.0
-    assert make_loop().run(make_batches(nothing, nothing)).metrics == {"size": 2.0}
-
-
 def test_nan_of_a_batch_that_counts_is_shown() -> None:
     loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(loss=torch.tensor(math.nan))})
     assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
