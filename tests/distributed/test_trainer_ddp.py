@@ -12,51 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from support.resuming import StopAt
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
 from hftrain.strategies.watch import Agreement
 
 pytestmark = pytest.mark.distributed
-
-
-def train(
-    folder: str,
-    *,
-    rows: int = 24,
-    stop: int | None = None,
-    resume: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """Train `Net` and return what it logged and learnt."""
-    set_seed(7)
-    trainer = make_trainer(
-        Path(folder), train_dataset=make_rows(rows), eval_dataset=make_rows(7, seed=2), callbacks=[StopAt(stop)],
-        **options,
-    )  # fmt: skip
-    output = trainer.train(resume_from_checkpoint=resume)
-    return {
-        "history": [
-            {name: entry[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in entry}
-            for entry in trainer.state.log_history
-            if "train_loss" not in entry
-        ],
-        "weights": [p.flatten().tolist() for p in trainer.model.parameters()],
-        "step": output.global_step,
-        "loss": output.training_loss,
-    }
-
-
-def test_two_processes_resume_exactly(tmp_path: Path, run_distributed: Any) -> None:
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 100,
-        "logging_steps": 2, "rows": 22, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
-    whole = run_distributed(train, folder=str(tmp_path / "whole"), **options)
-    run_distributed(train, folder=str(tmp_path / "parts"), stop=5, **options)
-    parts = run_distributed(train, folder=str(tmp_path / "parts"), resume=True, **options)
-    assert parts == whole
 
 
 class InOrder(Trainer):

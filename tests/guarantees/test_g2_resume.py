@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import check_resumes
 from support.stateful import StatefulRows, StatefulStream, disturbed
-from support.tiny import Net, make_arguments, make_rows, on_tensor_ranks
+from support.tiny import Net, make_rows, make_trainer, on_tensor_ranks
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hftrain import Trainer, set_seed
@@ -67,24 +68,17 @@ def steps_per_epoch(*, data: str, workers: int, accumulation: int, ranks: int) -
     return -(-num_batches // accumulation)
 
 
-def make_trainer(folder: Path, case: dict[str, Any], *, stop: int | None = None, **options: Any) -> Trainer:
+def make(folder: Path, *callbacks: Any, **case: Any) -> Trainer:
     """Return a trainer of three epochs."""
     set_seed(1)
-    arguments = make_arguments(
-        folder,
-        gradient_accumulation_steps=case["accumulation"],
-        dataloader_num_workers=case["workers"],
+    trainer: Trainer = make_trainer(
+        folder, Net(dropout=0.2), *callbacks, train_dataset=DATA[case["data"]](),
+        strategy=on_tensor_ranks() if case.get("mesh") else None, max_steps=3 * case["steps"], logging_steps=3,
+        save_strategy="steps", save_steps=2, bf16=case["precision"] == "bf16",
+        gradient_accumulation_steps=case["accumulation"], dataloader_num_workers=case["workers"],
         dataloader_persistent_workers=case.get("persistent", False),
-        max_steps=3 * case["steps"],
-        logging_steps=3,
-        save_strategy="steps",
-        bf16=case["precision"] == "bf16",
-        **options,
-    )
-    return Trainer(
-        Net(dropout=0.2), arguments, train_dataset=DATA[case["data"]](), callbacks=[StopAt(stop)],
-        strategy=on_tensor_ranks() if case.get("mesh") else None,
     )  # fmt: skip
+    return trainer
 
 
 def check(folder: Path, *, ranks: int = 1, where: Sequence[str] = ("middle", "end", "later"), **case: Any) -> None:
@@ -92,16 +86,10 @@ def check(folder: Path, *, ranks: int = 1, where: Sequence[str] = ("middle", "en
     steps = case["steps"] = steps_per_epoch(
         data=case["data"], workers=case["workers"], accumulation=case["accumulation"], ranks=ranks
     )
-    whole = make_trainer(folder / "whole", case, save_steps=1000)
-    whole.train()
-    assert whole.state.global_step == 3 * steps
     middle = max(steps // 2, 1)
     stops = {"middle": (middle, steps + middle), "end": (steps, 2 * steps), "later": (steps + 1, 2 * steps + 1)}
     for place in where:
-        for part, stop in enumerate((*stops[place], None)):
-            trainer = make_trainer(folder / place, case, stop=stop, save_steps=2)
-            trainer.train(resume_from_checkpoint=part > 0)
-        assert_same(outcome(trainer), outcome(whole), f"{case} {place}")
+        check_resumes(partial(make, **case), folder / place, stops[place])
 
 
 MATRIX = [

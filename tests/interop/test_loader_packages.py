@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, make_arguments, make_rows
+from support.resuming import check_resumes
+from support.tiny import make_resumable, make_rows
 from torch.utils.data import IterableDataset
 
-from hftrain import Trainer, set_seed
+from hftrain import Trainer
 
 pytestmark = [
     pytest.mark.interop,
@@ -24,30 +24,31 @@ pytestmark = [
 ROWS = make_rows(26)
 
 
-def train(folder: Path, dataset: Any, stop: int | None = None, *, resume: bool = False, workers: int) -> dict[str, Any]:
-    set_seed(1)
-    args = make_arguments(
-        folder, max_steps=21, save_strategy="steps", save_steps=1000, dataloader_num_workers=workers
-    )  # fmt: skip
-    is_loader = callable(dataset)
-    kind = type("Own", (Trainer,), {"get_train_dataloader": dataset}) if is_loader else Trainer
-    data = None if is_loader else dataset
-    trainer = kind(Net(dropout=0.2), args, train_dataset=data, callbacks=[StopAt(stop)])
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
+def check(folder: Path, make: Any, *, workers: int = 0) -> None:
+    """Stop in the first pass and in the second.
 
+    Args:
+        folder: Where the runs write.
+        make: Returns a dataset, or a `get_train_dataloader` that needs none.
+        workers: Of each loader.
+    """
 
-def check_resumes(folder: Path, make: Any, *, workers: int = 0) -> None:
-    whole = train(folder / "whole", make(), workers=workers)
-    for stop in (3, 9):  # in the first pass and in the second
-        train(folder / "parts", make(), stop, resume=stop > 3, workers=workers)
-    assert_same(train(folder / "parts", make(), resume=True, workers=workers), whole)
+    def trainer(place: Path, *callbacks: Any) -> Trainer:
+        data, kind = make(), Trainer
+        if callable(data):
+            data, kind = None, type("Own", (Trainer,), {"get_train_dataloader": data})
+        made: Trainer = make_resumable(
+            place, *callbacks, kind=kind, train_dataset=data, max_steps=21, dataloader_num_workers=workers
+        )
+        return made
+
+    check_resumes(trainer, folder, [3, 9])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_grain_by_index_goes_on_exactly(tmp_path: Path, workers: int) -> None:
     grain = pytest.importorskip("grain")
-    check_resumes(tmp_path, lambda: grain.MapDataset.source(ROWS).shuffle(seed=3), workers=workers)
+    check(tmp_path, lambda: grain.MapDataset.source(ROWS).shuffle(seed=3), workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -71,7 +72,7 @@ def test_grain_stream_goes_on_from_its_state(tmp_path: Path, workers: int) -> No
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.state = state.get("grain")
 
-    check_resumes(tmp_path, Stream, workers=workers)
+    check(tmp_path, Stream, workers=workers)
 
 
 def write_shard(path: Path) -> None:
@@ -108,8 +109,8 @@ def test_webdataset_goes_on_exactly_if_its_order_follows_from_the_pass(tmp_path:
     webdataset = pytest.importorskip("webdataset")
     path = tmp_path / "shard.tar"
     write_shard(path)
-    check_resumes(tmp_path / "plain", lambda: webdataset.WebDataset(str(path), shardshuffle=False).map(read))
-    check_resumes(tmp_path / "shuffled", lambda: Shuffled(path))
+    check(tmp_path / "plain", lambda: webdataset.WebDataset(str(path), shardshuffle=False).map(read))
+    check(tmp_path / "shuffled", lambda: Shuffled(path))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -122,4 +123,4 @@ def test_webloader_goes_on_exactly(tmp_path: Path, workers: int) -> None:
         shard = webdataset.WebDataset(str(path), shardshuffle=False).map(read)
         return webdataset.WebLoader(shard, batch_size=4, collate_fn=self.data_collator)
 
-    check_resumes(tmp_path, lambda: get_train_dataloader, workers=workers)
+    check(tmp_path, lambda: get_train_dataloader, workers=workers)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import check_resumes
 from torch.utils.data import ConcatDataset, IterableDataset, get_worker_info
 
 transformers = pytest.importorskip("transformers")
@@ -180,10 +180,10 @@ def test_rows_train_as_documents_do_alone_and_as_with_transformers(tmp_path: Pat
     [(0, False, "bfd"), (2, True, "bfd"), (2, False, "wrapped"), (0, True, "wrapped")],
 )
 def test_packed_run_resumes_exactly_twice(tmp_path: Path, workers: int, is_stream: bool, packing: str) -> None:
-    def trainer(name: str, *callbacks: Any) -> Any:
+    def trainer(folder: Path, *callbacks: Any) -> Any:
         source = Stream() if is_stream else DOCUMENTS
         return make_trainer(
-            tmp_path / name,
+            folder,
             make_model(),
             *callbacks,
             data=hftrain.pack_dataset(source, LENGTH, packing=packing, buffer_size=4),
@@ -194,10 +194,4 @@ def test_packed_run_resumes_exactly_twice(tmp_path: Path, workers: int, is_strea
             max_steps=20,
         )
 
-    whole = trainer("whole")
-    whole.train()
-    for stop in (2, 9, 15):
-        trainer("parts", StopAt(stop)).train(resume_from_checkpoint=stop > 2)
-    parts = trainer("parts")
-    parts.train(resume_from_checkpoint=True)
-    assert_same(outcome(parts), outcome(whole))
+    check_resumes(trainer, tmp_path, [2, 9, 15])

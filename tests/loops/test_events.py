@@ -57,6 +57,30 @@ def test_events_come_in_the_documented_order(tmp_path: Path) -> None:
     ]
 
 
+class Asks(Diary):
+    """Ask for a save when an epoch begins, and for everything after the second step."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.entries.append("step_end")
+        if state.global_step == 2:
+            control.should_log = control.should_evaluate = control.should_save = True
+
+
+def test_requests_are_acted_on_in_one_order_after_a_step_and_are_void_before_it(tmp_path: Path) -> None:
+    asks = Asks()
+    train(
+        tmp_path, train_dataset=make_rows(12), eval_dataset=make_rows(3), callbacks=[asks], num_train_epochs=1,
+        logging_strategy="no", save_strategy="steps",
+    )  # fmt: skip
+    second = asks.entries.index("step_end", asks.entries.index("step_end") + 1)
+    actions = ["step_end", "log", "prediction_step", "log", "evaluate", "save", "step_begin"]
+    assert asks.entries[second : second + 7] == actions
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+
 def test_callbacks_receive_the_documented_keywords(tmp_path: Path) -> None:
     diary = Diary()
     arguments = make_arguments(tmp_path, num_train_epochs=1, eval_strategy="epoch")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, check_resumes
 from support.tiny import Net, make_resumable, make_rows, make_trainer
 
 from hftrain import EvalSet, TrainerCallback, set_seed
@@ -81,13 +81,10 @@ def test_run_resumes_exactly_twice(tmp_path: Path, steps: str) -> None:
     # 7 and 8 are between two logs; the tokens that the first has not read yet make the 100 full.
     set_seed(3)
     first = Counted(dropout=0.2)
-    whole = make_resumable(tmp_path / "whole", model=copy.deepcopy(first), **options)
-    whole.train()
-    for stop in (7, 8, None):
-        parts = make_resumable(tmp_path / "parts", StopAt(stop), model=copy.deepcopy(first), **options)
-        parts.train(resume_from_checkpoint=stop != 7)
+    whole, parts = check_resumes(
+        lambda folder, *stop: make_resumable(folder, *stop, model=copy.deepcopy(first), **options), tmp_path, [7, 8]
+    )
     assert evaluated(parts) == evaluated(whole)
-    assert_same(outcome(parts), outcome(whole))
 
 
 def test_time_ends_a_run_with_a_checkpoint_over_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

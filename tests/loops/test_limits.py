@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, assert_same, check_resumes, outcome
 from support.tiny import Reading, Stream, make_resumable, make_rows, make_trainer, share
 
 from hftrain import EvalSet, TrainerCallback
@@ -29,15 +30,9 @@ def test_limited_run_resumes_exactly_twice(tmp_path: Path, options: dict[str, An
         "dataloader_num_workers": workers,
         "eval_strategy": "epoch",
     }
-    whole = make_resumable(tmp_path / "whole", **options)
-    whole.train()
-    assert whole.state.global_step == whole.state.max_steps == 6
-    make_resumable(tmp_path / "parts", StopAt(1), **options).train()
     # In the middle of a pass, and at the end of one.
-    make_resumable(tmp_path / "parts", StopAt(4), **options).train(resume_from_checkpoint=True)
-    parts = make_resumable(tmp_path / "parts", **options)
-    parts.train(resume_from_checkpoint=True)
-    assert_same(outcome(parts), outcome(whole))
+    whole, parts = check_resumes(partial(make_resumable, **options), tmp_path, [1, 4])
+    assert whole.state.global_step == whole.state.max_steps == 6
     assert parts.seen == whole.seen[6:]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, check_resumes
 from support.tiny import Net, at, make_arguments, make_rows
 from torch.optim import lr_scheduler as schedules
 
@@ -53,15 +54,9 @@ def make(folder: Path, *callbacks: Any, schedule: Any = None, adds: bool = True,
     )  # fmt: skip
 
 
-def check(tmp_path: Path, stop: int, **options: Any) -> Trainer:
-    whole = make(tmp_path / "whole", **options)
-    before = [p.clone() for p in whole.model.layers[4].parameters()]
-    whole.train()
-    assert not any(map(torch.equal, before, whole.model.layers[4].parameters()))
-    make(tmp_path / "cut", StopAt(stop), **options).train()
-    resumed = make(tmp_path / "cut", **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(outcome(resumed), outcome(whole))
+def check(tmp_path: Path, *stops: int, **options: Any) -> Trainer:
+    whole, resumed = check_resumes(partial(make, **options), tmp_path, stops)
+    assert not any(map(torch.equal, frozen().layers[4].parameters(), whole.model.layers[4].parameters()))
     return resumed
 
 
@@ -125,13 +120,7 @@ def test_unfrozen_parameters_that_the_optimizer_had_are_resumed(tmp_path: Path) 
 
 
 def test_second_resume_knows_the_group(tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole")
-    whole.train()
-    for stop in (5, 7):
-        make(tmp_path / "cut", StopAt(stop)).train(resume_from_checkpoint=stop > 5)
-    resumed = make(tmp_path / "cut")
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(outcome(resumed), outcome(whole))
+    check(tmp_path, 5, 7)
 
 
 def test_group_of_parameters_outside_the_model_is_told_about(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Noisy, Stream, make_resumable, make_rows
+from support.resuming import StopAt, assert_same, check_resumes, outcome
+from support.tiny import Noisy, make_resumable, make_rows
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from hftrain import Trainer, TrainerCallback
@@ -22,32 +21,10 @@ def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options
 
 
 def check_resume(tmp_path: Path, data: Any, stops: tuple[int, ...], **options: Any) -> None:
-    undisturbed = make_trainer(tmp_path / "whole", data, **options)
-    whole = undisturbed.train()
-    for index, step in enumerate(stops):
-        part = make_trainer(tmp_path / "parts", data, StopAt(step), **options)
-        assert part.train(resume_from_checkpoint=index > 0).global_step == step
-    resumed = make_trainer(tmp_path / "parts", data, **options)
-    last = resumed.train(resume_from_checkpoint=True)
-    assert (last.global_step, last.training_loss) == (whole.global_step, whole.training_loss)
-    assert_same(outcome(resumed), outcome(undisturbed))
-
-
-DATA = {"map": make_rows, "random": lambda num: Noisy(make_rows(num))}
-
-
-CASES = list(itertools.product(DATA, (1, 3), ((2,), (6,), (3, 7))))
-
-
-@pytest.mark.parametrize(("data", "accumulation", "stops"), CASES)
-def test_resume_equals_an_undisturbed_run(tmp_path: Path, data: str, accumulation: int, stops: tuple[int, ...]) -> None:
-    # 22 samples: 6 batches, 6 or 2 steps an epoch; step 6 is an epoch's end. A planned checkpoint holds random numbers
-    # from before the batch was collated that comes next, another one the batch.
-    epochs, is_planned = (3 if accumulation == 1 else 6), len(stops) > 1
-    check_resume(
-        tmp_path, DATA[data](22), stops, gradient_accumulation_steps=accumulation, num_train_epochs=epochs,
-        eval_strategy="steps", eval_steps=4, save_steps=1 if is_planned else 100,
-    )  # fmt: skip
+    whole, resumed = check_resumes(
+        lambda folder, *callbacks: make_trainer(folder, data, *callbacks, **options), tmp_path, stops
+    )
+    assert resumed.state.log_history[-1]["train_loss"] == whole.state.log_history[-1]["train_loss"]
 
 
 class Scaling(Trainer):
@@ -131,12 +108,6 @@ def test_states_of_generators_are_copied_for_planned_saves_only(tmp_path: Path, 
     trainer = make_trainer(tmp_path, make_rows(80), save_steps=5, max_steps=15)
     trainer.train()
     assert copied == [4, 9, 14]
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_resume_of_a_stream_equals_an_undisturbed_run(tmp_path: Path, accumulation: int) -> None:
-    # 6 batches a pass: with accumulation 4 each pass ends in a short window; step 5 lies past the stream's first end.
-    check_resume(tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12)
 
 
 @pytest.mark.parametrize("names", [("fp16", "bf16"), ("fp32", "fp16")], ids="-".join)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.kinds import Ordered, PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, check_resumes
 from support.tiny import Rows, make_arguments
 
 from hftrain import Trainer
@@ -20,33 +20,30 @@ def late() -> Rows:
     return rows
 
 
-def train(folder: Path, kind: type[Words], rows: Rows, *, stop: int | None = None, resume: bool = False) -> Trainer:
+def make(folder: Path, kind: type[Words], rows: Rows, *callbacks: Any) -> Trainer:
     arguments = make_arguments(
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8, save_strategy="steps",
         save_steps=100, learning_rate=0.1,
     )  # fmt: skip
-    trainer = Ordered(make_model(kind), arguments, train_dataset=rows, callbacks=[StopAt(stop)])
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return Ordered(make_model(kind), arguments, train_dataset=rows, callbacks=list(callbacks))
 
 
 @pytest.mark.parametrize("kind", [Words, PerSample, Shifts])
 @pytest.mark.parametrize("rows", [make_rows, late])
 def test_resumed_run_weights_batches_as_the_uninterrupted_one(tmp_path: Path, kind: Any, rows: Any) -> None:
-    whole = outcome(train(tmp_path / "whole", kind, rows()))
     for stop in (1, 2, 3, 5):
-        folder = tmp_path / str(stop)
-        train(folder, kind, rows(), stop=stop)
-        assert_same(outcome(train(folder, kind, rows(), resume=True)), whole)
+        check_resumes(lambda folder, *stops: make(folder, kind, rows(), *stops), tmp_path / str(stop), [stop])
 
 
 @pytest.mark.parametrize("changed", [PerSample, Sums])
 def test_a_loss_that_has_changed_is_proved_again_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: type[Words]
 ) -> None:
-    train(tmp_path, Words, make_rows(), stop=2)
+    make(tmp_path, Words, make_rows(), StopAt(2)).train()
     assert "not that of the checkpoint" not in caplog.text
-    found = train(tmp_path, changed, make_rows(), resume=True)._trainer_parts.steps.shares.rule.kind
+    resumed = make(tmp_path, changed, make_rows())
+    resumed.train(resume_from_checkpoint=True)
+    found = resumed._trainer_parts.steps.shares.rule.kind
     assert found is not None
     assert found.what == {PerSample: "samples", Sums: "sum"}[changed]
     assert "not that of the checkpoint" in caplog.text

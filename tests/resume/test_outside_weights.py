@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.outside import Heads, OwnLoss
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, assert_same, check_resumes
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
@@ -14,52 +16,36 @@ from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
 from hftrain.run.trained_parameters import TrainedParameters
 
 
-def train(
-    folder: Path,
-    *,
-    stop: int | None = None,
-    resume: bool = False,
-    heads: nn.Module | None = None,
-    save_async: bool = False,
-) -> OwnLoss:
-    """Train a model and the weights of its loss."""
+def make(folder: Path, *callbacks: Any, heads: nn.Module | None = None, save_async: bool = False) -> OwnLoss:
+    """Return a Trainer of a model and the weights of its loss."""
     set_seed(3)
     model, made = Net(), Heads()
-    trainer = OwnLoss(
-        model,
-        make_arguments(folder, max_steps=6),
-        train_dataset=make_rows(),
-        callbacks=[StopAt(stop)],
-        heads=made if heads is None else heads,
-        save_policy=SavePolicy(save_async=save_async),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return OwnLoss(
+        model, make_arguments(folder, max_steps=6), train_dataset=make_rows(), callbacks=list(callbacks),
+        heads=made if heads is None else heads, save_policy=SavePolicy(save_async=save_async),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("save_async", [False, True])
 def test_weights_of_a_loss_are_resumed_to_the_bit(tmp_path: Path, save_async: bool) -> None:
-    whole = train(tmp_path / "whole")
-    train(tmp_path / "parts", stop=4, save_async=save_async)
-    resumed = train(tmp_path / "parts", resume=True, save_async=save_async)
+    whole, resumed = check_resumes(partial(make, save_async=save_async), tmp_path, [4])
     assert_same(resumed.heads.state_dict(), whole.heads.state_dict())
-    assert_same(outcome(resumed), outcome(whole))
 
 
 def test_loss_with_other_weights_is_refused(tmp_path: Path) -> None:
-    train(tmp_path, stop=2)
+    make(tmp_path, StopAt(2)).train()
     heads = Heads()
     heads.layers[2] = nn.Linear(3, 5)
     with pytest.raises(CheckpointError, match="are not those that were saved"):
-        train(tmp_path, resume=True, heads=heads)
+        make(tmp_path, heads=heads).train(resume_from_checkpoint=True)
 
 
 def test_checkpoint_without_weights_of_a_loss_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(TrainedParameters, "state_dict", lambda *_: None)  # as versions before did
-        train(tmp_path, stop=2)
+        make(tmp_path, StopAt(2)).train()
     with pytest.warns(UserWarning, match="does not hold 6 parameters that the optimizer trains"):
-        train(tmp_path, resume=True)
+        make(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_model_that_holds_all_weights_saves_no_others(tmp_path: Path) -> None:

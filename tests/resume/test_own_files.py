@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, check_resumes
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer, set_seed
@@ -58,12 +58,7 @@ def test_run_goes_on_whatever_an_override_left_of_its_arguments(tmp_path: Path, 
         def written(self) -> Any:
             return {"pickle": self.args, "list": [1, 2], "bomb": Bomb(tmp_path / "boom")}.get(what)
 
-    whole = make(tmp_path / "whole", Own)
-    whole.train()
-    make(tmp_path / "parts", Own, StopAt(5)).train()
-    resumed = make(tmp_path / "parts", Own)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(outcome(resumed), outcome(whole))
+    check_resumes(lambda folder, *callbacks: make(folder, Own, *callbacks), tmp_path, [5])
     assert not (tmp_path / "boom").exists()
 
 

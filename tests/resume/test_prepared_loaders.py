@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import check_resumes
 from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -73,13 +73,7 @@ def make(folder: Path, name: str, *callbacks: Any) -> Own:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_prepared_loader_goes_on_exactly(tmp_path: Path, name: str) -> None:
-    whole = make(tmp_path / "whole", name)
-    whole.train()
-    for stop in (3, 8):
-        make(tmp_path / "parts", name, StopAt(stop)).train(resume_from_checkpoint=stop > 3)
-    resumed = make(tmp_path / "parts", name)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(outcome(resumed), outcome(whole))
+    check_resumes(lambda folder, *callbacks: make(folder, name, *callbacks), tmp_path, [3, 8])
 
 
 @pytest.mark.parametrize("name", ["shuffled", "dispatched", "stream"])

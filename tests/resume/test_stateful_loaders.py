@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import StopAt, check_resumes
 from support.stateful import Drawing, StatefulRows, StatefulStream
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_resumable, make_rows
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hftrain import ConfigError, Trainer, set_seed
+from hftrain import ConfigError, Trainer
 
 # Of torchdata 0.11, at torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -31,25 +31,15 @@ class Own(Trainer):
         return self.make_loader()
 
 
-def check(folder: Path, make_loader: Callable[[], Any], *, steps: int = 7) -> Any:
-    """Stop, go on, stop and go on; return the loader that read last."""
-    made: list[Any] = []
+def check(folder: Path, make_loader: Callable[[], Any], *, steps: int = 7) -> None:
 
-    def train(name: str, stop: int | None, *, resume: bool = False) -> Trainer:
-        set_seed(1)
-        arguments = make_arguments(folder / name, max_steps=3 * steps, save_strategy="steps", save_steps=1000)
-        trainer = Own(Net(dropout=0.2), arguments, train_dataset=make_rows(), callbacks=[StopAt(stop)])
-        trainer.make_loader = lambda: made.append(make_loader()) or made[-1]
-        trainer.train(resume_from_checkpoint=resume)
+    def make(place: Path, *callbacks: Any) -> Own:
+        trainer: Own = make_resumable(place, *callbacks, kind=Own, max_steps=3 * steps, save_steps=1000)
+        trainer.make_loader = make_loader
         return trainer
 
-    whole = train("whole", None)
-    for stops in ((3, steps + 2), (steps, 2 * steps)):
-        name = "-".join(map(str, stops))
-        train(name, stops[0])
-        train(name, stops[1], resume=True)
-        assert_same(outcome(train(name, None, resume=True)), outcome(whole), name)
-    return made[-1]
+    check_resumes(make, folder / "within a pass", [3, steps + 2])
+    check_resumes(make, folder / "at its end", [steps, 2 * steps])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

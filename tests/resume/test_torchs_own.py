@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt, assert_same, outcome
+from support.resuming import check_resumes
 from support.tiny import Net, make_rows, make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as schedules
@@ -87,13 +87,10 @@ def make(
 
 
 def check(tmp_path: Path, make_optimizer: Make, make_schedule: Make, model: Any = None) -> None:
-    whole = make(tmp_path / "whole", make_optimizer, make_schedule, model=model)
-    whole.train()
-    make(tmp_path / "cut", make_optimizer, make_schedule, StopAt(3), model=model).train()
-    resumed = make(tmp_path / "cut", make_optimizer, make_schedule, model=model)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 7
-    assert_same(outcome(resumed), outcome(whole))
+    def make_one(folder: Path, *callbacks: TrainerCallback) -> Trainer:
+        return make(folder, make_optimizer, make_schedule, *callbacks, model=model)
+
+    check_resumes(make_one, tmp_path, [3])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

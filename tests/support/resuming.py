@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -67,15 +68,46 @@ def comparable(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return without_times(line for line in history if "train_loss" not in line)
 
 
+def assert_trained(history: Iterable[Mapping[str, Any]]) -> None:
+    """Fail if a log has no step with a rate and, where norms are logged, a gradient: runs that do nothing are alike."""
+    lines = [line for line in history if "loss" in line]
+    assert any(line["learning_rate"] and line.get("grad_norm", 1.0) for line in lines), lines
+
+
 def outcome(trainer: Trainer) -> dict[str, Any]:
     """Return what two runs must agree in: weights, optimizer, schedule, log history."""
     assert trainer.optimizer is not None
+    assert_trained(trainer.state.log_history)
     return {
         "weights": {name: value.clone() for name, value in trainer.model.state_dict().items()},
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict(),
         "log_history": comparable(trainer.state.log_history),
     }
+
+
+def check_resumes(make: Callable[..., Trainer], folder: Path, stops: Iterable[int]) -> tuple[Trainer, Trainer]:
+    """Train without a stop, and with stops and resumes: both end with the same, to the bit, and with other weights.
+
+    Args:
+        make: Returns a Trainer for a folder and callbacks.
+        folder: Where both have a folder.
+        stops: The steps at which the second is stopped.
+
+    Returns:
+        The Trainer that was never stopped, and the one that went on last.
+    """
+    whole = make(folder / "whole")
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    whole.train()
+    assert any(not torch.equal(value, before[name]) for name, value in whole.model.state_dict().items())
+    for number, stop in enumerate((*stops, None)):
+        last = make(folder / "parts", StopAt(stop))
+        output = last.train(resume_from_checkpoint=number > 0)
+        assert stop in (None, output.global_step)
+    assert last.state.global_step == whole.state.global_step
+    assert_same(outcome(last), outcome(whole))
+    return whole, last
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "") -> None:

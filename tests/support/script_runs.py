@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resuming import without_times
+from support.resuming import assert_trained, without_times
 
 FOLDER = Path(__file__).parent.parent / "interop" / "scripts"
 # The statements that a user changes. Models and tokenizers come from transformers on either side.
@@ -94,6 +94,7 @@ def assert_same_outcome(folders: tuple[Path, Path], *, ignore: Iterable[str] = (
     """
     ours, theirs = folders
     assert files_of(ours) == files_of(theirs)
+    assert_trained(history_of(ours))
     logs = [[_without(line, ignore) for line in history_of(folder)] for folder in folders]
     assert_close(*logs, "log_history", rel)
     for path in sorted(theirs.glob("*_results.json")):

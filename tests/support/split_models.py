@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import assert_trained
 from support.tiny import Stream, make_arguments, make_rows, share
 from torch import nn
 
@@ -15,6 +16,7 @@ from hftrain import StepOutput, TaskModule, Trainer, set_seed
 
 def told(trainer: Trainer) -> dict[str, Any]:
     """Return what a run logged, and what the model has learnt (in the main process)."""
+    assert_trained(trainer.state.log_history)
     state = trainer.strategy.model_state(trainer.model_wrapped)
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     return {

@@ -45,19 +45,6 @@ def age(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_resumed_run_takes_and_keeps_the_newest(make_manager, output_dir):
-    first = make_manager(save_total_limit=2)
-    save(first, 1, 2)
-    second = make_manager(save_total_limit=2)
-    second.run_id = first.run_id
-    second.claim()
-    save(second, 3, 4)
-    second.lock.release()
-    assert steps_in(output_dir) == [3, 4]
-    assert make_manager().latest() == output_dir / "checkpoint-4"
-
-
-@pytest.mark.usefixtures("clock")
 def test_a_run_begun_again_in_the_folder_leaves_higher_steps_behind(make_manager, output_dir):
     save(make_manager(), 80, 90)
     save(make_manager(save_total_limit=1), 5, 10)

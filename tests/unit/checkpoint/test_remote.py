@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 
 import pytest
@@ -62,20 +61,6 @@ def test_latest_replaces_a_copy_that_is_another(make, save_at, output_dir):
     assert make().latest() == path
     assert verify(path).step == 5
     assert [path.name for path in output_dir.iterdir()] == ["checkpoint-5"]
-
-
-def test_the_clock_orders_nothing(make, save_at, output_dir, monkeypatch):
-    times = itertools.cycle([900.0, 9e9, 100.0, 50.0])  # others may look at the clock, too
-    monkeypatch.setattr("hftrain.checkpoint.manager.time.time", lambda: next(times))
-    for step in (8, 9, 3, 4):
-        shutil.rmtree(output_dir, ignore_errors=True)
-        manager = make(save_total_limit=2)
-        manager.claim()
-        save_at(manager, step)
-        manager.rotate()
-        manager.lock.release()
-        assert make().latest() == output_dir / f"checkpoint-{step}"
-    assert checkpoints() == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_a_save_downloads_no_manifest_but_that_of_what_it_deletes(make, save_at, monkeypatch):

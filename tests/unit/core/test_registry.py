@@ -12,23 +12,11 @@ import pytest
 from support.tiny import Net, make_arguments, make_trainer, train
 
 from hftrain import MissingDependencyError, Trainer
-from hftrain.core.registry import Registry
 from hftrain.loggers.registry import available_loggers, loggers
 from hftrain.loops.registry import loops
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import legality_table
 from hftrain.strategies.registry import strategies
-
-
-@pytest.fixture
-def registry() -> Registry[Any]:
-    made: Registry[Any] = Registry("box", group="hftrain.test_boxes")
-    made.register("plain", dict)
-    made.register("small", dict, summary="a small box", size=1, colour="red")
-    made.register("lazy", "collections:OrderedDict", size=2)
-    made.register("nested", "collections:UserDict.fromkeys")
-    return made
-
 
 # -- another package's entry points ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.resuming import Stop, assert_same, outcome
+from support.resuming import assert_same, check_resumes, outcome
 from support.tiny import make_rows
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from unit.flight.test_flight import NUM_ROWS, SIZE, lines, make
@@ -98,12 +98,7 @@ def test_samples_of_streams_are_named_and_left_out_by_their_hash(tmp_path: Path,
 def test_a_resumed_run_names_and_leaves_out_as_a_whole_one(tmp_path: Path, rows: Any, workers: int) -> None:
     excluded = [4, 17] if rows is Counting else [HASHES[4], HASHES[17]]
     run = partial(make, save_strategy="steps", save_steps=4, dataloader_num_workers=workers, max_steps=26)
-    whole = run(tmp_path / "whole", rows=rows(), exclude_samples=excluded)
-    whole.train()
-    for at in (5, 18, None):
-        part = run(tmp_path / "parts", Stop(at), rows=rows(), exclude_samples=excluded)
-        part.train(resume_from_checkpoint=at != 5)
-    assert_same(outcome(part), outcome(whole))
+    check_resumes(lambda folder, *stop: run(folder, *stop, rows=rows(), exclude_samples=excluded), tmp_path, [5, 18])
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert not set(excluded) & set(told(tmp_path / "whole"))
 

@@ -5,7 +5,6 @@ Real processes: tests/guarantees/test_g7_signals.py, tests/distributed/test_savi
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 from hftrain.preemption import consensus
 from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import SAVE, Consensus, strongest
+from hftrain.preemption.consensus import SAVE, Consensus
 
 
 def make_consensus(
@@ -44,28 +43,6 @@ def make_consensus(
         timeout_s=timeout_s,
         every_s=every_s,
     )
-
-
-def test_the_strongest_request_includes_the_others() -> None:
-    for order in itertools.permutations([SAVE, "SIGINT", "SIGTERM", None]):
-        assert strongest(order) == "SIGTERM"
-    assert strongest([None, SAVE]) == SAVE
-    assert strongest(["written 3", SAVE]) == SAVE
-    assert strongest(["written 3", None]) == "written 3"
-    assert strongest([]) is None
-
-
-def test_a_request_is_handed_out_once_at_the_next_boundary() -> None:
-    pending: list[Callable[[], None]] = []
-    alone = make_consensus(pending=pending)
-    assert alone.ask(SAVE)
-    assert alone.ask("SIGINT")
-    assert len(pending) == 1
-    assert alone.left_over() == "SIGINT"
-    assert alone.due(3) == "SIGINT"
-    assert pending == []
-    assert alone.left_over() is None
-    assert alone.due(4) is None
 
 
 def test_a_stronger_request_does_not_swallow_one_that_it_does_not_include() -> None:

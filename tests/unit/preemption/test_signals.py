@@ -13,8 +13,8 @@ import pytest
 
 from hftrain.core.progress import Progress
 from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import SAVE, Consensus
-from hftrain.preemption.signals import SignalHandlers, TrainingStopped, stopped_by
+from hftrain.preemption.consensus import Consensus
+from hftrain.preemption.signals import SignalHandlers, TrainingStopped
 from hftrain.strategies.single import SingleDeviceStrategy
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
@@ -27,16 +27,6 @@ def make_requests(kind: type[Consensus] = Consensus) -> Consensus:
 
 def send(name: str) -> None:
     os.kill(os.getpid(), signal.Signals[name])
-
-
-@pytest.mark.parametrize(("name", "asked"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", SAVE)])
-def test_signal_is_noted_and_the_handlers_are_put_back(name: str, asked: str) -> None:
-    before = signal.getsignal(signal.Signals[name])
-    requests = make_requests()
-    with SignalHandlers(requests):
-        send(name)
-        assert requests.due(1) == asked
-    assert signal.getsignal(signal.Signals[name]) is before
 
 
 def test_second_interrupt_is_one() -> None:
@@ -106,14 +96,6 @@ def test_forked_process_ends_by_the_signal_as_ever() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-
-
-def test_a_stopped_run_ends_the_process_with_the_signals_status() -> None:
-    error = stopped_by("SIGTERM", "stopped")
-    assert isinstance(error, TrainingStopped)
-    assert isinstance(error, SystemExit)
-    assert (error.code, str(error)) == (143, "stopped")
-    assert isinstance(stopped_by("SIGINT", "stopped"), KeyboardInterrupt)
 
 
 def test_a_thread_hears_of_signals_but_not_of_those_of_forked_processes() -> None:

@@ -147,20 +147,6 @@ def test_early_stopping_by_the_evaluation_that_was_left_ends_the_resumed_run_the
     assert comparable(resumed.state.log_history) == comparable(whole.state.log_history)
 
 
-def test_epoch_that_a_callback_cut_stays_cut(tmp_path: Path) -> None:
-    class Cut(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_epoch_stop = state.global_step == 4
-
-    whole = make_trainer(tmp_path / "whole", Cut())
-    whole.train()
-    with pytest.raises(TrainingStopped):
-        make_trainer(tmp_path / "run", Cut(), Send("SIGTERM", 4)).train()
-    resumed = make_trainer(tmp_path / "run", Cut())
-    resumed.train(resume_from_checkpoint="auto")
-    assert comparable(resumed.state.log_history) == comparable(whole.state.log_history)
-
-
 def test_signal_in_the_last_step_ends_the_process_after_the_run_is_complete(tmp_path: Path) -> None:
     send = Send("SIGTERM", 10)
     with pytest.raises(TrainingStopped, match=r"when it was complete\. The last checkpoint is checkpoint-10"):

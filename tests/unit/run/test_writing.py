@@ -259,18 +259,6 @@ def test_what_others_write_is_written_at_once(
     verify(tmp_path / "checkpoint-12")
 
 
-def test_async_save_of_the_best_is_there_to_load(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, policy=ASYNC, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True,
-        save_total_limit=1,
-    )  # fmt: skip
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint or "")
-    assert list_checkpoints(tmp_path) == [best]
-    for name, value in read_weights(best).items():
-        assert torch.equal(value, trainer.model.state_dict()[name])
-
-
 def test_async_save_can_be_asked_for_without_a_save_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     gate.opened.set()

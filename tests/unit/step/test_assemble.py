@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hftrain.core.errors import StrategyError
 from hftrain.core.types import Owns
@@ -18,9 +17,7 @@ from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.registry import create_strategy
 
-STEPS = 6
 CPU = torch.device("cpu")
 
 
@@ -31,37 +28,6 @@ def make_model() -> nn.Module:
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def losses_of(model: nn.Module, batch: torch.Tensor, step: int, overflow_at: int | None) -> torch.Tensor:
-    loss = model(batch).float().square().mean()
-    return loss * float("inf") if step == overflow_at else loss
-
-
-def batches() -> Iterator[tuple[int, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    for step in range(STEPS):
-        yield step, torch.randn(3, 4, generator=generator)
-
-
-def assembled(name: str, max_norm: float | None, overflow_at: int | None) -> tuple[list[Any], nn.Module, list[bool]]:
-    """Train the same through a strategy, a precision and a stepper."""
-    strategy, precision = create_strategy("single", use_cpu=True), precisions.create(name)
-    strategy.launch()
-    precision.open(strategy.device, strategy.scaler_factory)
-    model, optimizer = strategy.setup(precision.convert(make_model()), make_adamw, precision.policy)
-    stepper = assemble_stepper(strategy=strategy, precision=precision, optimizer=optimizer, max_grad_norm=max_norm)
-    seen, done = [], []
-    for step, batch in batches():
-        with stepper.autocast():
-            loss = losses_of(model, batch, step, overflow_at)
-        stepper.backward(loss)
-        norm = stepper.clip()
-        done.append(stepper.step())
-        stepper.zero_grad()
-        seen.append((loss.detach(), norm, torch.tensor(precision.state_dict().get("scale", 1.0))))
-    precision.close()
-    return seen, model, done
 
 
 class Engine(Strategy):
@@ -178,33 +144,3 @@ def test_strategy_that_does_not_hold_together_is_refused(
 ) -> None:
     with pytest.raises(StrategyError, match=reason):
         assemble(strategy(), opened(precision))
-
-
-class Reads(TorchDispatchMode):
-    """Count how often the host asks for a tensor's value, for which it would wait for a device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("name", "reads"), [("fp32", False), ("bf16", False), ("fp16", True)])
-def test_step_waits_for_the_device_in_fp16_only(name: str, reads: bool) -> None:
-    model = make_model()
-    stepper = assemble_stepper(
-        strategy=Engine(Owns.NOTHING),
-        precision=opened(name),
-        optimizer=torch.optim.SGD(model.parameters()),
-        max_grad_norm=1.0,
-    )
-    with Reads() as seen:
-        with stepper.autocast():
-            loss = model(torch.ones(1, 4)).sum()
-        stepper.backward(loss)
-        stepper.clip()
-        assert seen.count == 0
-        stepper.step()
-        stepper.zero_grad()
-    assert (seen.count > 0) == reads

@@ -72,25 +72,6 @@ def test_failed_process_does_not_wait_for_ever_for_one_that_is_gone(
     assert first._read("heard 1") is None
 
 
-def test_failure_is_printed_and_told_and_the_other_prints_a_line(
-    watches: tuple[RankWatch, RankWatch], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = watches
-    assert second.failure_elsewhere() is None
-    first._report(ValueError, ValueError("boom\nand more"), None)
-    assert first.has_failed
-    assert first.failure_elsewhere() is None
-    assert second.failure_elsewhere() == "rank 0 failed: ValueError: boom"
-    second._report(RuntimeError, GONE, None)
-    assert capsys.readouterr().err.splitlines() == [
-        "Traceback of boom",
-        "and more",
-        "[rank1]: ended, because rank 0 failed: ValueError: boom",
-    ]
-    assert not second.has_failed
-    second.stop()  # before its thread ends this process
-
-
 def test_broken_exchange_without_a_failure_is_printed_as_it_is(
     watches: tuple[RankWatch, RankWatch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_rows, train
+from support.tiny import Net, Task, make_rows, train
 from torch import nn
 
-from hftrain import CheckpointError, ConfigError, TaskError, TaskModule, Trainer, TrainingArguments
+from hftrain import CheckpointError, ConfigError, TaskError, TaskModule
 from hftrain.strategies.base import Strategy
 
 
@@ -39,20 +39,11 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"strategy": "dpp"}, "No strategy has that name.*Did you mean .*'ddp'"),
-        ({"precision": "bf61"}, "No precision has that name.*'bf16'"),
         ({"strategy": "ddp", "deepspeed": {"zero": 3}}, "strategy='ddp'.*deepspeed"),
         ({"strategy": "single", "fsdp": "full_shard"}, "strategy='single'.*fsdp"),
         ({"precision": "bf16", "fp16": True}, "precision='bf16'.*fp16=True"),
-        ({"precision": "tf32"}, "TF32"),
         ({"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
-        ({"eval_strategy": "epoch"}, "Cannot use eval_strategy='epoch'. There is no eval_dataset"),
-        ({"eval_strategy": "steps"}, "Cannot use eval_strategy='steps'. There is no eval_dataset"),
         ({"eval_strategy": "epoch", "eval_dataset": {}}, "There is no eval_dataset"),
-        (
-            {"eval_strategy": "epoch", "eval_dataset": []},
-            r"eval_strategy='.*'\. eval_dataset is empty",
-        ),
         ({"eval_strategy": "epoch", "eval_dataset": {"a": ROWS, "b": []}}, r"eval_strategy='epoch'\. b is empty"),
         ({"data_collator": 3}, "Cannot use an int as data_collator: it is not callable"),
         (
@@ -70,12 +61,7 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
         ({"model_init": 3}, r"Cannot use an int as model_init: it must be a function"),
         ({"tokenizer": object(), "processing_class": object()}, "processing_class and tokenizer"),
         ({"optim": "adalomo"}, "CUDA devices only"),
-        ({**BEST, "metric_for_best_model": "f1"}, r"metric_for_best_model='f1'.*loss alone"),
         ({**BEST, "metric_for_best_model": "los"}, "Cannot use metric_for_best_model='los'.*to 'eval_loss'"),
-        (
-            {**BEST, "metric_for_best_model": "loss", "eval_dataset": {"a": ROWS, "b": ROWS}},
-            "to 'eval_._loss' or 'eval_._loss'",
-        ),
         ({**BEST, "metric_for_best_model": "eval_c_loss", "eval_dataset": {"a": ROWS}}, "'eval_a_loss'"),
         (
             {**BEST, "metric_for_best_model": "loss", "eval_dataset": {"a": ROWS}, "compute_metrics": len},
@@ -88,8 +74,6 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
             "Cannot use compute_loss_func, label_names with Task.* A task computes its own loss",
         ),
         ({"train_dataset": None}, "no train_dataset"),
-        ({"train_dataset": []}, "train_dataset is empty"),
-        ({"train_dataset": Stream(make_rows())}, r"without __len__.*max_steps"),
         ({"train_dataset": SETS}, r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"),
         ({"train_dataset": SETS, "model": Task()}, r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"),
     ],
@@ -128,16 +112,6 @@ def test_resume_without_any_checkpoint_is_refused(tmp_path: Path) -> None:
         train(tmp_path, resume=True)
 
 
-def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match="Cannot write to"):
-        train(tmp_path / "file" / "run", save_strategy="epoch")
-    with pytest.raises(ConfigError, match="knows no store 'nowhere'"):
-        Trainer(
-            Net(), TrainingArguments("nowhere://bucket/run", use_cpu=True, disable_tqdm=True), train_dataset=make_rows()
-        ).train()
-
-
 def test_name_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Give a folder in which this user may create files"):
         train(tmp_path / ("x" * 300), max_steps=1, save_strategy="steps")
@@ -157,10 +131,6 @@ class Outside(TaskModule):
         ({"model": Outside()}, r"outside its model \(temperature\)"),
         ({"model": TaskModule()}, "no child called 'model'"),
         ({"model": lambda: Net()}, "Cannot use a function as model"),
-        (
-            {"train_dataset": [{"text": "a", "label": 1}] * 4},
-            r"\(text, label\) include none that Net\.\w+ takes \(x\)",
-        ),
     ],
 )
 def test_model_or_task_that_cannot_be_used_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:

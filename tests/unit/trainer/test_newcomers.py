@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -155,26 +154,3 @@ def test_a_tasks_own_state_that_cannot_be_saved_is_refused_before_the_first_step
     with pytest.raises(CheckpointError, match=r"what Stateful holds next to its model: _extra_state .*buffers"):
         Trainer(Stateful(), arguments, train_dataset=make_rows(), callbacks=callback).train()
     assert callback.steps == 0
-
-
-def test_a_hidden_state_in_a_buffer_of_the_task_is_resumed(tmp_path: Path) -> None:
-    class Recurrent(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.register_buffer("hidden", torch.zeros(4))
-
-        def training_step(self, batch: Any) -> StepOutput:
-            self.hidden.copy_(0.5 * self.hidden + batch["x"].mean(0))
-            return super().training_step({**batch, "x": batch["x"] + self.hidden})
-
-    def train(resume: bool) -> Task:
-        torch.manual_seed(0)
-        arguments = make_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
-        task = Recurrent()
-        checkpoint = str(tmp_path / "checkpoint-2") if resume else None
-        Trainer(task, arguments, train_dataset=make_rows()).train(resume_from_checkpoint=checkpoint)
-        return task
-
-    whole, resumed = train(False), train(True)
-    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -41,25 +41,17 @@ def same_weights(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
 
 
-def test_a_run_is_resumed_from_the_store_alone_and_ends_the_same(tmp_path):
+@pytest.mark.parametrize(("limit", "kept"), [(None, [2, 4, 5, 6, 8]), (1, [8])])
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_run_is_resumed_from_the_store_alone_and_ends_the_same(tmp_path, save_async, limit, kept):
+    options = {"save_policy": SavePolicy(save_async=save_async), "save_total_limit": limit}
     whole = make_trainer(tmp_path / "whole")
     whole.train()
-    make_trainer(URL, Stop(5)).train()
+    make_trainer(URL, Stop(5), **options).train()
     shutil.rmtree(mirror_of(URL))
-    resumed = make_trainer()
-    assert resumed.train(resume_from_checkpoint=True).global_step == 8
-    assert saved() == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-8"]
-    assert same_weights(resumed.model.state_dict(), whole.model.state_dict())
-
-
-def test_saving_in_the_background_publishes_too(tmp_path):
-    whole = make_trainer(tmp_path / "whole")
-    whole.train()
-    make_trainer(URL, Stop(5), save_policy=SavePolicy(save_async=True)).train()
-    shutil.rmtree(mirror_of(URL))
-    resumed = make_trainer(save_policy=SavePolicy(save_async=True), save_total_limit=1)
-    resumed.train(resume_from_checkpoint="auto")
-    assert saved() == ["checkpoint-8"]
+    resumed = make_trainer(**options)
+    assert resumed.train(resume_from_checkpoint="auto").global_step == 8
+    assert saved() == [f"checkpoint-{step}" for step in kept]
     assert same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
