@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from enum import Enum
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Generic
 from sphinx.application import Sphinx
 
 import hftrain
+
+sys.path.insert(0, str(Path(__file__).parent))
+from notebooks import write_notebooks
 
 project = "hftrain"
 author = copyright = "The hftrain authors"
@@ -47,6 +51,9 @@ pygments_dark_style = "github-dark"
 # Headings can be linked to as on GitHub: page.md#a-heading.
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
+
+# Pages of examples offer notebooks, which are made of the pages and their scripts.
+write_notebooks(Path(__file__).parent / "_build" / "notebooks")
 
 # A copied session or shell command has no prompt and no output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
