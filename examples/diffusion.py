@@ -114,10 +114,13 @@ def sample(model: nn.Module, digit: torch.Tensor) -> list[torch.Tensor]:
 trainer.save_model()  # the averaged weights
 denoiser = Denoiser()
 denoiser.load_state_dict(load_file("runs/diffusion/model.safetensors"))
+set_seed(1)
 way = sample(denoiser, torch.arange(10))
-_, axes = plt.subplots(6, 10, figsize=(7, 4.2), layout="constrained", subplot_kw={"xticks": [], "yticks": []})
-for removed, row in zip((1, 50, 75, 90, 95, 100), axes, strict=True):
-    row[0].set_ylabel(f"{removed} %")
-    for pixels, axis in zip(way[removed - 1], row, strict=True):
-        axis.imshow(pixels.view(8, 8), cmap="gray", vmin=-1, vmax=1, interpolation="none")
+shown = (1, 50, 75, 90, 95, 100)  # steps done
+tiles = [nn.functional.pad(way[steps - 1].view(10, 8, 8), (1, 1, 1, 1), value=1) for steps in shown]
+rows = [tile.permute(1, 0, 2).reshape(10, 100) for tile in tiles]
+_, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+axis.imshow(torch.cat(rows), cmap="gray", vmin=-1, vmax=1, interpolation="none")
+axis.set_xticks(range(5, 105, 10), range(10))
+axis.set_yticks(range(5, 65, 10), [f"{steps} %" for steps in shown])
 plt.savefig("runs/diffusion/samples.svg")

@@ -95,7 +95,7 @@ print(f"test: accuracy {metrics['test_accuracy']:.3f}, F1 {metrics['test_f1']:.3
 reviews = [
     "the plot was dull but the music was warm",
     "the music was warm but the plot was dull",
-    "the cast was not bad",
+    "the cast was not dull",
 ]
 samples = [tokenizer(review) for review in reviews]
 for review, logits in zip(reviews, trainer.predict(samples).predictions, strict=True):
