@@ -88,8 +88,6 @@ SHORTENED = {
     "char_language_model": ("--steps", "20"),
     "digits": ("--epochs", "1"),
     "images": ("--epochs", "1"),
-    "lora": ("--epochs", "1"),
-    "text_classifier": ("--epochs", "1"),
     "text_classifier_drop_in": ("--epochs", "1"),
     "number_words": ("--steps", "150"),
     "transfer": ("--epochs", "3"),
@@ -514,14 +512,18 @@ def release(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every script in examples/, shortened where it takes long."""
+    """Run every script in examples/, shortened where it takes long; those with a story as notebooks."""
     scripts = sorted(Path("examples").glob("*.py"))
     if not scripts:
         session.error("examples/ holds no script.")
     install(session, "examples")
     with session.chdir(session.create_tmp()):
+        session.run("python", str(ROOT / "docs/notebooks.py"), "notebooks")
+        notebooks = sorted(str(path) for path in Path("notebooks").glob("*.ipynb"))
+        session.run("jupyter", "execute", *notebooks, env=ENV)
         for script in scripts:
-            session.run("python", str(ROOT / script), *SHORTENED.get(script.stem, ()), env=ENV)
+            if f"notebooks/{script.stem}.ipynb" not in notebooks:
+                session.run("python", str(ROOT / script), *SHORTENED.get(script.stem, ()), env=ENV)
 
 
 @nox.session

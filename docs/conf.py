@@ -16,6 +16,7 @@ import hftrain
 
 sys.path.append(str(Path(__file__).parent))
 import search_index
+from notebooks import write_notebooks
 
 project = "hftrain"
 author = copyright = "The hftrain authors"
@@ -53,6 +54,9 @@ pygments_dark_style = "github-dark"
 # Headings can be linked to as on GitHub: page.md#a-heading.
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
+
+# Pages of examples offer notebooks, which are made of the pages and their scripts.
+write_notebooks(Path(__file__).parent / "_build" / "notebooks")
 
 # A copied session or shell command has no prompt and no output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -1,89 +1,104 @@
-"""Fine-tune a causal language model with LoRA: a small Llama that counts up learns to count down.
+"""Fine-tune a language model with LoRA on packed documents: a small Llama that counts up learns to count down.
 
 python examples/lora.py
+torchrun --nproc_per_node 2 examples/lora.py
 """
 
 from __future__ import annotations
 
-import argparse
+import math
+import random
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hftrain import Trainer, TrainingArguments, set_seed
+from hftrain import Trainer, TrainingArguments, default_data_collator, pack_dataset, set_seed
 
-NUM_NUMBERS = 64
-LENGTH = 12
-
-
-def count(step: int, num_samples: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Return sequences that count up or down (`step` is 1 or -1) from a random number, modulo 64."""
-    starts = torch.randint(NUM_NUMBERS, (num_samples, 1), generator=torch.Generator().manual_seed(seed))
-    rows = (starts + step * torch.arange(LENGTH)) % NUM_NUMBERS
-    return [{"input_ids": row, "labels": row} for row in rows]
+NUMBERS = END = 64  # tokens 0 to 63 are numbers, 64 ends a document
+ROW = 128
 
 
-def train(model: torch.nn.Module, output_dir: Path, step: int, epochs: float, learning_rate: float) -> Trainer:
-    """Train on 2,000 sequences and evaluate on 200 others; save the result in `output_dir`."""
+# %% data
+def documents(seed: int, num: int, *, down: bool = False) -> list[dict[str, list[int]]]:
+    """Return documents that count from a random number up to 63 or down to 0, and end there."""
+    rng = random.Random(seed)
+    starts = [rng.randrange(NUMBERS) for _ in range(num)]
+    return [{"input_ids": [*(range(start, -1, -1) if down else range(start, NUMBERS)), END]} for start in starts]
+
+
+# %% padding
+def padding(rows: list[dict[str, list[int]]]) -> float:
+    """Return the share of padding in random batches of 16 documents."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    batches = [lengths[start : start + 16] for start in range(0, len(lengths), 16)]
+    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+
+
+texts = documents(0, 2000)
+packed = pack_dataset(texts, ROW)
+used = sum(len(text["input_ids"]) for text in texts) / (len(packed) * ROW)
+print(f"padding: {padding(texts):.0%} in batches of documents, {1 - used:.1%} in {len(packed)} packed rows")
+
+
+# %% train
+def train(model: torch.nn.Module, folder: str, learning_rate: float, *, down: bool = False) -> Trainer:
+    """Train on packed documents and save the result."""
     args = TrainingArguments(
-        str(output_dir),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=32,
-        per_device_eval_batch_size=100,
+        folder,
+        num_train_epochs=3,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=16,
         learning_rate=learning_rate,
         lr_scheduler_type="cosine",
+        warmup_steps=0.1,
         logging_steps=20,
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=1,
+        disable_tqdm=True,
         report_to="none",
     )
-    data = {"train_dataset": count(step, 2000, seed=1), "eval_dataset": count(step, 200, seed=2)}
-    trainer = Trainer(model, args, **data)
-    trainer.train()
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=pack_dataset(documents(0, 2000, down=down), ROW),
+        eval_dataset=pack_dataset(documents(1, 100, down=down), ROW),
+        data_collator=default_data_collator,
+    )
+    trainer.train(resume_from_checkpoint="auto")
     trainer.save_model()
+    print(f"{folder}: perplexity {math.exp(trainer.evaluate()['eval_loss']):.3f}")
     return trainer
 
 
-def go_on(model: PreTrainedModel | PeftModel, *numbers: int) -> list[int]:
-    """Return the six most likely numbers after some others."""
-    prompt = torch.tensor([numbers])
-    return model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)[0, len(numbers) :].tolist()
+# %% base
+set_seed(42)
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+config = LlamaConfig(vocab_size=NUMBERS + 1, max_position_embeddings=ROW, eos_token_id=END, pad_token_id=END, **sizes)
+base = LlamaForCausalLM(config)
+train(base, "runs/lora/base", 3e-3)
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/lora"))
-    parser.add_argument("--epochs", type=float, default=4)
-    return parser.parse_args()
+# %% adapters
+model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=32, target_modules="all-linear"))
+trainable, total = model.get_nb_trainable_parameters()
+print(f"LoRA trains {trainable:,} of {total:,} parameters ({trainable / total:.1%}).")
+train(model, "runs/lora/adapters", 5e-3, down=True)
+for file in Path("runs/lora/adapters").glob("*.safetensors"):
+    print(f"saved: {file.name}, {file.stat().st_size / 1e3:.0f} kB")
 
 
-def main() -> None:
-    """Train a base model, adapt it with LoRA, then load and merge the adapters."""
-    options = parse()
-    set_seed(42)
-    base_dir, adapter_dir = options.output_dir / "base", options.output_dir / "adapters"
-    # With a real model, leave this training out: LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_NUMBERS, pad_token_id=None, eos_token_id=None, **sizes))
-    train(base, base_dir, step=1, epochs=options.epochs, learning_rate=3e-3)
-    print("base model after 5, 6, 7:", go_on(base.eval(), 5, 6, 7))
-
-    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
-    model = get_peft_model(base, config)
-    trainable, total = model.get_nb_trainable_parameters()
-    print(f"LoRA trains {trainable:,} of {total:,} parameters ({trainable / total:.1%}).")
-    train(model, adapter_dir, step=-1, epochs=options.epochs, learning_rate=1e-2)
-    for file in sorted(adapter_dir.glob("*.safetensors")):
-        print(f"saved: {file.name}, {file.stat().st_size / 1e3:.0f} kB")
-
-    adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base_dir), adapter_dir)
-    merged = adapted.merge_and_unload()  # a plain LlamaForCausalLM again
-    print("merged model after 7, 6, 5:", go_on(merged.eval(), 7, 6, 5))
+# %% samples
+def go_on(model: PreTrainedModel, start: int) -> list[int]:
+    """Return the most likely continuation of a number."""
+    prompt = torch.tensor([[start]])
+    mask = torch.ones_like(prompt)
+    return model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=70, do_sample=False)[0, 1:].tolist()
 
 
-if __name__ == "__main__":
-    main()
+loaded = LlamaForCausalLM.from_pretrained("runs/lora/base").eval()
+print("base after 57:", go_on(loaded, 57))
+merged = PeftModel.from_pretrained(loaded, "runs/lora/adapters").merge_and_unload()  # a plain LlamaForCausalLM again
+print("merged after 6:", go_on(merged, 6))
