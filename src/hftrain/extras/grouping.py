@@ -223,7 +223,7 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
         raise _no_lengths(
             dataset,
             f"A sample has no {config.input_name!r} with a length{found}.",
-            "Tokenize texts first (dataset.map), or name the column of lengths of a datasets.Dataset in length_column_name.",
+            "Tokenize texts first (dataset.map), or name the lengths of a datasets.Dataset in length_column_name.",
         )
     return len(value)
 
