@@ -266,14 +266,14 @@ def measure(
 def table(results: Sequence[Result]) -> str:
     """Return the results as a Markdown table."""
     lines = [
-        "| size | contender | ms per step | ratio to plain (quartiles) | extra µs | Python calls |",
-        "|---|---|---:|---:|---:|---:|",
+        "| size | contender | ms per step | ratio to plain (quartiles) | Python calls |",
+        "|---|---|---:|---:|---:|",
     ]
     for result in results:
         low, high = result.ratio_quartiles
         lines.append(
             f"| {result.size} | {result.contender} | {result.step_ms:.2f} "
-            f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.extra_us:+.0f} | {result.calls:.0f} |"
+            f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.calls:.0f} |"
         )
     return "\n".join(lines)
 

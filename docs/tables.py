@@ -403,7 +403,7 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
 
 
 def argument_entries() -> dict[str, str]:
-    """Map each field of the arguments to its entry: name, type, default and version, description."""
+    """Map each field of the arguments to its entry: name, type, default, description."""
     versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"]
     documented = {
         name: {each["name"]: each for each in version["classes"]["Seq2SeqTrainingArguments"]["__init__"]["parameters"]}
@@ -414,10 +414,8 @@ def argument_entries() -> dict[str, str]:
     for field in dataclasses.fields(Seq2SeqTrainingArguments):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         older = documented["4.24"].get(field.name, {}).get("default", default)
-        since = next((name for name, fields in documented.items() if field.name in fields), "later")
         kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace(" | ", " or ")
         facts = [kind, f"default `{default!r}`" + (f" (4.24: `{older!r}`)" if older != default else "")]
-        facts += [] if since == "4.24" else [since if since == "later" else f"since {since}"]
         entries[field.name] = f"`{field.name}`\n: {', '.join(facts)}\n: {field.metadata['help']}\n"
     return entries
 
@@ -490,10 +488,14 @@ def mesh_refusals_table() -> str:
 
 
 def architectures_table() -> str:
-    """List the types of models whose numbers tests compare with one process, by mesh."""
+    """List the types of transformers' models, together those that the same meshes train as one process does."""
     proved = json.loads(MESHES.read_text("utf-8"))["architectures"]
-    rows = ((mesh, str(len(kinds)), ", ".join(f"`{kind}`" for kind in kinds)) for mesh, kinds in proved.items())
-    return table(("Mesh", "Types", "`config.model_type`"), rows)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for names in proved.values() for name in names}):
+        groups.setdefault(tuple(mesh for mesh in proved if name in proved[mesh]), []).append(name)
+    largest_first = sorted(groups, key=lambda meshes: -len(groups[meshes]))
+    rows = (("; ".join(meshes), ", ".join(f"`{name}`" for name in groups[meshes])) for meshes in largest_first)
+    return table(("Meshes", "`config.model_type`"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
