@@ -450,14 +450,23 @@ def client_results() -> list[dict[str, Any]]:
 
 def clients_table() -> str:
     """List the trainers of libraries that train as with transformers' Trainer, with the largest difference."""
-    rows = []
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in client_results():
         versions = (each["versions"][name].partition("+")[0] for name in (each["library"], "transformers"))
-        gaps = (each["gaps"].get(number) for number in ("1", "2"))
-        found = ("not offered" if gap is None else "0" if gap == 0 else f"{gap:.0e}" for gap in gaps)
-        rows.append((each["library"], *versions, f"`{each['trainer']}`", each["what"], *found, each["exception"]))
-    columns = ("Library", "Version", "transformers", "Trainer", "Trained", "No accumulation", "2 steps", "Exception")
-    return table(columns, rows)
+        groups.setdefault((each["library"], *versions, each["exception"]), []).append(each)
+    rows = []
+    for (*library, exception), results in groups.items():
+        trainers: dict[str, list[str]] = {}
+        for each in results:
+            trainers.setdefault(f"`{each['trainer']}`", []).append(each["what"])
+        names = (
+            f"{name} ({'also ' * ('' in whats)}{'; '.join(filter(None, whats))})" if any(whats) else name
+            for name, whats in trainers.items()
+        )
+        gaps = ([gap for each in results if (gap := each["gaps"].get(number)) is not None] for number in ("1", "2"))
+        found = (f"{max(gap):.0e}".replace("0e+00", "0") if gap else "not offered" for gap in gaps)
+        rows.append((*library, ", ".join(names), *found, exception))
+    return table(("Library", "Version", "transformers", "Trainers", "No accumulation", "2 steps", "Exception"), rows)
 
 
 def client_hooks_list() -> str:
@@ -466,15 +475,15 @@ def client_hooks_list() -> str:
 
 
 def meshes_table() -> str:
-    """List the meshes and the models whose numbers tests compare with one process."""
+    """List the meshes and the models whose numbers tests compare with one process; meshes with the same go together."""
     proofs = json.loads(MESHES.read_text("utf-8"))
     refused = {(mesh, model) for each in proofs["refused"] for mesh in each["meshes"] for model in each["models"]}
-    models = proofs["models"]
-    rows = (
-        (name, str(mesh["processes"]), *("refused" if (name, model) in refused else "proved" for model in models))
-        for name, mesh in proofs["meshes"].items()
-    )
-    return table(("Mesh", "Processes", *models.values()), rows)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in proofs["meshes"]:
+        cells = tuple("refused" if (name, model) in refused else "proved" for model in proofs["models"])
+        groups.setdefault(cells, []).append(name)
+    rows = (("; ".join(names), *cells) for cells, names in groups.items())
+    return table(("Meshes", *proofs["models"].values()), rows)
 
 
 def mesh_refusals_table() -> str:
