@@ -266,15 +266,14 @@ def measure(
 def table(results: Sequence[Result]) -> str:
     """Return the results as a Markdown table."""
     lines = [
-        "| size | contender | AdamW | ms per step | ratio to plain (quartiles) | extra µs | Python calls | extra |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| size | contender | ms per step | ratio to plain (quartiles) | Python calls |",
+        "|---|---|---:|---:|---:|",
     ]
     for result in results:
         low, high = result.ratio_quartiles
         lines.append(
-            f"| {result.size} | {result.contender} | {result.form} | {result.step_ms:.2f} "
-            f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.extra_us:+.0f} "
-            f"| {result.calls:.0f} | {result.extra_calls:+.0f} |"
+            f"| {result.size} | {result.contender} | {result.step_ms:.2f} "
+            f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.calls:.0f} |"
         )
     return "\n".join(lines)
 
@@ -289,11 +288,10 @@ def verdicts(results: Sequence[Result]) -> Iterator[str]:
 
 
 def write_pages(head: str, results: Sequence[Result]) -> None:
-    """Put the table into docs/performance.md, and its main ratios into README.md; `tests/docs` compares the two."""
+    """Put the fused rows into docs/performance.md, and main ratios into README.md; `tests/docs` compares the two."""
     root = Path(__file__).resolve().parents[1]
-    write_between(
-        root / "docs/performance.md", "printed by: python benchmarks/overhead.py", f"{head}\n\n{table(results)}\n"
-    )
+    rows = table([result for result in results if result.form == "fused"])
+    write_between(root / "docs/performance.md", "printed by: python benchmarks/overhead.py", f"{head}\n\n{rows}\n")
     lines = [
         "| step of the plain loop | hftrain, task | hftrain, plain model | accelerate | transformers | Lightning |",
         "|---|---:|---:|---:|---:|---:|",

@@ -403,7 +403,7 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
 
 
 def argument_entries() -> dict[str, str]:
-    """Map each field of the arguments to its entry: name, type, default and version, description."""
+    """Map each field of the arguments to its entry: name, type, default, description."""
     versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"]
     documented = {
         name: {each["name"]: each for each in version["classes"]["Seq2SeqTrainingArguments"]["__init__"]["parameters"]}
@@ -414,10 +414,8 @@ def argument_entries() -> dict[str, str]:
     for field in dataclasses.fields(Seq2SeqTrainingArguments):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         older = documented["4.24"].get(field.name, {}).get("default", default)
-        since = next((name for name, fields in documented.items() if field.name in fields), "later")
         kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace(" | ", " or ")
         facts = [kind, f"default `{default!r}`" + (f" (4.24: `{older!r}`)" if older != default else "")]
-        facts += [] if since == "4.24" else [since if since == "later" else f"since {since}"]
         entries[field.name] = f"`{field.name}`\n: {', '.join(facts)}\n: {field.metadata['help']}\n"
     return entries
 
@@ -452,14 +450,23 @@ def client_results() -> list[dict[str, Any]]:
 
 def clients_table() -> str:
     """List the trainers of libraries that train as with transformers' Trainer, with the largest difference."""
-    rows = []
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in client_results():
         versions = (each["versions"][name].partition("+")[0] for name in (each["library"], "transformers"))
-        gaps = (each["gaps"].get(number) for number in ("1", "2"))
-        found = ("not offered" if gap is None else "0" if gap == 0 else f"{gap:.0e}" for gap in gaps)
-        rows.append((each["library"], *versions, f"`{each['trainer']}`", each["what"], *found, each["exception"]))
-    columns = ("Library", "Version", "transformers", "Trainer", "Trained", "No accumulation", "2 steps", "Exception")
-    return table(columns, rows)
+        groups.setdefault((each["library"], *versions, each["exception"]), []).append(each)
+    rows = []
+    for (*library, exception), results in groups.items():
+        trainers: dict[str, list[str]] = {}
+        for each in results:
+            trainers.setdefault(f"`{each['trainer']}`", []).append(each["what"])
+        names = (
+            f"{name} ({'also ' * ('' in whats)}{'; '.join(filter(None, whats))})" if any(whats) else name
+            for name, whats in trainers.items()
+        )
+        gaps = ([gap for each in results if (gap := each["gaps"].get(number)) is not None] for number in ("1", "2"))
+        found = (f"{max(gap):.0e}".replace("0e+00", "0") if gap else "not offered" for gap in gaps)
+        rows.append((*library, ", ".join(names), *found, exception))
+    return table(("Library", "Version", "transformers", "Trainers", "No accumulation", "2 steps", "Exception"), rows)
 
 
 def client_hooks_list() -> str:
@@ -468,15 +475,15 @@ def client_hooks_list() -> str:
 
 
 def meshes_table() -> str:
-    """List the meshes and the models whose numbers tests compare with one process."""
+    """List the meshes and the models whose numbers tests compare with one process; meshes with the same go together."""
     proofs = json.loads(MESHES.read_text("utf-8"))
     refused = {(mesh, model) for each in proofs["refused"] for mesh in each["meshes"] for model in each["models"]}
-    models = proofs["models"]
-    rows = (
-        (name, str(mesh["processes"]), *("refused" if (name, model) in refused else "proved" for model in models))
-        for name, mesh in proofs["meshes"].items()
-    )
-    return table(("Mesh", "Processes", *models.values()), rows)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in proofs["meshes"]:
+        cells = tuple("refused" if (name, model) in refused else "proved" for model in proofs["models"])
+        groups.setdefault(cells, []).append(name)
+    rows = (("; ".join(names), *cells) for cells, names in groups.items())
+    return table(("Meshes", *proofs["models"].values()), rows)
 
 
 def mesh_refusals_table() -> str:
@@ -490,10 +497,14 @@ def mesh_refusals_table() -> str:
 
 
 def architectures_table() -> str:
-    """List the types of models whose numbers tests compare with one process, by mesh."""
+    """List the types of transformers' models, together those that the same meshes train as one process does."""
     proved = json.loads(MESHES.read_text("utf-8"))["architectures"]
-    rows = ((mesh, str(len(kinds)), ", ".join(f"`{kind}`" for kind in kinds)) for mesh, kinds in proved.items())
-    return table(("Mesh", "Types", "`config.model_type`"), rows)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for names in proved.values() for name in names}):
+        groups.setdefault(tuple(mesh for mesh in proved if name in proved[mesh]), []).append(name)
+    largest_first = sorted(groups, key=lambda meshes: -len(groups[meshes]))
+    rows = (("; ".join(meshes), ", ".join(f"`{name}`" for name in groups[meshes])) for meshes in largest_first)
+    return table(("Meshes", "`config.model_type`"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -39,7 +39,7 @@ def test_contributing_lists_every_session() -> None:
 def test_pages_and_session_name_the_oldest_versions() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     python, torch = (re.findall(rf'{name}>=([\d.]+)"', text)[0] for name in ('requires-python = "', '"torch'))
-    for page in ("README.md", "docs/quickstart.md"):
+    for page in ("README.md", "docs/tour.md"):
         assert f"(Python {python} or newer, PyTorch {torch} or newer)" in (ROOT / page).read_text(encoding="utf-8")
     assert f'@nox.session(name="tests-oldest", python="{python}")' in (ROOT / "noxfile.py").read_text(encoding="utf-8")
 
