@@ -1,4 +1,4 @@
-"""Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps.
+"""Warn once of parameters in no optimizer, wrong gradients, and a schedule that no evaluation steps.
 
 Refuse control flags that only some ranks set.
 """
@@ -21,7 +21,6 @@ from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
-from hftrain.loops.window import KeptGraphs
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
@@ -54,7 +53,6 @@ class TrainingChecks:
         self._parts, self._objects = parts, objects
         # What is open until the end of the first step, and what is open until the end of the run.
         self._first, self._stack = ExitStack(), ExitStack()
-        self._stack.callback(KeptGraphs(parts.computing, parts.pending, parts.progress).close)
         self._stack.callback(self._first.close)
         self._frozen: list[tuple[str, nn.Parameter]] = []
         # Backward passes over each parameter since its gradient was None.
