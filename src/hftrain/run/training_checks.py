@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.core.errors import ConfigError, listed
-from hftrain.core.log import get_logger, warn_once
+from hftrain.core.log import warn_once
 from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
@@ -28,8 +28,6 @@ from hftrain.step.stepper import has_own_steps
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
-
-logger = get_logger(__name__)
 
 _ACTIONS = ("should_log", "should_evaluate", "should_save")
 # The flags that the loop itself has cleared since the check before, by event.
@@ -111,12 +109,6 @@ class TrainingChecks:
         is_static = getattr(self._parts.wrapped, "static_graph", False)
         if is_searching is False and not is_static and is_separate and unused:
             raise unused_parameters(unused)
-        if is_searching and not unused and parts.strategy.is_main and parts.args.ddp_find_unused_parameters is None:
-            # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
-            logger.warning(
-                "DDP searches for unused parameters in each step, and the first update used them all. If every step "
-                "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
-            )
         held, groups = self._objects.held(), optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(
