@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -70,19 +68,6 @@ def test_tensor_ranks_take_the_clipped_updates_of_one_process(run_distributed: C
         assert found == pytest.approx(expected, rel=0, abs=1e-11)
 
 
-def shown() -> list[str]:
-    """Place two models with one strategy, and return what was printed."""
-    strategy: Any = create_strategy("tp", use_cpu=True, plan={"*.0": "colwise", "*.1": "rowwise"})
-    strategy.launch()
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        for _ in range(2):
-            layers = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(2)]
-            strategy.setup(nn.Sequential(*layers, nn.Linear(6, 3)), lambda m: torch.optim.SGD(m.parameters()), DOUBLE)
-    strategy.close()
-    return output.getvalue().splitlines()
-
-
 def groups_of_two() -> list[str]:
     """Return the groups of two strategies that one process uses, one after the other."""
     first = create_strategy("tp", use_cpu=True)
@@ -113,20 +98,6 @@ def test_closed_strategies_leave_no_connections(run_distributed: Callable[..., l
 def test_strategies_of_one_process_share_their_groups(run_distributed: Callable[..., list[Any]]) -> None:
     for first, second in run_distributed(groups_of_two, num_processes=2):
         assert first == second
-
-
-def test_main_process_prints_once_what_was_placed_how(run_distributed: Callable[..., list[Any]]) -> None:
-    first, second = run_distributed(shown, num_processes=2)
-    assert second == []
-    assert first == [
-        "The tensor ranks hold:",
-        "0.*.weight: colwise, [8, 6] -> [4, 6]",
-        "0.*.bias: colwise, [8] -> [4]",
-        "1.*.weight: colwise, [8, 6] -> [4, 6]",
-        "1.*.bias: colwise, [8] -> [4]",
-        "2.weight: replicated, [3, 6] -> [3, 6]",
-        "2.bias: replicated, [3] -> [3]",
-    ]
 
 
 class Shifted(nn.Linear):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -332,27 +331,6 @@ class PartlyUsed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.unused = torch.nn.Linear(1, 1)
-
-
-def advise(folder: str) -> list[list[str]]:
-    """Return what DDP's users are advised: by default, with all parameters in use and not, and with a choice."""
-    told = []
-    logger = logging.getLogger("hftrain.run.training_checks")
-    for model, options in ((Net(), {}), (PartlyUsed(), {}), (Net(), {"ddp_find_unused_parameters": True})):
-        lines: list[str] = []
-        logger.addFilter(keep := lambda record, lines=lines: lines.append(record.getMessage()) or True)
-        make_trainer(Path(folder), model, max_steps=2, train_dataset=make_rows(16), **options).train()
-        logger.removeFilter(keep)
-        told.append([line for line in lines if "DDP searches" in line])
-    return told
-
-
-def test_search_for_unused_parameters_is_advised_against_once_where_there_are_none(
-    tmp_path: Path, run_distributed: Any
-) -> None:
-    first, second = run_distributed(advise, folder=str(tmp_path))
-    assert [len(texts) for texts in first + second] == [1, 0, 0, 0, 0, 0]
-    assert "set ddp_find_unused_parameters=False" in first[0][0]
 
 
 class SometimesUsed(PartlyUsed):

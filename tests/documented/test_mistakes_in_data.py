@@ -187,7 +187,6 @@ CALLBACKS = [
         bases=EXPORTED,
         state=lambda s: {"args": {}, "attributes": {"f": print}},
     ),
-    Mistake("needs arguments", lambda f: train(f, None, Patient), "instance: Patient(...)", TaskError),
     Mistake("text", lambda folder: train(folder, None, "early"), "TrainerCallback", TaskError),
     Mistake("nested", lambda folder: train(folder, None, [Patient(1)]), "flat list", TaskError),
 ]

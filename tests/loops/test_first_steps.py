@@ -1,9 +1,8 @@
-"""Mistakes that the first steps show: modules without gradients, and graphs that are kept."""
+"""Modules without gradients, which the first steps show."""
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from support.tiny import Net, at, make_rows, train
 from torch import nn
 
-from hftrain import TaskModule, Trainer, TrainerCallback
+from hftrain import TaskModule, TrainerCallback
 
 
 class Encoder(nn.Module):
@@ -116,69 +115,6 @@ def test_programs_that_are_right_warn_of_nothing(tmp_path: Path) -> None:
         for number, (task, callbacks) in enumerate(cases):
             evaluated = {"eval_dataset": make_rows(4), "eval_strategy": "steps", "eval_steps": 3}
             fit(tmp_path / str(number), task, *callbacks, **(evaluated if isinstance(task, Net) else {}))
-
-
-class Keep(TaskModule):
-    """Keeps something of each step."""
-
-    def __init__(self, keep: Any) -> None:
-        super().__init__(Net())
-        self.kept: Any = []
-        self.keep = keep
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss, logits = self.model(**batch)
-        self.keep(self, loss, logits)
-        return loss  # type: ignore[no-any-return]
-
-
-def add_up(task: Any, loss: torch.Tensor, logits: torch.Tensor) -> None:
-    task.kept = loss + (task.kept or 0)
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda task, loss, logits: task.kept.append(loss),
-        lambda task, loss, logits: task.kept.append(2 * loss),
-        lambda task, loss, logits: task.kept.append({"logits": logits}),
-        add_up,
-    ],
-)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_kept_graphs_are_noticed(tmp_path: Path, keep: Any, accumulation: int) -> None:
-    with pytest.warns(UserWarning, match=r"loss.detach"):
-        fit(tmp_path, Keep(keep), gradient_accumulation_steps=accumulation)
-
-
-def test_loss_that_a_trainer_keeps_is_noticed(tmp_path: Path) -> None:
-    kept = []
-
-    class Own(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
-            kept.append(loss)
-            return loss
-
-    with pytest.warns(UserWarning, match="The graphs of steps 3 to 5 are still in memory"):
-        fit(tmp_path, Net(), kind=Own)
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda task, loss, logits: task.kept.append(loss.detach()),
-        lambda task, loss, logits: task.kept.append(loss.item()),
-        lambda task, loss, logits: setattr(task, "kept", (loss, logits)),
-        lambda task, loss, logits: task.kept.append(loss) if len(task.kept) < 2 else None,
-        lambda task, loss, logits: setattr(task, "kept", deque([*task.kept, loss], maxlen=3)),
-        lambda task, loss, logits: [loop := [loss], loop.append(loop)],  # garbage in a cycle
-    ],
-)
-def test_what_is_not_kept_is_not_warned_of(tmp_path: Path, keep: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit(tmp_path, Keep(keep))
 
 
 def test_hooks_that_user_code_adds_to_the_optimizer_do_not_disturb_the_checks(tmp_path: Path) -> None:

@@ -94,16 +94,10 @@ def test_registered_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"eval_fold_0_loss", "eval_fold_1_loss"} <= {name for line in trainer.state.log_history for name in line}
 
 
-class Optionful(FitLoop):
-    def __init__(self, option: int) -> None:
-        self.option = option
-
-
 @pytest.mark.parametrize(
     ("loop", "error", "message"),
     [
         ("fitt", ConfigError, "Did you mean 'fit'"),
-        (Optionful, ConfigError, r"Pass an instance: loop=Optionful\(...\)"),
         ([FitLoop, Counting()], ConfigError, "both run the stage 'fit'"),
         (nn.Identity, TaskError, "derive your own from FitLoop, EvaluateLoop or PredictLoop"),
         (type("Typo", (FitLoop,), {"unsupported": {"resumee": "x"}}), ConfigError, "Did you mean 'resume'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -89,7 +88,7 @@ class ArgumentProcesses(ArgumentFields):
         """
         if os.environ.get("SM_HP_MP_PARAMETERS", "{}").strip() not in ("", "{}"):
             return ParallelMode.SAGEMAKER_MODEL_PARALLEL
-        if _asks_for_smddp():
+        if '"sagemaker_distributed_dataparallel_enabled": true' in os.environ.get("SM_FRAMEWORK_PARAMS", ""):
             return ParallelMode.SAGEMAKER_DATA_PARALLEL
         if self.world_size > 1:
             return ParallelMode.DISTRIBUTED
@@ -199,11 +198,3 @@ class ArgumentProcesses(ArgumentFields):
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, value: Any) -> None:
         vars(self)["_deepspeed_plugin"] = value
-
-
-def _asks_for_smddp() -> bool:
-    try:
-        settings = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
-    except ValueError:
-        return False
-    return isinstance(settings, dict) and bool(settings.get("sagemaker_distributed_dataparallel_enabled"))

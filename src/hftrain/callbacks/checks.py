@@ -52,28 +52,6 @@ def check_callback(callback: Any) -> None:
         )
 
 
-def made_callback(callback: Any) -> Any:
-    """Return a callback; a class is instantiated without arguments.
-
-    Raises:
-        TaskError: The class requires arguments.
-    """
-    if not isinstance(callback, type):
-        return callback
-    try:
-        inspect.signature(callback).bind()
-    except TypeError as error:
-        name = callback.__name__
-        raise TaskError(
-            f"Cannot make the callback {name}:",
-            f"a class is called without arguments ({error}).",
-            f"Pass an instance: {name}(...).",
-        ) from None
-    except ValueError:
-        pass
-    return callback()
-
-
 def note_callback(error: Exception, handler: Any, event: str, context: Mapping[str, Any]) -> None:
     """Add a note to an error about the user callback that raised it, and its arguments."""
     kind = type(getattr(handler, "__self__", handler))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
+from hftrain.callbacks.checks import check_callback, check_signature, note_callback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_once
@@ -278,7 +277,7 @@ class CallbackHandler:
 
     def _append(self, callback: Any) -> None:
         check_callback(callback)
-        callback = made_callback(callback)
+        callback = callback() if isinstance(callback, type) else callback
         if any(type(present) is type(callback) for present in self.callbacks):
             warn_once(f"There are two callbacks of the type {type(callback).__name__}; both will be called.")
         for event in (each for each in EVENTS if _overridden(callback, each)):
@@ -321,9 +320,7 @@ class CallbackHandler:
             raise TaskError(
                 f"Cannot use what {owner}.{event} returned:",
                 f"a {type(result).__name__} has no flags of the control.",
-                "Define it with def, not async def."
-                if inspect.iscoroutine(result)
-                else "Return None, the control, or a mapping such as {'should_training_stop': True}.",
+                "Return None, the control, or a mapping such as {'should_training_stop': True}.",
             )
         try:
             self.control.update(dict(flags))

@@ -9,7 +9,6 @@ from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_ranks, session_of
 from hftrain.cli.rounding import first_apart, first_module_apart
 from hftrain.cli.runs import read_run
-from hftrain.core.errors import ConfigError
 from hftrain.extras.flight.observing import first_difference
 from hftrain.extras.flight.reading import first_parting, read_ledger, read_sessions, shortened
 
@@ -30,12 +29,8 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         steps: How many steps to compare; None: all, or 200 if the runs round differently.
 
     Raises:
-        ConfigError: There are not two runs, or one has no flight log or cannot be done again.
+        ConfigError: A run has no flight log or cannot be done again.
     """
-    if len(runs) != 2:
-        raise ConfigError(f"Cannot compare {len(runs)} runs.", "Two can part.", "Name two output folders.")
-    if steps is not None and steps < 1:
-        raise ConfigError(f"Cannot compare {steps} steps.", "One can differ.", "Leave --steps out, or name more.")
     ledgers, around = [ledger_with(run) for run in runs], _differences_around(runs)
     told = [f"{name}: {shortened(one)} and {shortened(two)}" for name, (one, two) in around.items()]
     causes = [name for name in _ROUNDED if name in around]

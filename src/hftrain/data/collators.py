@@ -86,9 +86,6 @@ class DataCollatorWithPadding:
         pad_to_multiple_of: Round lengths up to a multiple of this.
         return_tensors: ``"pt"`` or ``"np"``.
 
-    Raises:
-        ConfigError: The tokenizer cannot pad.
-
     Source:
         The documented `DataCollatorWithPadding`.
     """
@@ -98,14 +95,6 @@ class DataCollatorWithPadding:
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
-
-    def __post_init__(self) -> None:
-        if not callable(getattr(self.tokenizer, "pad", None)):
-            raise ConfigError(
-                f"A {type(self.tokenizer).__name__} was to pad the batches.",
-                "It has no pad method.",
-                "Give a tokenizer or feature extractor, or use default_data_collator.",
-            )
 
     def __call__(self, features: list[Any]) -> Any:
         """Pad the samples into a batch."""

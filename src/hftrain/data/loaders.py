@@ -120,7 +120,8 @@ def build_loader(
     Raises:
         ConfigError: Training would get no batch, or the dataset, sampler and settings are incompatible.
     """
-    _check_dataset(dataset, sampler)
+    if has_length(dataset) and len(dataset) == 0:
+        raise ConfigError(f"Cannot read the {type(dataset).__name__}.", "It is empty.", "Check how it was made.")
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream:
         _check_order(dataset, sampler, plan, persistent_workers=persistent_workers)
@@ -186,26 +187,6 @@ def default_train_sampler(
         return GlobalShuffleSampler(dataset)
     # All ranks need the same order: their global generators agree right after seeding, and diverge later.
     return EpochShuffleSampler(dataset, seed=int(torch.empty((), dtype=torch.int64).random_()))
-
-
-def _check_dataset(dataset: Any, sampler: Any) -> None:
-    kind = type(dataset).__name__
-    if has_length(dataset) and len(dataset) == 0:
-        raise ConfigError(f"Cannot read the {kind}.", "It is empty.", "Check how it was made or filtered.")
-    if isinstance(dataset, IterableDataset):
-        if sampler is not None:
-            raise ConfigError(
-                f"Cannot use a sampler for {kind}.",
-                "A stream is read in its own order.",
-                "Return None as its sampler.",
-                sampler=type(sampler).__name__,
-            )
-    elif not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
-        raise ConfigError(
-            f"Cannot read {kind}.",
-            "It is neither an IterableDataset nor has it both __getitem__ and __len__.",
-            "Derive it from torch.utils.data.Dataset or IterableDataset.",
-        )
 
 
 def _check_order(dataset: Any, sampler: Any, plan: ShardPlan, *, persistent_workers: bool) -> None:

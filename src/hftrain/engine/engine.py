@@ -186,11 +186,7 @@ class Engine:
         """
         methods = (getattr(stateful, method, None) for method in ("state_dict", "load_state_dict"))
         if name in self._checkpoints.objects or not all(map(callable, methods)):
-            reason = (
-                "The name is taken."
-                if name in self._checkpoints.objects
-                else "It has no state_dict() and load_state_dict()."
-            )
+            reason = "The name is taken, or the object has no state_dict() and load_state_dict()."
             raise refused(f"register({name!r}, ...)", reason, "Give another name, or an object that has both.")
         self._checkpoints.objects[name] = stateful
         return stateful

@@ -139,14 +139,7 @@ def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
 
 def _create(chosen: Any) -> Loop[Any]:
     kind = loops.resolve(chosen)[0] if isinstance(chosen, str) else chosen
-    try:
-        loop: Any = loops.create(chosen) if isinstance(chosen, str) else kind() if isinstance(kind, type) else kind
-    except TypeError as error:
-        raise ConfigError(
-            f"Cannot make the loop {kind.__name__}: {error}.",
-            "A class or a name is called without arguments.",
-            f"Pass an instance: loop={kind.__name__}(...).",
-        ) from error
+    loop: Any = loops.create(chosen) if isinstance(chosen, str) else kind() if isinstance(kind, type) else kind
     base = _BASES.get(getattr(loop, "stage", ""))
     if base is None or not isinstance(loop, base):
         raise TaskError(

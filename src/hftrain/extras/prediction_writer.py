@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
@@ -47,18 +47,11 @@ class PredictionWriter(TrainerCallback):
         returns_predictions: Whether `predict()` also returns the predictions.
 
     Raises:
-        ConfigError: `batches_per_file` is below 1, or the folder's URL scheme is unknown.
+        ConfigError: The folder's URL scheme is unknown.
         MissingDependencyError: The package of the folder's store is not installed.
     """
 
     def __init__(self, folder: str | Path, *, batches_per_file: int = 64, returns_predictions: bool = False) -> None:
-        if batches_per_file < 1:
-            raise ConfigError(
-                "Cannot make a PredictionWriter.",
-                "A file holds at least one batch.",
-                "Set batches_per_file to 1 or more.",
-                batches_per_file=batches_per_file,
-            )
         check_url(folder)
         self._remote = extra("remote").RemoteFolder(str(folder)) if is_url(folder) else None
         self.folder = local_folder(folder, start=Path.cwd())

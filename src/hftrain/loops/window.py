@@ -1,13 +1,10 @@
-"""Sums of a logging window, kept on the device until read, and a warning of losses that a program keeps."""
+"""Sums of a logging window, kept on the device until read."""
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from operator import itemgetter
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -15,18 +12,11 @@ import torch
 from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
-from hftrain.core.progress import Progress, WindowState
+from hftrain.core.progress import WindowState
 from hftrain.core.tree import map_tensors
-from hftrain.step.stepper import StepCalls
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64
-
-# `KeptGraphs`: the steps of a session that are marked, and the step after which it checks the marks. A program may keep
-# its first results, or those of a few recent steps.
-_MARK_FROM, _MARK_TO, _CHECK_AT = 3, 5, 8
-_MAX_NODES = 200
-_NODE = itemgetter(0)
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -160,72 +150,6 @@ class LossWindow(WindowState):
         if not self.run_steps:
             return math.nan if self.num_hidden else 0.0
         return self.run_total / self.run_steps
-
-
-class _Mark:
-    """An object that lives as long as the graph of a step."""
-
-
-class KeptGraphs:
-    """Warn once if the graphs of earlier steps stay in memory, as in a list of losses that are not detached.
-
-    Marks are attached to the graphs of a few early steps. Some steps later it checks which are still alive.
-
-    Args:
-        computing: Its `backward` is replaced in these steps.
-        pending: Functions that are called at the end of each step.
-        progress: The position of the run.
-    """
-
-    def __init__(self, computing: StepCalls, pending: list[Callable[[], None]], progress: Progress) -> None:
-        self._computing, self._pending, self._progress = computing, pending, progress
-        self._num_steps = 0
-        self._mark = _Mark()
-        self._marks: list[weakref.ref[_Mark]] = []
-        self._backward = self._computing.backward
-        pending.append(self._end_step)
-
-    def close(self) -> None:
-        """Stop checking; safe to call twice."""
-        if self._computing.backward == self._mark_and_run:
-            self._computing.backward = self._backward
-        if self._end_step in self._pending:
-            self._pending.remove(self._end_step)
-
-    def _end_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps == _MARK_FROM - 1:
-            self._backward, self._computing.backward = self._computing.backward, self._mark_and_run
-        elif self._num_steps == _MARK_TO:
-            self._computing.backward = self._backward
-        elif self._num_steps == _CHECK_AT:
-            self.close()
-            if self._are_alive():
-                gc.collect()  # what only a reference cycle keeps is not kept
-            if self._are_alive():
-                step, begin = self._progress.step, self._progress.step - _CHECK_AT
-                warn_once(
-                    f"The graphs of steps {begin + _MARK_FROM} to {begin + _MARK_TO} are still in memory after step "
-                    f"{step}: something keeps the losses or outputs of each step. Keep loss.detach() or loss.item() "
-                    "instead; otherwise memory use grows from step to step."
-                )
-        if _MARK_FROM <= self._num_steps <= _MARK_TO:
-            self._marks.append(weakref.ref(self._mark))
-        self._mark = _Mark()
-
-    def _are_alive(self) -> bool:
-        return bool(self._marks) and all(mark() is not None for mark in self._marks)
-
-    def _mark_and_run(self, loss: torch.Tensor, **options: Any) -> None:
-        self._backward(loss, **options)
-        nodes: list[Any] = [loss.grad_fn]
-        for node in nodes:  # grows
-            # The node of a parameter lives as long as the parameter.
-            if node is None or hasattr(node, "variable"):
-                continue
-            node.metadata[_Mark] = self._mark
-            if len(nodes) < _MAX_NODES:
-                nodes += map(_NODE, node.next_functions)
 
 
 def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:

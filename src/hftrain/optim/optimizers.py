@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,19 +240,13 @@ def adamw(config: OptimizerConfig, model: nn.Module | None, **fixed: Any) -> Opt
     return with_options(torch.optim.AdamW, config, betas=config.betas, eps=config.eps, **fixed)
 
 
-def adamw_hf(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Return torch's AdamW for the name of a removed AdamW, with a warning."""
-    warnings.warn("optim='adamw_hf' is now 'adamw_torch'; write that.", FutureWarning, stacklevel=2)
-    return adamw(config, model)
-
-
 optimizers: Registry[OptimizerClass] = Registry("optim", group="hftrain.optimizers")
 _LAYERWISE, _NOT_LAYERWISE = {"is_layerwise": True}, {"is_layerwise": False}
 # The handler (a name in `hftrain.optim.extras` if it is text), its summary, and the keywords of the name.
 _TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "adamw_torch": (adamw, "torch", {}),
     "adamw_torch_fused": (adamw, "torch", {"fused": True}),
-    "adamw_hf": (adamw_hf, "torch", {}),
+    "adamw_hf": (adamw, "torch", {}),
     "sgd": (from_torch, "torch", {"cls": torch.optim.SGD}),
     "adagrad": (from_torch, "torch", {"cls": torch.optim.Adagrad}),
     "rmsprop": (from_torch, "torch", {"cls": torch.optim.RMSprop}),

@@ -1,4 +1,4 @@
-"""Warn once of parameters in no optimizer, wrong gradients, kept graphs, and a schedule that no evaluation steps.
+"""Warn once of parameters in no optimizer, wrong gradients, and a schedule that no evaluation steps.
 
 Refuse control flags that only some ranks set.
 """
@@ -17,11 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.core.errors import ConfigError, listed
-from hftrain.core.log import get_logger, warn_once
+from hftrain.core.log import warn_once
 from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
-from hftrain.loops.window import KeptGraphs
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
@@ -29,8 +28,6 @@ from hftrain.step.stepper import has_own_steps
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
-
-logger = get_logger(__name__)
 
 _ACTIONS = ("should_log", "should_evaluate", "should_save")
 # The flags that the loop itself has cleared since the check before, by event.
@@ -54,7 +51,6 @@ class TrainingChecks:
         self._parts, self._objects = parts, objects
         # What is open until the end of the first step, and what is open until the end of the run.
         self._first, self._stack = ExitStack(), ExitStack()
-        self._stack.callback(KeptGraphs(parts.computing, parts.pending, parts.progress).close)
         self._stack.callback(self._first.close)
         self._frozen: list[tuple[str, nn.Parameter]] = []
         # Backward passes over each parameter since its gradient was None.
@@ -113,12 +109,6 @@ class TrainingChecks:
         is_static = getattr(self._parts.wrapped, "static_graph", False)
         if is_searching is False and not is_static and is_separate and unused:
             raise unused_parameters(unused)
-        if is_searching and not unused and parts.strategy.is_main and parts.args.ddp_find_unused_parameters is None:
-            # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
-            logger.warning(
-                "DDP searches for unused parameters in each step, and the first update used them all. If every step "
-                "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
-            )
         held, groups = self._objects.held(), optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(

@@ -133,9 +133,6 @@ def _check(num_processes: int, *, method: str) -> None:
         raise ConfigError(
             f"Cannot use num_processes={num_processes!r}:", "the number of processes must be an integer above 0."
         )
-    if method not in multiprocessing.get_all_start_methods():
-        methods = ", ".join(multiprocessing.get_all_start_methods())
-        raise ConfigError(asked, "This system has no such start method.", f"Use one of {methods}.")
     if read_launch().world_size > 1:
         raise ConfigError(
             asked,

@@ -132,11 +132,6 @@ def test_padding_collator_pads_and_renames_labels(name):
     assert set(batch) == {"input_ids", "labels"}
 
 
-def test_padding_collator_without_pad_raises():
-    with pytest.raises(ConfigError, match="no pad method"):
-        DataCollatorWithPadding(object())
-
-
 @pytest.mark.parametrize("first", [1, 1.5, True, 2**40, 1e300, None])
 @pytest.mark.parametrize("second", [2, -2.25, False, 2**63])
 def test_rows_of_numbers_are_those_of_torch(first: object, second: object) -> None:

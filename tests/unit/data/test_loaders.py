@@ -166,8 +166,6 @@ def test_stream_tails():
     ("dataset", "options", "message"),
     [
         ([], {}, "It is empty"),
-        (Stream(), {"sampler": [0]}, "own order"),
-        (iter([1]), {}, "neither an IterableDataset"),
         (range(4), {"split_batches": True, "batch_size": 3, "world_size": 2}, "multiple of the number"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.optim.optimizers import OptimizerConfig, optimizer_from_class
 
@@ -35,8 +36,8 @@ def test_optimizer_class_gives_class_and_arguments(
 
 def test_adamw_hf_is_adamw_torch_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="adamw_torch"):
-        legacy = OptimizerConfig(name="adamw_hf").optimizer_class()
-    assert legacy == OptimizerConfig(name="adamw_torch").optimizer_class()
+        legacy = OptimizerConfig.of(TrainingArguments("out", optim="adamw_hf"))
+    assert legacy == OptimizerConfig.of(TrainingArguments("out", optim="adamw_torch"))
 
 
 def test_optimizer_from_class_uses_parameters_of_its_own() -> None:

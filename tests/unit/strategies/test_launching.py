@@ -21,11 +21,6 @@ def test_launch_wants_a_number_of_processes(wrong: Any) -> None:
         launch(max, 1, 2, num_processes=wrong)
 
 
-def test_launch_wants_a_start_method_of_this_system() -> None:
-    with pytest.raises(ConfigError, match="no such start method"):
-        launch(max, 1, 2, num_processes=2, start_method="teleport")
-
-
 def test_launch_within_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one of 2 already"):

@@ -435,22 +435,6 @@ def test_memory_of_recurrent_models_is_refused(tmp_path: Path) -> None:
         make(tmp_path, Recurrent(), past_index=1)
 
 
-@pytest.mark.parametrize("answer", ["text", [[1, 2]], None])
-def test_generate_must_return_tokens(tmp_path: Path, answer: Any) -> None:
-    class Odd(Echo):
-        def generate(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
-            return answer
-
-    with pytest.raises(TaskError, match=f"returned a {type(answer).__name__}"):
-        make(tmp_path, Odd()).predict(samples())
-
-
-def test_batches_need_names(tmp_path: Path) -> None:
-    trainer = make(tmp_path, data_collator=lambda rows: tuple(torch.stack([row["input_ids"] for row in rows])))
-    with pytest.raises(TaskError, match="tuple: nothing says"):
-        trainer.predict(samples())
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", FSDPStrategy(use_cpu=True)])
 def test_fsdp_by_name_or_object_is_refused(tmp_path: Path, strategy: Any) -> None:
     with pytest.raises(ConfigError, match="calls the model once a token"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,28 +45,9 @@ def show_summary(
         rows["resumed"] = [f"from {_shown(resume)}"]
     if state.global_step < state.max_steps:
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
-    rows.update(_decays(parts))
     rows.update(_best_and_last(parts, saver))
     rows.update(_oddities(parts, saver))
     shown_by[0].show_summary(title, rows)
-
-
-def _decays(parts: RunParts) -> Rows:
-    """Return which kinds of parameters decay and which do not, as the optimizer has them; nothing if none decays."""
-    kinds = {
-        id(parameter): f"{type(layer).__name__}.{name}"
-        for layer in parts.model.modules()
-        for name, parameter in layer.named_parameters(recurse=False)
-    }
-    found: dict[float, Counter[str]] = {}
-    for group in parts.optimizer.param_groups:
-        named = (kinds.get(id(parameter)) for parameter in group["params"])
-        found.setdefault(group.get("weight_decay", 0.0), Counter()).update(kind for kind in named if kind)
-    rows: Rows = {"weight decay": [], "no weight decay": []}
-    for decay, counts in found.items():
-        cells = [f"{number} {kind}" for kind, number in counts.items()]
-        rows["weight decay" if decay else "no weight decay"] += [number_text(decay)] * bool(decay and cells) + cells
-    return {label: cells for label, cells in rows.items() if cells} if rows["weight decay"] else {}
 
 
 def _best_and_last(parts: RunParts, saver: Saver) -> Rows:

@@ -138,25 +138,10 @@ def run_generate(
     Args:
         model: The model without the strategy's wrapper.
         bare: The Trainer's model; it generates if `model` has no `generate`, as after tracing.
-
-    Raises:
-        TaskError: The batch is not a mapping, or `generate` returned no tokens.
     """
-    if not isinstance(inputs, Mapping):
-        raise TaskError(
-            "Cannot use predict_with_generate=True.",
-            f"The batch is a {type(inputs).__name__}: nothing says which of its parts are labels.",
-            "Let the collator return a dict.",
-        )
     generate: Any = getattr(model, "generate", bare.generate)
     found = generate(**_prompts(inputs, generate, label_names=label_names), **options)
-    tokens = getattr(found, "sequences", found)
-    if not isinstance(tokens, torch.Tensor):
-        raise TaskError(
-            f"Cannot use {type(bare).__name__}.generate.",
-            f"It returned a {type(found).__name__}.",
-            "Return token ids, a tensor of shape [batch, length].",
-        )
+    tokens: torch.Tensor = getattr(found, "sequences", found)
     return tokens
 
 

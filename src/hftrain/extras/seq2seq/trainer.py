@@ -68,23 +68,9 @@ class Seq2SeqTrainer(Trainer):
         tokenizer: Any = None,
         **others: Any,
     ) -> None:
-        # In the documented order, which lacks one of Trainer's positional arguments.
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            model_init,
-            compute_loss_func,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            tokenizer=tokenizer,
-            **others,
-        )
+        # By name: the documented order lacks one of Trainer's positional arguments.
+        given = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        super().__init__(**given, **others)
 
     def evaluate(
         self,

@@ -200,19 +200,6 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
             placing.module.register_forward_hook(own.meet)
 
 
-def table(found: list[Placing], num_ranks: int) -> str:
-    """Return one line for each kind of module: its name, its style, its shape and what a rank holds."""
-    lines: dict[str, str] = {}
-    for placing in found:
-        for name, parameter in placing.module.named_parameters(recurse=False):
-            dim, shape = placing.dims.get(name), list(parameter.shape)
-            own = [size // num_ranks if place == dim else size for place, size in enumerate(shape)]
-            kind = re.sub(r"\.\d+\.", ".*.", f"{placing.name}.{name}")
-            style = type(placing.style).__name__.lower() if dim is not None else "replicated"
-            lines.setdefault(kind, f"{kind}: {style}, {shape} -> {own}")
-    return "\n".join(lines.values())
-
-
 def _whole(name: str, module: nn.Module) -> Placing:
     return Placing(name=name, module=module, style=Style(), dims={})
 

@@ -32,7 +32,7 @@ from hftrain.strategies.mesh.context import split_context
 from hftrain.strategies.mesh.layout import Layout, forget_meshes, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
 from hftrain.strategies.mesh.pipeline import Pipeline
-from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings, table
+from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings
 from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
@@ -109,7 +109,7 @@ class MeshStrategy(FSDPStrategy):
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.attention, self.schedule, self.num_micro_batches = attention, schedule, num_micro_batches
         self._pipeline: Pipeline | None = None
-        self._proof, self._has_shown_placings = Proof(), False
+        self._proof = Proof()
         super().__init__(**options)
         self.sizes = self.layout.sizes
         place = self.layout.coordinate(self.rank)
@@ -313,11 +313,7 @@ class MeshStrategy(FSDPStrategy):
         given = self.plan_by_name
         if given is None and self.parallelize is not None:
             given = self.parallelize(self._meshes.parameters["tp"])
-        found = placings(model, find_plan(model, given), self.layout.tp, given or ())
-        if self.is_main and not self._has_shown_placings:
-            self._has_shown_placings = True
-            print(f"The tensor ranks hold:\n{table(found, self.layout.tp)}", flush=True)
-        return found
+        return placings(model, find_plan(model, given), self.layout.tp, given or ())
 
     def _prove_same_batch(self, model: nn.Module) -> None:
         """Check in the first forward pass that the ranks of one data coordinate get the same batch."""
