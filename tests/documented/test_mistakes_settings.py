@@ -302,6 +302,7 @@ def test_warning_points_at_the_line_of_the_mistake(
     [
         ({"max_steps": 1, "num_train_epochs": 7}, "num_train_epochs=7 has no effect with max_steps=1"),
         ({"eval_steps": 2}, "Set eval_strategy='steps'"),
+        ({"metric_for_best_model": "loss", "greater_is_better": True}, "Set greater_is_better=False"),
     ],
 )
 def test_setting_without_effect_is_logged(tmp_path: Path, caplog: Any, options: dict[str, Any], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -82,6 +83,11 @@ _OF_WORKERS = (
     *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
     "dataloader_timeout",
 )
+# Words in the names of metrics, by the `greater_is_better` that they contradict.
+_CONTRADICTED = {
+    False: {"accuracy", "acc", "auc", "auroc", "bleu", "f", "map", "precision", "recall", "rouge"},
+    True: {"cer", "error", "loss", "mae", "mse", "perplexity", "ppl", "rmse", "wer"},
+}
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
@@ -212,7 +218,7 @@ def check_combinations(args: ArgumentFields) -> None:
 
 
 def warn_of_idle(args: ArgumentFields) -> None:
-    """Log settings that others make void."""
+    """Log settings that others make void, and a metric whose name contradicts its direction."""
     # logging_steps and 500 are what eval_strategy='steps' and set_evaluate() fill in.
     if args.eval_strategy != IntervalStrategy.STEPS and args.eval_steps not in (None, -1, 500, args.logging_steps):
         given, found = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
@@ -221,6 +227,12 @@ def warn_of_idle(args: ArgumentFields) -> None:
         logger.warning(
             f"num_train_epochs={args.num_train_epochs!r} has no effect with max_steps={args.max_steps}, which ends the "
             "training. Leave one of the two out."
+        )
+    is_greater, words = args.greater_is_better, re.findall(r"[a-z]+", (args.metric_for_best_model or "").lower())
+    if is_greater is not None and {*words} & _CONTRADICTED[is_greater]:
+        logger.warning(
+            f"metric_for_best_model={args.metric_for_best_model!r} with greater_is_better={is_greater} keeps the worst "
+            f"model, if the metric is what its name says. Set greater_is_better={not is_greater}."
         )
 
 
