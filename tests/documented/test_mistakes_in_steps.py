@@ -205,7 +205,7 @@ STEPS = [
         "Remove zero_grad()",
         UserWarning,
     ),
-    stepping("Lightning's attribute", lambda s, b: loss_of(s, b) * s.current_epoch, "state.epoch"),
+    stepping("Lightning's attribute", lambda s, b: loss_of(s, b) * s.current_epoch, "self.epoch"),
     stepping("own optimizer", lambda s, b: s.optimizer.step(), "the Trainer steps the"),
     stepping("self.log", lambda s, b: s.log("a", 1), "StepOutput(loss=loss, logs="),
     stepping("item", lambda s, b: loss_of(s, b).item(), "without item()"),
