@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import TaskError
 from hftrain.core.preserve import temporarily
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.base import Strategy
@@ -99,7 +100,14 @@ class LossShares:
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches and count their items."""
         uncounted = self._items = StepItems()
-        batches, num_items = self.hooks.get_batch_samples(epoch_iterator, num_batches, device)
+        taken = self.hooks.get_batch_samples(epoch_iterator, num_batches, device)
+        if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
+            raise TaskError(
+                "get_batch_samples was called.",
+                f"It returned a {type(taken).__name__} that is not a pair of a list of batches and their item count.",
+                "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
+            )
+        batches, num_items = taken
         self.num_micro_batches = len(batches)
         if batches and self.is_on:
             if self._items is uncounted:  # the documented get_batch_samples calls `count`, an override may not
