@@ -271,7 +271,7 @@ def test_runs_of_other_tasks_differ_and_their_code_is_known(tmp_path: Path, monk
     assert code_version(tmp_path) is None
     pytest.importorskip("jsonargparse")
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(code))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(code), raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hidden"])
     options = ["--args.max_steps=2", "--args.save_steps=1", "--args.use_cpu=true", "--args.report_to=none"]
     for act in ("relu", "tanh"):

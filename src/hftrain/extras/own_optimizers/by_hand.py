@@ -71,6 +71,12 @@ class TaskOptimizer:
                 "No training step is running: an evaluation calls training_step of a task without evaluation_step.",
                 "Define evaluation_step(batch).",
             )
+        if not any(parameter.requires_grad for parameter in self.parameters):
+            raise TaskError(
+                f"Cannot train with the optimizer {self.name!r} now:",
+                "all its parameters are frozen.",
+                "Call backward() and step() only if any(p.requires_grad for p in self.optimizers[name].parameters).",
+            )
         with run.only(self.parameters) as inputs:
             run.precision.backward(run.weigh(loss), **{**inputs, **options})
         if all(parameter.grad is None for parameter in self.parameters):
