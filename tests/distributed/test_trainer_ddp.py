@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
 
-from hftrain import EarlyStoppingCallback, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
+from hftrain import (
+    ConfigError,
+    EarlyStoppingCallback,
+    StrategyError,
+    SummaryCallback,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from hftrain.strategies.watch import Agreement
 
 pytestmark = pytest.mark.distributed
@@ -379,3 +388,22 @@ def test_a_task_prints_no_warning_of_torch_about_unused_parameters(tmp_path: Pat
     ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": 9})
     assert ended.results == ["trained 4"] * 2
     assert "find_unused_parameters" not in ended.output
+
+
+def train_with_own_settings(settings: dict[str, list[Any]]) -> list[str]:
+    """Train with each argument that has another value on each rank; answer with what is said."""
+    rank, said = int(os.environ["RANK"]), []
+    for name, values in settings.items():
+        try:
+            train(Path("run"), max_steps=2, **{name: values[rank]})
+        except ConfigError as error:
+            said.append(str(error).split(".\n")[0])
+    return said
+
+
+def test_settings_of_processes_that_differ_are_named(run_distributed: Any) -> None:
+    settings = {"learning_rate": [0.25, 0.5], "gradient_accumulation_steps": [1, 2], "optim": ["sgd", "adamw_torch"]}
+    first, second = run_distributed(train_with_own_settings, settings={**settings, "seed": [1, 2]})
+    assert first == second
+    assert "learning_rate=0.25 on rank 0 and 0.5 on rank 1" in first[0]
+    assert len(first) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from hftrain.optim.groups import get_model_param_count
 from hftrain.run.parts import RunParts
 
 _LIMIT_S = 2.0
-_SECRET = ("token", "password", "api_key")
+# An option that names a secret, and its value.
+_SECRET = re.compile(r"(-\S*(?:token|password|api_key)[^\s=]*[ =])\S+", re.IGNORECASE)
 
 
 def origin_of(parts: RunParts) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def origin_of(parts: RunParts) -> dict[str, Any]:
         **({"code": version} if version else {}),
         "seed": parts.args.seed,
         "parameters": get_model_param_count(parts.model),
-        "command": " ".join(_without_secrets(sys.argv)),
+        "command": _SECRET.sub(r"\1***", " ".join(sys.argv)),
         "config": {name: value for config in configs for name, value in config.items()},
     }
 
@@ -45,14 +47,3 @@ def code_version(folder: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):  # git is missing or slow
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    """Return the words of a command line without the values of options that name a secret."""
-    shown, hides = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        is_secret = name.startswith("-") and any(secret in name.lower() for secret in _SECRET)
-        shown.append("***" if hides else f"{name}=***" if is_secret and equals else word)
-        hides = is_secret and not equals
-    return shown

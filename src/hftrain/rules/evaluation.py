@@ -42,10 +42,10 @@ def check_best_metric(
         return
     wanted = best_metric_key(args.metric_for_best_model)
     is_never_there = wanted == "eval_loss" and isinstance(eval_dataset, Mapping)
-    if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
-        _look_for_metric(wanted, task, {} if compute_metrics is not None else task.metrics("eval"))
-        return
     sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
+    if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
+        _look_for_metric(wanted, task, {} if compute_metrics is not None else task.metrics("eval"), sets)
+        return
     if wanted not in sets:
         raise ConfigError(
             f"Cannot use metric_for_best_model={args.metric_for_best_model!r}.",
@@ -54,11 +54,11 @@ def check_best_metric(
         )
 
 
-def _look_for_metric(wanted: str, task: TaskModule, metrics: Mapping[str, Any]) -> None:
+def _look_for_metric(wanted: str, task: TaskModule, metrics: Mapping[str, Any], losses: Sequence[str]) -> None:
     """Say at the start that no metric of a task has the wanted name; `StepOutput.logs` may still bring it."""
-    names = [f"eval_{name}" for name in metrics]
+    names = [f"{loss.removesuffix('loss')}{name}" for loss in losses for name in metrics]
     is_known = isinstance(metrics, Mapping) and not any(isinstance(each, nn.ModuleDict) for each in metrics.values())
-    if names and is_known and wanted not in (*names, "eval_loss"):
+    if names and is_known and wanted not in (*names, *losses):
         logger.warning(
             "metric_for_best_model asks for %r, and the metrics of %s are %s. Correct the name, unless evaluation_step "
             "returns it in StepOutput(logs=...); otherwise the first evaluation ends the run.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sized
@@ -30,6 +31,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.states import has_own_shares, num_batches_from, samples_per_round
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts, TrainerHooks, make_manager
+from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -37,6 +39,11 @@ logger = get_logger(__name__)
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Taken from the current arguments, so they may differ from those before the resume.
 _INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
+# What processes may have each for itself.
+_OF_A_PROCESS = {
+    *("seed", "local_rank", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "hub_token"),
+    *("log_level", "log_level_replica", "log_on_each_node", "dataloader_num_workers", "dataloader_pin_memory"),
+}
 # Resume if there is a checkpoint.
 AUTO = "auto"
 # Arguments written by an override may be of any type.
@@ -105,6 +112,20 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
         return whole
     with restoring(folder):
         return _plan_rest(whole, args, folder, loader, parts.progress)
+
+
+def check_same_settings(args: TrainingArguments, strategy: Strategy) -> None:
+    """Raise if processes have different settings: they would train apart, or wait for each other. Collective."""
+    own = {name: value for name, value in args.to_dict().items() if name not in _OF_A_PROCESS}
+    told = strategy.gather_object({name: json.dumps(own[name], default=a_kind) for name in own})
+    for rank, other in enumerate(told):
+        for name in told[0].keys() | other.keys():
+            if other.get(name) != told[0].get(name):
+                raise ConfigError(
+                    f"Cannot train with {name}={told[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}.",
+                    "The processes would train apart, or wait for each other.",
+                    "Give all processes the same arguments.",
+                )
 
 
 def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> None:

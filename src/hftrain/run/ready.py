@@ -18,11 +18,12 @@ from hftrain.core.extras import extra
 from hftrain.evaluation.preparation import keeps_cache, switch_cache_off
 from hftrain.rules.functions import check_optimizer
 from hftrain.run.parts import RunParts
+from hftrain.run.plan import check_same_settings
 from hftrain.run.trained_parameters import TrainedParameters
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_in_backward, check_per_sample, check_several
 from hftrain.task.model_task import ModelTask
-from hftrain.task.module import without_model
+from hftrain.task.module import know_state, without_model
 
 
 @contextmanager
@@ -42,7 +43,9 @@ def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Ite
 def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
     trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
     task = parts.task = trainer.task
-    task.run_state = parts.state
+    know_state(task, parts.state)
+    if strategy.world_size > 1:
+        check_same_settings(args, strategy)
     # Before the weights are loaded: loading rounds them to the dtype of the parameters.
     model = parts.model = trainer.model = task.model = precision.convert(trainer.model)
     if resume is not None:

@@ -17,7 +17,7 @@ from hftrain.task.items import count_labels
 
 
 class _FromState:
-    """An attribute of tasks that reads the Trainer's state; a task may set one of its own of the same name."""
+    """An attribute of tasks that reads the Trainer's state."""
 
     def __init__(self, name: str, initial: float) -> None:
         self._name, self._initial = name, initial
@@ -177,6 +177,17 @@ class TaskModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.model(*args, **kwargs)
+
+
+def know_state(task: TaskModule, state: Any) -> None:
+    """Let a task read its step and epoch from a state; raise if it has something of its own under these names."""
+    if own := {*vars(task), *dict(task.named_children())} & {"step", "epoch"}:
+        raise TaskError(
+            f"Cannot use the attribute {min(own)!r} of {type(task).__name__}.",
+            "self.step and self.epoch are the optimizer steps and epochs of the training.",
+            "Read them, and give what you set another name.",
+        )
+    task.run_state = state
 
 
 def check_defined(task: TaskModule, *steps: str) -> None:

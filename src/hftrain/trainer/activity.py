@@ -19,7 +19,7 @@ from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.task.metric_state import checked_metrics, reset
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import evaluation_weights, kept_modes
-from hftrain.task.module import without_model
+from hftrain.task.module import know_state, without_model
 from hftrain.trainer.training_steps import TrainingSteps
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
@@ -128,7 +128,7 @@ class Activity:
         trainer, task, computing = self._trainer, self._trainer.task, self.steps.computing
         wrapped = task.model
         task.model = self._hooks.wrap_model(wrapped, training=False)
-        task.run_state = trainer.state
+        know_state(task, trainer.state)
         task.eval()
         metrics = checked_metrics(task, "eval")
         reset(metrics)

@@ -95,7 +95,6 @@ def test_older_arguments_become_keys(tmp_path: Path) -> None:
         ({"forward_prefetch": 3}, "must be true or false"),
         ({"min_num_params": "many"}, "number of parameters"),
         ({"min_num_params": -1}, "number of parameters"),
-        ({"transformer_layer_cls_to_wrap": 5}, "must name classes"),
         ({"backward_prefetch": "backward_prae"}, "Did you mean 'backward_pre'"),
         ({"reshard_after_forward": False}, "agree with fsdp='full_shard'"),
         ({"reshard_after_forward": "yes"}, "true, false or a number"),

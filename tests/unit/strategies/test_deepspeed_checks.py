@@ -16,10 +16,6 @@ from hftrain.strategies.deepspeed.checks import check_buffers, check_keys, check
         ({"gradient_cliping": 1.0}, "mean 'gradient_clipping'"),
         ({"train_micro_batch_size_per_device": 1}, "mean 'train_micro_batch_size_per_gpu'"),
         ({"optimiser": {"type": "AdamW"}}, "mean 'optimizer'"),
-        ({"bf16": True}, r"bf16 is True, not a dict"),
-        ({"optimizer": "AdamW"}, "optimizer is 'AdamW', not a dict"),
-        ({"scheduler": {"params": {}}}, "its scheduler has no type"),
-        ({"optimizer": {"type": 3}}, "its optimizer has no type"),
     ],
 )
 def test_key_that_deepspeed_would_pass_over_is_refused(config: dict[str, Any], message: str) -> None:

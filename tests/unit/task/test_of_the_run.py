@@ -12,7 +12,7 @@ from support.tiny import Task, make_arguments, make_rows
 from torch import nn
 from torchmetrics import MeanMetric
 
-from hftrain import FitLoop, TaskModule, Trainer, TrainerCallback
+from hftrain import FitLoop, TaskError, TaskModule, Trainer, TrainerCallback
 from hftrain.core.errors import HFTrainError
 
 
@@ -54,13 +54,14 @@ def test_task_knows_step_and_epoch(tmp_path: Path, loop: Any) -> None:
     assert (task.step, task.seen) == (3, [])
 
 
-def test_task_may_count_its_own_steps() -> None:
-    class Counting(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.step = 7
-
-    assert Counting().step == 7
+@pytest.mark.parametrize(("name", "own"), [("step", 7), ("epoch", MeanMetric())])
+def test_what_a_task_has_under_these_names_is_no_count(tmp_path: Path, name: str, own: Any) -> None:
+    task = Task()
+    setattr(task, name, own)
+    trainer = Trainer(task, make_arguments(tmp_path), train_dataset=make_rows(4), eval_dataset=make_rows(4))
+    for act in (trainer.train, trainer.evaluate):
+        with pytest.raises(TaskError, match=f"Cannot use the attribute '{name}' of Task"):
+            act()
 
 
 def test_callbacks_read_the_metrics_of_an_evaluation(tmp_path: Path) -> None:

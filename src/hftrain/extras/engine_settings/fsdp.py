@@ -155,11 +155,6 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
     minimum = config.get("min_num_params", 0)
     if isinstance(minimum, bool) or not isinstance(minimum, int) or minimum < 0:
         raise _refuse("min_num_params", config, "It must be a number of parameters.", "Use an integer such as 100000.")
-    names = config.get("transformer_layer_cls_to_wrap", [])
-    if not isinstance(names, (str, list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise _refuse(
-            "transformer_layer_cls_to_wrap", config, "It must name classes.", "Use a name, or a list of names."
-        )
     if _prefetch(config) not in _BACKWARD_PREFETCH:
         remedy = suggest(_prefetch(config), _BACKWARD_PREFETCH)
         raise _refuse("backward_prefetch", config, "There is no such choice.", remedy)

@@ -19,17 +19,12 @@ _KEYS = (
     "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "gradient_clipping",
     "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
 )  # fmt: skip
-_SECTIONS = ("fp16", "bf16", "amp", "torch_autocast", "optimizer", "scheduler")
 _LIKENESS = 0.85
 _BUFFER_SIZE = 100_000_000  # DeepSpeed's own
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise if a key is misspelled or a section is not a dict.
-
-    Raises:
-        ConfigError: A key or section is invalid.
-    """
+    """Raise `ConfigError` if a key is misspelled."""
     for key in config:
         # A key with a leading or trailing "_" or "#" was disabled on purpose.
         near = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
@@ -37,15 +32,6 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise refused(
                 f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Did you mean {near[0]!r}?"
             )
-    for name in _SECTIONS:
-        section = config.get(name)
-        if section is not None and not isinstance(section, Mapping):
-            raise refused(
-                f"{name} is {section!r}, not a dict.", f"Write {{'{name}': {{...}}}}, as DeepSpeed documents it."
-            )
-    for name in ("optimizer", "scheduler"):
-        if config.get(name) and not isinstance(config[name].get("type"), str):
-            raise refused(f"its {name} has no type.", f"Name DeepSpeed's or torch's: {{'{name}': {{'type': ...}}}}.")
 
 
 def check_offload(config: Mapping[str, Any]) -> None:
