@@ -37,7 +37,8 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=20)
 
     def _format_action(self, action: argparse.Action) -> str:
-        heading = f"\n  {_HEADINGS[action.dest]}:\n" if action.dest in _HEADINGS and not action.option_strings else ""
+        is_command = action.dest in _HEADINGS and not action.option_strings and action.nargs is None
+        heading = f"\n  {_HEADINGS[action.dest]}:\n" if is_command else ""
         return heading + super()._format_action(action)
 
 
