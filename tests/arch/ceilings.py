@@ -18,7 +18,7 @@ class Ceiling(NamedTuple):
 CEILINGS = {
     "source lines": Ceiling(56_120, 49_500),
     "source files": Ceiling(369, 372),
-    "core lines": Ceiling(31_590, 30_000),
+    "core lines": Ceiling(31_460, 30_000),
     "lines that a plain run loads": Ceiling(28_000, 28_000),
     "private reaches": Ceiling(40, 40),
     "names imported by trainer.py": Ceiling(85, 80),
@@ -26,7 +26,7 @@ CEILINGS = {
     "files of a save": Ceiling(47, 32),
     "files of a resume": Ceiling(101, 80),
     "files of an evaluation": Ceiling(43, 36),
-    "test lines": Ceiling(73_560, 62_000),
+    "test lines": Ceiling(73_000, 62_000),
 }
 
 # Not of the core: what a user chooses by name, or runs from the command line.

@@ -39,11 +39,11 @@ logger = get_logger(__name__)
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Taken from the current arguments, so they may differ from those before the resume.
 _INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
-# What processes may have each for itself.
-_OF_A_PROCESS = {
-    *("seed", "local_rank", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "hub_token"),
-    *("log_level", "log_level_replica", "log_on_each_node", "dataloader_num_workers", "dataloader_pin_memory"),
-}
+# What the arguments begin with that each process may have for itself.
+_OF_A_PROCESS = (
+    *("seed", "local_rank", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
+    *("hub_", "log_", "dataloader_"),
+)
 # Resume if there is a checkpoint.
 AUTO = "auto"
 # Arguments written by an override may be of any type.
@@ -116,7 +116,7 @@ def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
 
 def check_same_settings(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise if processes have different settings: they would train apart, or wait for each other. Collective."""
-    own = {name: value for name, value in args.to_dict().items() if name not in _OF_A_PROCESS}
+    own = {name: value for name, value in args.to_dict().items() if not name.startswith(_OF_A_PROCESS)}
     told = strategy.gather_object({name: json.dumps(own[name], default=a_kind) for name in own})
     for rank, other in enumerate(told):
         for name in told[0].keys() | other.keys():
