@@ -69,9 +69,12 @@ def comparable(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_trained(history: Iterable[Mapping[str, Any]]) -> None:
-    """Fail if a log has no step with a rate and, where norms are logged, a gradient: runs that do nothing are alike."""
+    """Fail if a log has no step with a rate and, where norms are logged, a gradient: runs that do nothing are alike.
+
+    A single line may be that of the first step of a warm-up, or of the last step of a schedule.
+    """
     lines = [line for line in history if "loss" in line]
-    assert any(line["learning_rate"] and line.get("grad_norm", 1.0) for line in lines), lines
+    assert any((line["learning_rate"] or len(lines) == 1) and line.get("grad_norm", 1.0) for line in lines), lines
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
