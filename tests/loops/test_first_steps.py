@@ -32,10 +32,10 @@ class Parts(TaskModule):
         torch.manual_seed(0)
         super().__init__(nn.ModuleDict({"encoder": Encoder(), "head": nn.Linear(4, 3), **others}))
         self.encode = encode or (lambda model, x: model.encoder(x))
-        self.step = 0
+        self.num_calls = 0
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.step += 1
+        self.num_calls += 1
         return nn.functional.cross_entropy(self.model.head(self.encode(self.model, batch["x"])), batch["labels"])
 
 

@@ -125,12 +125,13 @@ def resume(name: str, folder: str) -> None:
     trainer = RUNS[name](Path(folder))
     trainer.train(resume_from_checkpoint=str(KEPT / name / f"checkpoint-{STEP}"))
     assert trainer.state.global_step == MAX_STEPS
-    # To the bit with the kernels that wrote them; those of another torch may round differently.
-    is_same = (KEPT / name / "torch.txt").read_text("utf-8") == torch.__version__
+    # To the bit with the kernels that wrote them. Those of another torch may round differently, and for the larger
+    # matrices of transformers' model those of another processor.
+    is_same = (KEPT / name / "torch.txt").read_text("utf-8") == torch.__version__ and name != "transformers"
     expected = load_file(KEPT / name / "end.safetensors")
     found = {name: value for name, value in final_weights(trainer).items() if name in expected}  # tied ones once
     if trainer.is_world_process_zero():
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0 if is_same else 1e-6)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0 if is_same else 1e-5)
 
 
 def final_weights(trainer: Any) -> dict[str, torch.Tensor]:
