@@ -88,7 +88,7 @@ class ArgumentProcesses(ArgumentFields):
         """
         if os.environ.get("SM_HP_MP_PARAMETERS", "{}").strip() not in ("", "{}"):
             return ParallelMode.SAGEMAKER_MODEL_PARALLEL
-        if '"sagemaker_distributed_dataparallel_enabled": true' in os.environ.get("SM_FRAMEWORK_PARAMS", ""):
+        if '"sagemaker_distributed_dataparallel_enabled":true' in os.getenv("SM_FRAMEWORK_PARAMS", "").replace(" ", ""):
             return ParallelMode.SAGEMAKER_DATA_PARALLEL
         if self.world_size > 1:
             return ParallelMode.DISTRIBUTED

@@ -119,7 +119,7 @@ def check_same_settings(args: TrainingArguments, strategy: Strategy) -> None:
     own = {name: value for name, value in args.to_dict().items() if not name.startswith(_OF_A_PROCESS)}
     told = strategy.gather_object({name: json.dumps(own[name], default=a_kind) for name in own})
     for rank, other in enumerate(told):
-        for name in told[0].keys() | other.keys():
+        for name in sorted(told[0].keys() | other.keys()):
             if other.get(name) != told[0].get(name):
                 raise ConfigError(
                     f"Cannot train with {name}={told[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}.",
