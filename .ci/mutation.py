@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
     "loss": (
         ("trainer/loss_kinds.py", "trainer/loss_normalization.py"),
-        ("tests/loops/test_loss_kinds.py", "tests/parity/test_global_mean.py"),
+        ("tests/loops/test_loss_kinds.py", "tests/parity/test_global_mean.py", "tests/unit/trainer/test_loss_means.py"),
     ),
     "checkpoint": (
         ("checkpoint/geometry.py", "checkpoint/layout.py", "checkpoint/manifest.py", "checkpoint/rotation.py"),
