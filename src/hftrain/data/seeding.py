@@ -224,11 +224,9 @@ class SeededCollator(CollatorWrapper):
         self._epoch = torch.tensor(0, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for the masks of the next batches."""
         self._epoch.fill_(epoch)
 
     def __call__(self, features: list[Any]) -> Any:
-        """Make a batch."""
         return self._masking(features)
 
     def _mask(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

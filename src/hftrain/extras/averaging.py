@@ -171,11 +171,9 @@ class EMA(WeightAverage):
             )
 
     def share(self) -> float:
-        """Return the decay, or less at first."""
         return min(self.decay, (1 + self.num_averaged) / (10 + self.num_averaged)) if self.warmup else self.decay
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update the average."""
         if state.global_step % self.every == 0:
             self.update()
 
@@ -207,7 +205,6 @@ class SWA(WeightAverage):
             )
 
     def share(self) -> float:
-        """Return that of equal shares."""
         return self.num_averaged / (self.num_averaged + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -88,7 +88,6 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
 
     def state(self) -> dict[str, Any]:
-        """Return the limits and the count."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,

@@ -72,7 +72,6 @@ class DagsHubTracker(HandedOnTracker):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Return whether MLflow is set up to report to DagsHub."""
         return "dagshub" in os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
@@ -85,7 +84,6 @@ class FlyteTracker(HandedOnTracker):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Return whether this is a Flyte execution."""
         return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
 
 
@@ -98,7 +96,6 @@ class KubeflowTracker(HandedOnTracker):
 
     @classmethod
     def why_off(cls) -> str | None:
-        """Return the reason if reports are disabled or the run is not part of a TrainJob."""
         url = "KUBEFLOW_TRAINER_SERVER_URL"
         return super().why_off() or (None if os.environ.get(url) else f"{url} is not set, as it is in a TrainJob")
 

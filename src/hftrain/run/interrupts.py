@@ -188,7 +188,6 @@ class Interrupts:
         self._output.publish_quietly()
 
     def _remove_marker(self) -> None:
-        """Remove the marker of an earlier stop."""
         url = self._output.url
         self._marker.unlink(missing_ok=True)
         if url is not None and saves_at_all(self._args, self._policy):

@@ -157,7 +157,6 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
 
 
 def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
-    """Return the plan for the remaining part of a resumed run."""
     length, grid, geometry = whole.length, whole.grid, whole.geometry
     manifest = _read_manifest(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})

@@ -142,7 +142,6 @@ class Run:
         return fit
 
     def _fit_parts(self) -> FitParts:
-        """Return the parts for the training loop."""
         parts, plan, args, trainer = self._parts, self._plan, self._parts.args, self._parts.trainer
         schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
         take, training_step = parts.services.step_functions(self._resume, parts.logs)
@@ -265,7 +264,6 @@ class Run:
         return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
-        """Log the losses, and the values of the precision, the steps and the metrics."""
         parts, trainer = self._parts, self._parts.trainer
         self.counts.store()
         self._checks.check_unfrozen()

@@ -358,7 +358,6 @@ class Trainer:
             return run(resume)
 
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
-        """Build a run, execute it and close it."""
         self.is_in_train = True
         parts = self._trainer_parts
         run_parts = parts.activity.run_parts = parts.for_run(ignore_keys)
