@@ -62,7 +62,6 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
 
     Args:
         tool: The processing class; the length is that of the first of its `model_input_names`.
-        batch_size: Samples per optimizer update, all ranks together.
         is_training: Whether the data is for training; evaluations are ordered only by `sortish_sampler`.
 
     Raises:
@@ -131,11 +130,6 @@ class TrainPlan(NamedTuple):
 
 def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_batch_size: int) -> TrainPlan:
     """Compute the number of steps that the arguments ask for.
-
-    Args:
-        num_batches: Length of one rank's loader, or None.
-        num_examples: Samples in the data, best estimate.
-        total_batch_size: Samples per optimizer update, all ranks together.
 
     Raises:
         ConfigError: The data has no length and `max_steps` is not set.

@@ -44,9 +44,7 @@ def used_in_training(
     """Map each feature that a training uses, and that a loop may not support, to the setting that requests it.
 
     Args:
-        policy: When the run saves, in addition to the arguments.
         dataset: The training dataset; None if the loader is overridden.
-        resume: The checkpoint to resume from, if any.
     """
     saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
     has_length = dataset is not None and not isinstance(dataset, IterableDataset)

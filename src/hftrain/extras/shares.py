@@ -21,11 +21,6 @@ from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
     """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective.
 
-    Args:
-        loader: What this rank reads.
-        datasets: The Trainer's datasets.
-        gather_object: Gathers an object of each rank.
-
     Raises:
         ConfigError: The ranks' datasets have different lengths or different first or last samples.
     """
@@ -60,9 +55,7 @@ def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[
     """Raise if processes that hold parts of one model would read different samples. Collective.
 
     Args:
-        loader: What this process reads.
         rank: Its data rank, which those processes have in common.
-        gather_object: Gathers an object of each process.
 
     Raises:
         ConfigError: Their loaders differ in length, or in the share that a sampler or dataset takes.
@@ -87,7 +80,6 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
     A pass may have any length, if the loader states it when the pass begins or when it ends.
 
     Args:
-        loader: This rank's loader.
         num_read: Batches read when it ended, or more than `num_batches`.
         num_batches: Batches that it stated when it began, by its `__len__`.
         is_training: Whether the length is used for more than a progress bar.

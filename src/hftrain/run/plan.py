@@ -88,9 +88,6 @@ class RunPlan:
 def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective.
 
-    Args:
-        feed: This rank's batches.
-
     Raises:
         CheckpointError: The checkpoint's position or state is not valid in this run.
         ConfigError: See `check_rounds`.

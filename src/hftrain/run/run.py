@@ -41,11 +41,7 @@ logger = get_logger(__name__)
 
 
 class Run:
-    """One training run, from a checkpoint or the start to its end.
-
-    Args:
-        resume: The checkpoint to continue from; None starts a new run.
-    """
+    """One training run, from a checkpoint or the start to its end."""
 
     def __init__(
         self,

@@ -49,11 +49,7 @@ logger = get_logger(__name__)
 class Saver:
     """Save the checkpoints of one run, rotate them, and load the best one.
 
-    Args:
-        contents: What they hold besides the model.
-
     Attributes:
-        writer: Writes them.
         saved_step: The step of the last checkpoint.
         tried_step: The last step that was to be saved, whether or not there was room.
         on_begin: Called when a save begins.

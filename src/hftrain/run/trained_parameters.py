@@ -31,9 +31,6 @@ class TrainedParameters:
     The model's files do not hold the weights of a loss, say, and those of an adapter leave out other weights that
     train. An engine that steps itself does all of this.
 
-    Args:
-        read_schedule: Returns the schedule of the learning rate.
-
     Attributes:
         outside: What the model's files do not hold; the same list for the whole run.
     """

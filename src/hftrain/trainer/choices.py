@@ -97,11 +97,7 @@ def given_callbacks(
     loggers: Any,
     is_rehearsal: bool,
 ) -> list[Any]:
-    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started.
-
-    Args:
-        given: The arguments of the Trainer that hold callbacks.
-    """
+    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
     callbacks = [callback for each in given for callback in as_list(each)]
     if profiler is not None:
         callbacks += extra("profiler").make_profiler(profiler)

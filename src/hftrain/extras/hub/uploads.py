@@ -51,7 +51,6 @@ class Uploads:
     """Push to one repository, one commit at a time; only in the main process.
 
     Args:
-        output_dir: The folder of the files.
         model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
         token: Access token; None takes the stored login.
         private: Whether a new repository is private; None follows the owner's default.

@@ -21,9 +21,6 @@ class Rows:
     """Collect rows of one stream of host tensors, padded with -100 on the right if their lengths differ.
 
     If their number is known, space for all rows is allocated at once, so that no copy is needed.
-
-    Args:
-        num_expected: The expected number of rows, 0 if unknown.
     """
 
     def __init__(self, *, num_expected: int = 0) -> None:

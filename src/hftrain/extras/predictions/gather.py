@@ -97,11 +97,7 @@ class KeptBatches(_Keeper):
 
 
 class Kept(_Keeper):
-    """Keep a stream as a whole, without copies if the number of samples is known.
-
-    Args:
-        num_samples: The number of samples of this rank, if known.
-    """
+    """Keep a stream as a whole, without copies if the number of samples is known."""
 
     def __init__(self, *, num_samples: int | None = None, **options: Any) -> None:
         super().__init__(**options)

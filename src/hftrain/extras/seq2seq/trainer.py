@@ -98,10 +98,6 @@ class Seq2SeqTrainer(Trainer):
     ) -> PredictionOutput:
         """Predict like `Trainer.predict`; the predictions are generated tokens. Collective.
 
-        Args:
-            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
-                `ckpt` of `Trainer.evaluate`.
-
         Returns:
             (predictions, label_ids, metrics); token ids, padded with the padding token or else the end-of-text token.
         """
