@@ -164,12 +164,7 @@ def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
 
 
 def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
-    """Return the callbacks that `debug` selects.
-
-    Raises:
-        MissingDependencyError: XLA's metrics are requested without torch_xla.
-        ConfigError: They are requested in a run that does not use XLA.
-    """
+    """Return the callbacks that `debug` selects."""
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []
     callback = extra("xla_metrics").XLAMetricsCallback()

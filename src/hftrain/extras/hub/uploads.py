@@ -69,11 +69,6 @@ class Uploads:
         self._waiting: dict[str, Path] = {}
         self._branches: set[str] = set()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a background push is still running."""
-        return self.newest is not None and not self.newest.done()
-
     def open_repo(self, *, token: str | None = None) -> str:
         """Create the repository unless it exists, and return its full name."""
         try:
