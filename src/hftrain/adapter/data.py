@@ -97,11 +97,7 @@ def data_seed(args: Any) -> int:
 
 
 def read_accelerator_config(args: Any) -> Mapping[str, Any]:
-    """Return the settings of `accelerator_config` that differ from the defaults.
-
-    Raises:
-        ConfigError: The JSON file that it names cannot be read.
-    """
+    """Return the settings of `accelerator_config` that differ from the defaults."""
     config = args.accelerator_config
     if isinstance(config, (str, Path)):
         config = AcceleratorConfig.from_json_file(config)
@@ -129,11 +125,7 @@ class TrainPlan(NamedTuple):
 
 
 def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_batch_size: int) -> TrainPlan:
-    """Compute the number of steps that the arguments ask for.
-
-    Raises:
-        ConfigError: The data has no length and `max_steps` is not set.
-    """
+    """Compute the number of steps that the arguments ask for."""
     max_steps, is_by_epochs = args.max_steps, args.max_steps <= 0
     if num_batches is None:
         require_max_steps(args)

@@ -67,7 +67,6 @@ class RunRecord:
 
     Args:
         name: A short name, unique among the shown runs.
-        folder: Its folder or URL, as given.
         state: The newest documented state that was saved; empty if there is none.
         log: The numbers of the log entries in order, without those that a resume has superseded. With a journal,
             they have their times, and those of training `THROUGHPUT` and `MEMORY`.
@@ -75,9 +74,7 @@ class RunRecord:
         events: The journal's events since the run's first begin, except logs.
         sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.
         arguments: The arguments that differ from their defaults; None if unknown.
-        versions: Versions of the libraries.
         origin: The code's version, the seed, the number of parameters, the command, and what configured task and data.
-        num_earlier: The number of earlier runs in the folder.
         num_unread: The number of lines of the journal that could not be read.
     """
 

@@ -99,11 +99,7 @@ class WeightAverage(TrainerCallback):
         return {"averages": dict(self.averages), "num_averaged": self.num_averaged}
 
     def make_room(self, state: Mapping[str, Any]) -> None:
-        """Average the parameters of a saved state, which may be other ones than those that train at the start.
-
-        Raises:
-            CheckpointError: The model does not have them.
-        """
+        """Average the parameters of a saved state, which may be other ones than those that train at the start."""
         parameters = dict(self._named)
         if missing := sorted(state["averages"].keys() - parameters.keys()):
             raise CheckpointError(

@@ -96,11 +96,7 @@ def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise if a run uses features that its loop does not support.
-
-    Raises:
-        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
-    """
+    """Raise if a run uses features that its loop does not support."""
     for feature, reason in loop.unsupported.items():
         asked = f"Cannot read {type(loop).__name__}.unsupported:"
         check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")

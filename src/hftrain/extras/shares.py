@@ -19,11 +19,7 @@ from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
-    """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective.
-
-    Raises:
-        ConfigError: The ranks' datasets have different lengths or different first or last samples.
-    """
+    """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective."""
     marks = gather_object(_mark(loader))
     if any(mark != marks[0] for mark in marks):
         lengths = [None if mark is None else mark[0] for mark in marks]
@@ -56,9 +52,6 @@ def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[
 
     Args:
         rank: Its data rank, which those processes have in common.
-
-    Raises:
-        ConfigError: Their loaders differ in length, or in the share that a sampler or dataset takes.
     """
     parts = (getattr(loader, "dataset", None), *samplers_of(loader)) if is_plain_loader(loader) else ()
     places = [getattr(each, "rank", None) for part in parts for each in (part, share_of_datasets(part))]
@@ -83,9 +76,6 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
         num_read: Batches read when it ended, or more than `num_batches`.
         num_batches: Batches that it stated when it began, by its `__len__`.
         is_training: Whether the length is used for more than a progress bar.
-
-    Raises:
-        TaskError: A loader of map-style data gave fewer batches than it has.
     """
     reader = loader.loader if isinstance(loader, DispatchLoader) else loader
     kind = type(getattr(reader, "dataset", reader)).__name__

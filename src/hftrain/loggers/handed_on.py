@@ -12,11 +12,7 @@ from hftrain.loggers.base import Logger
 
 
 class HandedOnTracker(Logger):
-    """A tracker whose name is known here, and whose callback is in transformers.
-
-    Raises:
-        ConfigError: A logger is created; there is only the callback.
-    """
+    """A tracker whose name is known here, and whose callback is in transformers."""
 
     def __init__(self) -> None:
         raise ConfigError(
@@ -27,11 +23,7 @@ class HandedOnTracker(Logger):
 
     @classmethod
     def callback_class(cls) -> Any:
-        """Return transformers' callback.
-
-        Raises:
-            MissingDependencyError: The installed transformers has no callback for this tracker.
-        """
+        """Return transformers' callback."""
         from transformers.integrations import integration_utils
 
         callback = integration_utils.INTEGRATION_TO_CALLBACK.get(cls.name)

@@ -57,8 +57,6 @@ class RunParts:
 
     Attributes:
         manager: Commits the checkpoints; its folder is the run's.
-        loop: Runs the steps.
-        data: The training data.
         trained: The parameters that train, within the model and outside.
         model: Not wrapped.
         unchanged: Opens a context with the model's configuration as it was before training.

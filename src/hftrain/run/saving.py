@@ -75,9 +75,6 @@ class Saver:
         Args:
             consensus: How processes agree on background writes; None if there is none.
             silence: The reason if there is none.
-
-        Raises:
-            ConfigError: Another run saves there, no checkpoint fits, or it cannot store a state.
         """
         parts, trainer, manager = self._parts, self._parts.trainer, self.manager
         if saves_at_all(parts.args, parts.save_policy):

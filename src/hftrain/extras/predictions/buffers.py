@@ -30,11 +30,7 @@ class Rows:
         self._array: Array | None = None
 
     def append(self, rows: torch.Tensor) -> None:
-        """Add a batch of rows; bfloat16, which NumPy lacks, becomes float32.
-
-        Raises:
-            TaskError: The batch has another number of dimensions than earlier batches.
-        """
+        """Add a batch of rows; bfloat16, which NumPy lacks, becomes float32."""
         rows = rows.float() if rows.dtype is torch.bfloat16 else rows
         space = self._space_for(rows)[self._length : self._length + len(rows)]
         _fill(space, rows)

@@ -33,10 +33,6 @@ class RemoteCheckpoints(Checkpoints):
 
     Args:
         mirror: The local folder in which checkpoints are written, and to which they are fetched.
-
-    Raises:
-        ConfigError: See `check_url`.
-        MissingDependencyError: The store's package is not installed.
     """
 
     def __init__(self, url: str, *, mirror: Path) -> None:
