@@ -94,7 +94,6 @@ class Site:
             self.problems.append(f"network: {url}")
 
     def open(self, page: str) -> None:
-        """Open a page, with a clean list of problems."""
         self.problems.clear()
         self.tab.goto(f"{self.url}/{page}")
 
@@ -138,7 +137,6 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def site(browser: Any) -> Iterator[Site]:
-    """Serve the built documentation."""
     with serve(browser, BUILT) as site:
         yield site
 
