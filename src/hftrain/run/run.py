@@ -168,9 +168,7 @@ class Run:
                 mark_sync=parts.services.mark_sync if accumulation > 1 else None,
                 pass_length=lambda: plan.pass_length(parts.data.feed),
                 # An override may join or split batches.
-                check_pass=None
-                if parts.hooks.is_overridden("get_batch_samples")
-                else lambda *counts: extra("shares").check_pass(parts.data.feed.loader, *counts),
+                check_pass=None if parts.hooks.is_overridden("get_batch_samples") else self._check_pass,
                 check_flags=self._check_flags,
                 read_rate=parts.hooks.get_learning_rate if parts.hooks.is_overridden("_get_learning_rate") else None,
             ),
@@ -191,6 +189,9 @@ class Run:
         )
 
     # -- what the loop calls between steps -----------------------------------------------------------------------
+
+    def _check_pass(self, num_read: int, num_batches: int) -> None:
+        extra("shares").check_pass(self._parts.data.feed.loader, num_read, num_batches)
 
     def _check_length(self) -> None:
         """Check the length of the open pass, on this rank and the others. Collective."""
