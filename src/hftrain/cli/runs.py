@@ -221,7 +221,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
     versions, config = last.get("environment", {}).get("versions"), flatten(last.get("config", {}))
     # As they are written on the command line.
-    config = {name.replace(".init_args", ""): value for name, value in config.items() if value != {}}
+    config = {name.replace(".init_args.", "."): value for name, value in config.items() if value != {}}
     return RunRecord(
         name=name,
         folder=folder,
