@@ -148,7 +148,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give the test an empty store in memory."""
     from support.remote import empty_store
 
     with empty_store(monkeypatch, tmp_path / "cache"):

@@ -50,7 +50,6 @@ def _reach(name: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def takes_trainer(module: Module) -> Iterator[str]:
-    """Yield the functions that are given a Trainer."""
     for function in functions(module.tree):
         arguments = function.args
         for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
@@ -82,7 +81,6 @@ def lengths() -> dict[str, int]:
 
 
 def imported_names(module: Module) -> int:
-    """Count the names that a file imports."""
     return sum(len(node.names) for node in ast.walk(module.tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
 
 

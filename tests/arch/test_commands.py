@@ -24,7 +24,6 @@ def sessions() -> set[str]:
 
 
 def constant(name: str) -> tuple[str, ...]:
-    """Return a constant of noxfile.py."""
     assigned = (node for node in NOXFILE.body if isinstance(node, ast.Assign))
     return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == name)
 

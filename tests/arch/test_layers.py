@@ -118,7 +118,6 @@ IMPORTS = [found for module in modules() for found in imports_of(module, KNOWN)]
 
 
 def check_floors(found: list[Import]) -> list[str]:
-    """Name the imports that do not go down."""
     return [
         f"{i} ({i.module.room} must not import {i.room})"
         for i in found

@@ -16,7 +16,6 @@ Documented = Function | ast.ClassDef
 
 
 def docstring_lines(node: Documented) -> int:
-    """Count the lines of a function's or a class's docstring."""
     if ast.get_docstring(node) is None:
         return 0
     docstring = node.body[0]

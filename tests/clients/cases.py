@@ -38,41 +38,34 @@ class Client:
 
     @property
     def id(self) -> str:
-        """The name of its test."""
         return f"{self.environment}-{self.script}"
 
 
 def trl(script: str, what: str = "", *, environment: str = "current", truncated: bool = False) -> Client:
-    """Return a trainer of TRL that reads its answers."""
     ignored, exception = (("rewards/*", "logps/*"), REWARDS) if truncated else ((), "")
     return Client(environment, "trl", f"trl_texts.{script}", what, ignored, (), exception)
 
 
 def generating(script: str, what: str = "") -> Client:
-    """Return a trainer of TRL that generates its answers."""
     return Client("current", "trl", f"trl_online.{script}", what, ignored=("eval_*",), exception=ANSWERS)
 
 
 def sentences(script: str, what: str = "") -> Client:
-    """Return a trainer of sentence-transformers."""
     return Client("current", "sentence-transformers", script, what, returned_only=("epoch",), exception=EPOCH)
 
 
 def factory(stage: str, what: str = "", *, per_token: bool = False) -> Client:
-    """Return a stage of LLaMA-Factory."""
     ignored, exception = (("eval_loss",), TOKENS) if per_token else ((), "")
     script = f"llamafactory_stages.{stage}"
     return Client("llamafactory", "llamafactory", script, what or f"stage `{stage}`", ignored, (), exception)
 
 
 def swift(script: str, what: str = "", *, per_token: bool = False) -> Client:
-    """Return a stage of ms-swift."""
     ignored, exception = (("eval_loss",), TOKENS) if per_token else ((), "")
     return Client("swift", "ms-swift", f"swift_stages.{script}", what or f"stage `{script}`", ignored, (), exception)
 
 
 def axolotl(script: str, what: str = "") -> Client:
-    """Return a configuration of axolotl."""
     return Client(
         "axolotl", "axolotl", f"axolotl_configs.{script}", what, ("eval_*", "tokens/*", "tokens_state.json"), (), FIRST
     )

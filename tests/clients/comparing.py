@@ -28,8 +28,6 @@ OURS = {"manifest.json", "outside_weights.safetensors"}
 
 @dataclass
 class Outcome:
-    """What one run left."""
-
     folder: Path
     out: Path
     history: list[dict[str, Any]]
@@ -40,7 +38,6 @@ class Outcome:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by their names."""
         found: dict[str, torch.Tensor] = torch.load(self.folder / "final.pt", weights_only=True)
         return found
 
@@ -138,7 +135,6 @@ def compare_logs(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...], mo
 
 
 def compare_checkpoints(theirs: Outcome, ours: Outcome) -> list[str]:
-    """Compare the weights in the checkpoints."""
     found = []
     for checkpoint, files in theirs.files.items():
         for name in files:
@@ -158,12 +154,10 @@ def largest_gap(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) 
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Tell whether a name matches one of the patterns."""
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file."""
     from safetensors.torch import load_file
 
     return load_file(path)

@@ -56,7 +56,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 def run(train: Any, out: Path, accumulation: int, trainers: list[Any]) -> None:
-    """Train once, and write what came of it into the current folder."""
     import torch
     from transformers import Trainer, set_seed
 
@@ -107,7 +106,6 @@ def trained(trainer: Any) -> Any:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the files below a folder, by their paths in it."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 

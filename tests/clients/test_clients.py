@@ -81,7 +81,6 @@ def record(client: Client, result: dict[str, Any]) -> None:
 
 
 def run_one(script: str, library: str, folder: Path, *, processes: int = 1, options: tuple[str, ...] = ()) -> Outcome:
-    """Run one client with accumulation 2."""
     run_clients((script,), library, folder, accumulation=(2,), processes=processes, options=options)
     return read_outcome(folder / script / "2", 2, processes)
 

@@ -326,8 +326,6 @@ def test_best_model_comes_back_at_the_end(two: list[Any]) -> None:
 
 
 class Spy(TrainerCallback):
-    """Look at the model before it is trained."""
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.sizes = [parameter.numel() for parameter in kwargs["model"].parameters()]
 
@@ -367,7 +365,6 @@ def test_model_init_is_split_while_it_is_built_with_stage_3(two: list[Any]) -> N
 
 
 def infer(folder: str) -> dict[str, Any]:
-    """Evaluate without training, then train."""
     answers = {}
     for name in ("ddp", "deepspeed_stage_2", "deepspeed_stage_3"):
         for precision in ("fp32", "bf16"):

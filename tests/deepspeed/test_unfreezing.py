@@ -23,8 +23,6 @@ CHANGES = {
 
 
 class Changes(TrainerCallback):
-    """Changes what trains after the first update."""
-
     def __init__(self, change: str) -> None:
         self.change = change
 

@@ -22,8 +22,6 @@ pytestmark = pytest.mark.distributed
 
 
 class Counted(Dataset[dict[str, torch.Tensor]]):
-    """Counts how often it was read in this process."""
-
     def __init__(self, num: int) -> None:
         self.rows = make_rows(num)
         self.num_reads = 0
@@ -267,8 +265,6 @@ def test_samplers_of_the_user_are_shared_out_and_resumed(tmp_path: Path, run_dis
 
 
 class Part(IterableDataset[Any]):
-    """Yields the part of its rank."""
-
     def __init__(self, **attributes: int) -> None:
         vars(self).update(attributes)
 
@@ -338,8 +334,6 @@ class Parts(Trainer):
 
 
 class Inherited(Trainer):
-    """Passes on what the base class returns."""
-
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader()
 

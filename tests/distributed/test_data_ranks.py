@@ -83,8 +83,6 @@ def make_words(num: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Items(TrainerCallback):
-    """Note the items of each step."""
-
     def __init__(self) -> None:
         self.items: list[float] = []
 
@@ -103,7 +101,6 @@ def counted(prediction: Any) -> dict[str, float]:
 
 
 def run(folder: str, strategy: str, kind: str = "map", resume: bool = False) -> dict[str, Any]:
-    """Train, evaluate and predict; return every count, by name."""
     set_seed(3)
     rows: Any = make_words(38, seed=1)
     options: dict[str, Any] = {"num_train_epochs": 2}

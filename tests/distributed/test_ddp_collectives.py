@@ -43,7 +43,6 @@ def exchanges(recorder: Any) -> Counter[str]:
 
 
 def by_hand(accumulation: int) -> Counter[str]:
-    """Train as many steps with DDP alone."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {"x": torch.randn(4, 4), "labels": torch.zeros(4, dtype=torch.long)}

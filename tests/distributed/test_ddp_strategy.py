@@ -25,8 +25,6 @@ ROWS, STEPS, MAX_NORM = 2, 4, 0.5
 
 
 class Branches(nn.Module):
-    """A model with a part that no forward pass uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))

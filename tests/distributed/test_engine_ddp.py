@@ -89,7 +89,6 @@ def test_killed_run_goes_on(
 
 
 def misuse(folder: str) -> list[str]:
-    """Return what each process is told."""
     told = []
     with Engine(strategy=create_strategy("ddp", use_cpu=True), output_dir=folder) as engine:
         for act, kind in (

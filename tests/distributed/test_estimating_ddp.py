@@ -21,8 +21,6 @@ WIDTH = 512
 
 
 class Wide(nn.Module):
-    """Most of its memory is parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         # Gradients of several buckets, which DDP makes anew once it has seen in which order they come.

@@ -28,8 +28,6 @@ RARE_SIZES = (1, 3, 16)
 
 
 class Counting(Task):
-    """Stream an accuracy, and report a number per batch."""
-
     def __init__(self) -> None:
         import torchmetrics
 
@@ -59,8 +57,6 @@ class Found(nn.Module):
 
 
 class PerBatch:
-    """Add up what comes batch by batch."""
-
     def __init__(self) -> None:
         self.hits = self.count = 0.0
 

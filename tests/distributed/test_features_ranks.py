@@ -50,8 +50,6 @@ class Second(TrainerCallback):
 
 
 class Sensitive(Net):
-    """Its loss grows with the largest input."""
-
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         loss, *rest = super().forward(x, labels)
         return (loss * x.abs().max().clamp(min=10.0), *rest)

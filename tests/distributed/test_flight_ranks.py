@@ -28,8 +28,6 @@ pytestmark = pytest.mark.distributed
 
 
 class Drift(TrainerCallback):
-    """Change a weight of the second process only."""
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5 and args.process_index == 1:
             with torch.no_grad():

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.distributed
 
 
 class Block(nn.Module):
-    """One of the repeated layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 8)
@@ -365,8 +363,6 @@ def test_process_holds_about_half_of_what_it_holds_with_ddp(two: list[Any]) -> N
 
 
 def mix_dtypes(folder: str) -> list[float]:
-    """Train a float32 head on a frozen bfloat16 body."""
-
     class Mixed(Deep):
         def __init__(self) -> None:
             super().__init__()
@@ -401,8 +397,6 @@ FAIRSCALE = {
 
 
 class Looking(Trainer):
-    """Look at a layer between forward and backward."""
-
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         found = super().compute_loss(model, inputs, return_outputs, **kwargs)
         layer: Any = self.model.blocks[1]  # type: ignore[union-attr, index]
@@ -429,7 +423,6 @@ def test_fairscales_words_split_as_fsdps_do(two: list[Any], words: str) -> None:
 
 
 def hybrid(folder: str) -> dict[str, Any]:
-    """Train two copies, each shared by two processes."""
     options: dict[str, Any] = {"rows": 32, "per_device_train_batch_size": 1, **CLIPPED, **SAVED_SOON}
     answers = {}
     for sharding in ("hybrid_shard", "hybrid_shard_zero2"):

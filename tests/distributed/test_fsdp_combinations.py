@@ -35,7 +35,6 @@ def make_trainer(
 
 
 def train(folder: str, **options: Any) -> list[float]:
-    """Train, evaluate, and return the losses."""
     trainer = make_trainer(folder, **options)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -62,8 +61,6 @@ def reuse(folder: str, *, first: str, second: str) -> list[str]:
 
 
 class Clips(Trainer):
-    """Clips through its accelerator."""
-
     def training_step(self, *inputs: Any) -> torch.Tensor:
         loss = super().training_step(*inputs)
         self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), 0.1)

@@ -31,8 +31,6 @@ class Clock:
 
 
 class Tick(TrainerCallback):
-    """Moves the clock by each step."""
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 

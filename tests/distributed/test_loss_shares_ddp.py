@@ -53,8 +53,6 @@ class Steps(Ordered):
 
 
 class Calls(Ordered):
-    """Has a step of its own that calls the documented one."""
-
     def training_step(self, *args: Any) -> torch.Tensor:
         return super().training_step(*args)
 
@@ -87,8 +85,6 @@ class CopiedFromModel(Ordered):
 
 
 class Logs(Ordered):
-    """Reads the number of processes and the count, and uses neither."""
-
     hands_on = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None) -> Any:
@@ -98,14 +94,10 @@ class Logs(Ordered):
 
 
 class Hands(Logs):
-    """Hands the count on to the model."""
-
     hands_on = True
 
 
 class Uncounted(PerSample):
-    """Gets no count."""
-
     accepts_loss_kwargs = False
 
 
@@ -234,7 +226,6 @@ SETS: dict[str, tuple[Any, Rows] | tuple[Any, Rows, str]] = {
 
 
 def evaluate(folder: str, *, is_alone: bool = False) -> dict[str, float]:
-    """Return the loss of each set."""
     found = {}
     for name, (kind, rows, *strategy) in SETS.items():
         arguments = make_arguments(Path(folder), per_device_eval_batch_size=2)

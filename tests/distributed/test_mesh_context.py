@@ -220,7 +220,6 @@ class Stack(nn.Module):
 
 
 def refuse() -> dict[str, str]:
-    """Return what each model that cannot be split says."""
     import transformers as tf
 
     torch.distributed.init_process_group("gloo")

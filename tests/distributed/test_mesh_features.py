@@ -121,8 +121,6 @@ class Spoil(TrainerCallback):
 
 
 class Steep(Trainer):
-    """Its loss is a spike in the fourth step."""
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = super().compute_loss(model, inputs, *args, **kwargs)
         return found * 1e4 if model.training and self.state.global_step == 3 else found
@@ -143,8 +141,6 @@ class Weighted(Trainer):
 
 
 class Layered(Trainer):
-    """A rate for each layer."""
-
     def create_optimizer(self, model: Any = None) -> Any:
         layers = {"layers": ["transformer.wte", "transformer.h.*"], "decay": 0.5}
         self.optimizer = torch.optim.AdamW(layerwise_groups(self.model, lr=1e-2, weight_decay=0.01, **layers))
@@ -240,7 +236,6 @@ def make_trainer(folder: Path, name: str, plan: str, *more: TrainerCallback) -> 
 
 
 def run(folder: Path, name: str, plan: str) -> dict[str, Any]:
-    """Train, predict and save; return the numbers."""
     gc.collect()  # a former Trainer's meshes keep their connections
     stop_at = PLANS[plan]().get("resumes_at")
     if stop_at:

@@ -51,8 +51,6 @@ class Tool:
 
 
 class Rows(IterableDataset[Any]):
-    """A stream that its workers share."""
-
     def __iter__(self) -> Any:
         worker = get_worker_info()
         rows = make_texts()
@@ -93,7 +91,6 @@ def make_strategy(name: str, **options: Any) -> Any:
 
 
 def run(folder: Path, name: str, *callbacks: Any, rows: Any = None, resumes: Any = False, **options: Any) -> Any:
-    """Train with what a Trainer is given; return it."""
     names = ("model", "save_policy", "flight_log", "strategy", "kind")
     parts = {each: options.pop(each) for each in names if each in options}
     strategy, kind = parts.pop("strategy", None) or make_strategy(name), parts.pop("kind", Trainer)
@@ -197,7 +194,6 @@ def best(folder: Path, name: str) -> list[Any]:
 
 
 def flight(folder: Path, name: str) -> list[str]:
-    """Return what the flight log tells of a sound run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(folder, name, flight_log=FlightLog(flush_every=2), max_steps=8, gradient_accumulation_steps=2)

@@ -101,8 +101,6 @@ def test_strategies_of_one_process_share_their_groups(run_distributed: Callable[
 
 
 class Shifted(nn.Linear):
-    """A layer with a buffer."""
-
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("shift", torch.ones(2))

@@ -48,7 +48,6 @@ def make_trainer(folder: Path, name: str, *, dropout: float = 0.0, callbacks: An
 
 
 def run(folder: Path, name: str, *, saves: bool = False, **options: Any) -> list[Any]:
-    """Train, evaluate and predict; return the numbers."""
     trainer = make_trainer(folder, name, **options)
     trainer.train()
     told = [
@@ -66,8 +65,6 @@ def run(folder: Path, name: str, *, saves: bool = False, **options: Any) -> list
 
 
 class Marks(TrainerCallback):
-    """Note the fingerprint of all weights before the first step."""
-
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 

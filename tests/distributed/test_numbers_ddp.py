@@ -18,7 +18,6 @@ pytestmark = pytest.mark.distributed
 
 
 def count(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
-    """Train on 20 samples twice and return what was counted."""
     set_seed(7)
     trainer = make_trainer(
         Path(folder), Measured(), train_dataset=make_words(20), eval_dataset=make_words(6),

@@ -23,8 +23,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2, "tf32": 1e-2}
 
 
 class Net(nn.Module):
-    """Two blocks to split, and a frozen parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 16), nn.Tanh())

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.optimizers]
 
 
 def train(folder: str, *, optim: str, **options: Any) -> list[list[float]]:
-    """Train `Words` and return its weights."""
     trainer = make_run(Path(folder), optim, save_strategy="no", **options)
     trainer.train()
     return [p.flatten().tolist() for p in trainer.model.parameters()]

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.distributed
 
 
 class Strike(TrainerCallback):
-    """Send a signal to the second process in its sixth step."""
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5 and args.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)

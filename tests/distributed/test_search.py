@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.interop]
 
 
 class Sized(Net):
-    """A model whose width the trial decides."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3))

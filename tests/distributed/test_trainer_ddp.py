@@ -29,8 +29,6 @@ pytestmark = pytest.mark.distributed
 
 
 class InOrder(Trainer):
-    """Read the samples as they come."""
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -119,8 +117,6 @@ def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(
 
 
 class Scores(Trainer):
-    """Reports another score on each rank."""
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         own = [[1, 3, 2, 2, 4], [9, 1, 1, 1, 1]][int(torch.distributed.get_rank())][self.state.global_step - 1]
         if self.compute_metrics is not None:
@@ -230,8 +226,6 @@ def test_flag_that_all_ranks_set_acts_after_one_exchange(
 
 
 class Bare(Trainer):
-    """Calls the model without its wrapper in `compute_loss`."""
-
     def compute_loss(self, model: Any, *inputs: Any, **options: Any) -> Any:
         return super().compute_loss(self.model, *inputs, **options)
 
@@ -343,8 +337,6 @@ class PartlyUsed(Net):
 
 
 class SometimesUsed(PartlyUsed):
-    """Uses one of its layers in the first steps only."""
-
     used_in_steps = 0
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:

@@ -51,8 +51,6 @@ PARTS = {
 
 
 class Tied(nn.Module):
-    """Two layers that share one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
@@ -65,8 +63,6 @@ class Tied(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer to recompute, with its own randomness."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
@@ -76,8 +72,6 @@ class Block(nn.Module):
 
 
 class Blocks(Net):
-    """`Net` with blocks in it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 3))
@@ -136,7 +130,6 @@ def make(
 
 
 def follow(trainer: Trainer, **options: Any) -> list[list[float]]:
-    """Train and return each step's loss and gradient norm."""
     trainer.train(**options)
     return [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -322,7 +315,6 @@ def after(part: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run a setting in a process of its own."""
     from support.distributed import launch
 
     name = request.param

@@ -28,7 +28,6 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def page(folder: Path, text: str) -> Path:
-    """Write a page and return its path."""
     path = folder / "page.md"
     path.write_text(text, encoding="utf-8")
     return path

@@ -16,7 +16,6 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 
 @pytest.fixture
 def tables() -> SimpleNamespace:
-    """Import docs/tables.py."""
     return SimpleNamespace(**runpy.run_path(str(DOCS / "tables.py")))
 
 

@@ -32,8 +32,6 @@ def say(text: str) -> None:
 
 
 class Tell(TrainerCallback):
-    """Say which step is committed."""
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         say(f"step {state.global_step}")
 
@@ -63,7 +61,6 @@ def train(*, folder: str, cache: str, max_steps: int, save_steps: int, limit: in
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     pid = None
     for line in sys.stdin:
         if pid is not None and (code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) not in (0, -signal.SIGKILL):

@@ -29,8 +29,6 @@ BEST: dict[str, Any] = {**STEPS, "load_best_model_at_end": True}
 
 
 class Watched(Net):
-    """Counts how often it is called."""
-
     calls = 0
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -39,8 +37,6 @@ class Watched(Net):
 
 
 class Picky(Watched):
-    """Needs an input that the data lacks."""
-
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -58,8 +54,6 @@ class Unsaveable(Watched):
 
 
 class Frozen(Watched):
-    """Has nothing to train."""
-
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)

@@ -100,7 +100,6 @@ def train(
     hold: int | None = None,
     mesh: bool = False,
 ) -> str:
-    """Train, or go on, to the end."""
     Path(folder).mkdir(exist_ok=True)
     set_seed(3)
     if hold is not None:
@@ -334,7 +333,6 @@ def train_with_short_files(folder: str, max_bytes: int) -> list[str]:
 
 
 def serve(action: str, **options: Any) -> Any:
-    """Do one of the above."""
     known = {"train": train, "failing disk": train_on_a_failing_disk, "short files": train_with_short_files}
     return known[action](**options)
 

@@ -20,7 +20,6 @@ def make(
     save_policy: SavePolicy | None = None,
     **options: Any,
 ) -> Trainer:
-    """Return a trainer of three epochs of 7 steps."""
     set_seed(1)
     defaults: dict[str, Any] = {
         "num_train_epochs": 3,
@@ -49,8 +48,6 @@ def test_a_log_that_is_due_at_the_end_of_a_pass_is_that_of_its_last_step(tmp_pat
 
 
 class Events(TrainerCallback):
-    """Note what happens, and when."""
-
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
@@ -124,8 +121,6 @@ def test_more_passes_evaluate_once_where_the_run_had_ended(tmp_path: Path) -> No
 
 
 class Fails(Trainer):
-    """Fails in its last evaluation."""
-
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self.state.global_step == self.state.max_steps:
             raise RuntimeError("no data")
@@ -150,8 +145,6 @@ def test_an_error_in_the_last_evaluation_leaves_it_and_its_save_to_the_resumed_r
 
 
 class Hooked(Trainer):
-    """Sees the end of each step and pass."""
-
     num_seen = 0
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -28,8 +28,6 @@ NUM_ROWS = 26
 
 
 class Rows(Dataset[Row]):
-    """Map-style, and random."""
-
     def __init__(self) -> None:
         self.rows = make_rows(NUM_ROWS)
 
@@ -69,7 +67,6 @@ def steps_per_epoch(*, data: str, workers: int, accumulation: int, ranks: int) -
 
 
 def make(folder: Path, *callbacks: Any, **case: Any) -> Trainer:
-    """Return a trainer of three epochs."""
     set_seed(1)
     trainer: Trainer = make_trainer(
         folder, Net(dropout=0.2), *callbacks, train_dataset=DATA[case["data"]](),

@@ -43,8 +43,6 @@ class Counted(Dataset[dict[str, torch.Tensor]]):
 
 
 class Recorder(Trainer):
-    """Keeps which samples each pass has trained on."""
-
     seen: dict[int, list[int]]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -221,8 +219,6 @@ def test_what_was_trained_on_is_not_read_again(tmp_path: Path, batch: int) -> No
 
 
 class Sized(Stream):
-    """A stream that knows its length."""
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -282,8 +278,6 @@ def test_a_stream_without_length_goes_on_at_the_sample(tmp_path: Path) -> None:
 
 
 class CutFirst(TrainerCallback):
-    """End the first pass after two steps."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
             control.should_epoch_stop = True
@@ -351,8 +345,6 @@ def test_another_order_by_length_is_refused(tmp_path: Path) -> None:
 
 
 class Lengthy(Counted):
-    """Samples whose length can be measured."""
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {**super().__getitem__(index), "input_ids": torch.arange(1 + index % 5)[:1].repeat(3)}
 

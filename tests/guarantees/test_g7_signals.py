@@ -75,8 +75,6 @@ class Strike(TrainerCallback):
 
 
 class SlowTrainer(Trainer):
-    """Tells of a save while it goes on."""
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         for callback in self.callback_handler.callbacks:

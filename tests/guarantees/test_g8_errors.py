@@ -70,8 +70,6 @@ class _Backward(torch.autograd.Function):
 
 
 class TroubledNet(Net):
-    """Passes the places of the model."""
-
     trouble: Trouble
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -83,8 +81,6 @@ class TroubledNet(Net):
 
 
 class TroubledTrainer(Trainer):
-    """Passes the places of saving."""
-
     trouble: Trouble
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:

@@ -37,8 +37,6 @@ FLAT_SLOTS = ("model.safetensors", "task_state.safetensors")
 
 
 class Task(TaskModule):
-    """A task with a tensor of its own."""
-
     def __init__(self) -> None:
         super().__init__(Net())
         self.register_buffer("scale", torch.ones(()))
@@ -87,7 +85,6 @@ def forge(folder: Path, body: Any) -> None:
 
 
 def attempt(folder: Path) -> str:
-    """Resume from a folder, and say how that ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a hang that not even Python's handlers end
     signal.alarm(SECONDS_PER_CASE)
     try:
@@ -161,7 +158,6 @@ def try_trees(sources: str, slot: str, every: int, manifest: str) -> dict[str, s
 
 
 def serve(action: str, **options: Any) -> Any:
-    """Do one of the above."""
     return {"make_sources": make_sources, "try_slot": try_slot, "try_trees": try_trees}[action](**options)
 
 

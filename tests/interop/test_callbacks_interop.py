@@ -21,8 +21,6 @@ pytestmark = pytest.mark.interop
 
 
 class Recorder(transformers.TrainerCallback):
-    """Note every event, and what comes with it."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
         self.keywords: dict[str, set[str]] = {}

@@ -17,7 +17,6 @@ SIZE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attent
 
 
 def build(name: str) -> Any:
-    """Make a tiny model with random weights."""
     kind, config = {
         "bert": (transformers.BertForMaskedLM, transformers.BertConfig(**SIZE)),
         "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZE, num_key_value_heads=1)),

@@ -28,7 +28,6 @@ assert WandbCallback is hftrain.WandbCallback
 
 
 def run(code: str) -> str:
-    """Run code in a fresh interpreter and return what it prints."""
     path = f"import sys\nsys.path.append({str(Path(__file__).parents[1])!r})"
     code = f"{path}\nimport hftrain.compat\n{textwrap.dedent(code)}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=280)

@@ -31,8 +31,6 @@ class Mean(torch.nn.Module):
 
 
 class Calls(transformers.TrainerCallback):  # type: ignore[misc]
-    """Note what is done, and at which step."""
-
     def __init__(self) -> None:
         self.done: list[Any] = []
 

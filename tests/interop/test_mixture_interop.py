@@ -28,7 +28,6 @@ CRITERIA = {
 
 
 def make_sets(kind: str) -> dict[str, Any]:
-    """Samples that tell their set and their place there."""
     found = {name: datasets.Dataset.from_dict({"x": [f"{name}{i}" for i in range(n)]}) for name, n in SIZES.items()}
     return {name: each.to_iterable_dataset() for name, each in found.items()} if kind == "streams" else found
 

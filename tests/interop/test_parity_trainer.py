@@ -39,7 +39,6 @@ def make_trainer(library: Any, folder: Path, model: nn.Module, rows: Rows, *, ki
 
 
 def both(folder: Path, name: str, rows: Rows, **options: Any) -> list[Any]:
-    """Train the same model with both libraries."""
     trainers = [make_trainer(library, folder, make_model(name), rows, **options) for library in LIBRARIES]
     for trainer in trainers:
         trainer.train()

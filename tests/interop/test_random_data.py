@@ -22,7 +22,6 @@ pytestmark = pytest.mark.interop
 
 
 def disturb(row: dict[str, Any]) -> dict[str, Any]:
-    """Draw from each of the global generators."""
     return {**row, "x": row["x"] + random.gauss(0, 1) + float(numpy.random.normal()) + torch.randn(())}
 
 
@@ -38,8 +37,6 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Shuffles with a buffer, and draws for each sample."""
-
     def __iter__(self) -> Any:
         rows = make_rows(24)
         while rows:

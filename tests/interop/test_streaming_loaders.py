@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:The given 
 
 
 class Own(Trainer):
-    """Brings litdata's loader."""
-
     def get_train_dataloader(self) -> Any:
         folder = str(Path(self.args.output_dir).parent / "data")
         return litdata.StreamingDataLoader(litdata.StreamingDataset(folder, shuffle=True, seed=3), batch_size=4)

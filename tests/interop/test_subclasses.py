@@ -37,7 +37,6 @@ def case(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
 
 
 def run(library: Any, make: Callable[..., dict[str, Any]], folder: Path) -> tuple[Any, list[Any]]:
-    """Build a case's Trainer, train and evaluate with it."""
     notes: list[Any] = []
     parts = make(library, notes)
     kind, name = parts.pop("trainer", library.Trainer), parts.pop("name", "bert")

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.interop
 
 
 class Server(HTTPServer):
-    """Keeps what it is sent."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.got: list[dict[str, Any]] = []

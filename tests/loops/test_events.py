@@ -15,8 +15,6 @@ from hftrain.core.events import EVENTS
 
 
 class Diary(TrainerCallback):
-    """Write down every event."""
-
     def __init__(self) -> None:
         self.entries: list[str] = []
         self.seen: dict[str, set[str]] = {}

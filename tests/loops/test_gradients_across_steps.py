@@ -18,8 +18,6 @@ STEPS, THAWED, HELD = 7, 2, 4
 
 
 class TwoParts(TaskModule):
-    """A frozen body and a head."""
-
     def __init__(self) -> None:
         torch.manual_seed(3)
         super().__init__(nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 3)}))

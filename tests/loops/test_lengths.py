@@ -16,14 +16,10 @@ from hftrain.extras import intervals
 
 
 class Counted(Net):
-    """Its samples have four tokens each."""
-
     main_input_name = "x"
 
 
 class Clock:
-    """Each reading takes 10 s."""
-
     now_s = 0.0
 
     def monotonic(self) -> float:

@@ -97,8 +97,6 @@ def test_another_limit_is_not_taken_for_the_same_run(tmp_path: Path) -> None:
 
 
 class Noting(TrainerCallback):
-    """Counts the batches that were evaluated."""
-
     num_batches = 0
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

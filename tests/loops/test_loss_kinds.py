@@ -328,8 +328,6 @@ def test_a_mean_that_no_batch_tells_is_named(tmp_path: Path, caplog: pytest.LogC
 
 
 class Draws(Silent):
-    """Draws random numbers."""
-
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return super().loss(logits + torch.rand(()), labels) * (1 + torch.rand(()))
 
@@ -442,8 +440,6 @@ def test_a_loss_of_which_nothing_is_known_is_used_as_transformers_does(
 
 
 class Masks(Trainer):
-    """Leaves labels out that the batch counts."""
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -553,8 +549,6 @@ def test_a_step_without_labels_shows_nan_however_it_is_split(tmp_path: Path, kin
 
 
 class Graph:
-    """A batch that is one object."""
-
     def __init__(self, rows: Rows) -> None:
         self.batch = batch_of(rows)
 

@@ -51,8 +51,6 @@ def test_a_used_schedule_of_the_users_is_named(tmp_path: Path, caplog: pytest.Lo
 
 
 class Targets(nn.Module):
-    """Calls its labels by another name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)

@@ -335,8 +335,6 @@ def test_evaluation_within_the_same_loop_is_refused(tmp_path: Path) -> None:
 
 
 class Noting(EvaluateLoop):
-    """Count evaluations over the whole run."""
-
     total = 0
 
     def attach(self, parts: Any) -> None:

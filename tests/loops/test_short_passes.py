@@ -40,8 +40,6 @@ class Collator:
 
 
 class Short(Sampler[int]):
-    """Gives less than its length."""
-
     def __iter__(self) -> Any:
         source = iter(range(18))
         return map(lambda index: (next(source), index)[1], range(NUM))  # noqa: C417  (a generator would not end)

@@ -15,8 +15,6 @@ from hftrain import Trainer, TrainerCallback
 
 
 class Reads(Dataset[dict[str, torch.Tensor]]):
-    """Remembers which samples were read."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.read: list[int] = []
@@ -30,8 +28,6 @@ class Reads(Dataset[dict[str, torch.Tensor]]):
 
 
 class Calls(Trainer):
-    """Remembers in which mode its hooks were called."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: list[str] = []
         super().__init__(*args, **kwargs)

@@ -16,8 +16,6 @@ from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback
 
 
 class TwoParts(TaskModule):
-    """A frozen body and a head."""
-
     def __init__(self) -> None:
         super().__init__(nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 3)}))
         self.model.body.requires_grad_(False)

@@ -23,8 +23,6 @@ CLIPPING = (0.0, 1.0)
 
 
 class Watch(TrainerCallback):
-    """Note whether a step began."""
-
     has_begun = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -128,8 +128,6 @@ def test_losses_norms_rates_and_weights_are_those_of_a_hand_written_loop(tmp_pat
 
 
 class Overflowing(Net):
-    """Overflows at the steps of `at`, counted in calls."""
-
     def __init__(self, *at: int) -> None:
         super().__init__()
         self.at, self.num_calls = at, 0
@@ -162,8 +160,6 @@ def test_overflow_skips_its_step_and_schedule_step_and_is_logged(tmp_path: Path)
 
 
 class Clips(Trainer):
-    """Clips by itself, once gradients are complete."""
-
     at_every_micro_batch = False
 
     def training_step(self, *inputs: Any) -> torch.Tensor:

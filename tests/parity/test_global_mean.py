@@ -47,8 +47,6 @@ class Words(nn.Module):
 
 
 class Divides(Words):
-    """Divides by the count it is given."""
-
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
@@ -67,8 +65,6 @@ class WordsForCausalLM(Divides):
 
 
 class Ignores(Words):
-    """Takes any keyword and uses none."""
-
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         return super().forward(x, labels)
 
@@ -117,8 +113,6 @@ Make = Callable[..., Trainer]
 
 
 def using(model: type[Words], *, kind: type[Trainer] = Trainer, loss: Any = None, smoothing: float = 0.0) -> Make:
-    """Return what makes a trainer of this kind."""
-
     def make(folder: str, rows: Any, **options: Any) -> Trainer:
         set_seed(0)
         arguments = make_arguments(
@@ -175,7 +169,6 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def windows(rows: Rows, *, epoch: int, is_stream: bool) -> list[Rows]:
-    """Return each step's samples in one pass."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
     order = list(range(len(rows))) if is_stream else order
     return [[rows[i] for i in order[:PER_STEP]], [rows[i] for i in order[PER_STEP:]]]
@@ -216,7 +209,6 @@ SPLITS = ((24, 6, 1, False, True), (16, 2, 3, False, True), (16, 2, 3, True, Tru
 
 
 def train_all(folder: str) -> dict[str, list[list[float]]]:
-    """Train every kind in every split."""
     return {
         f"{kind}|{num}|{size}|{is_stream}|{averages}": [
             each.tolist()

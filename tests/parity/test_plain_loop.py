@@ -18,7 +18,6 @@ TOLERANCE = {"rel": 1e-6, "abs": 1e-7}
 
 
 def batches_of(rows: Rows, epoch: int, size: int, seed: int = 42) -> list[dict[str, torch.Tensor]]:
-    """Return an epoch's batches in the documented order."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     return [
         default_data_collator([rows[i] for i in order[start : start + size]]) for start in range(0, len(rows), size)

@@ -53,8 +53,6 @@ def make_samples(number: int = SAMPLES, seed: int = 5) -> list[dict[str, torch.T
 
 
 class Task(TaskModule):
-    """Writes down the samples it trains on."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__(Net(dropout))
         self.numbers: list[int] = []

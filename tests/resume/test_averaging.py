@@ -16,8 +16,6 @@ from hftrain.extras.averaging import WeightAverage
 
 
 class Note(TrainerCallback):
-    """Note the weights after each step, as the loop sees them."""
-
     def __init__(self) -> None:
         self.weights: list[list[torch.Tensor]] = []
 
@@ -122,8 +120,6 @@ def _but_times(one: Any, other: Any) -> bool:
 
 
 class Spy(TrainerCallback):
-    """Evaluate both sets of weights in the middle, and export."""
-
     trainer: Any
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

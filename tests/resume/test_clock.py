@@ -30,8 +30,6 @@ class Clock(TrainerCallback):
 
 
 class Begin(TrainerCallback):
-    """Note at which step a training begins."""
-
     def __init__(self) -> None:
         self.steps: list[int] = []
 

@@ -37,8 +37,6 @@ class Stream(IterableDataset[Any]):
 
 
 class Position(Stream):
-    """One that saves its position."""
-
     place, is_loaded = 0, False
 
     def __iter__(self) -> Any:
@@ -57,8 +55,6 @@ class Position(Stream):
 
 
 class Recording(TaskModule):
-    """Notes which samples each update was trained on."""
-
     def __init__(self) -> None:
         super().__init__(Net(dropout=0.2))
         self.seen: list[tuple[int, int]] = []
@@ -69,8 +65,6 @@ class Recording(TaskModule):
 
 
 class ChangeAt(TrainerCallback):
-    """Changes the weights of the mixture after some updates."""
-
     def __init__(self, mixture: Mixture, changes: dict[int, dict[str, float]]) -> None:
         self.mixture, self.changes = mixture, changes
 

@@ -93,8 +93,6 @@ def test_logs_at_the_end_of_a_pass_count_it_once(tmp_path: Path, make: Any) -> N
 
 
 class ByEpoch(TrainerCallback):
-    """Sets weights for each pass, as a curriculum may."""
-
     WEIGHTS = ((0.7, 0.2, 0.1), (0, 0.5, 0.5), (0.2, 0.2, 0.6))
 
     def __init__(self, mixture: Mixture) -> None:

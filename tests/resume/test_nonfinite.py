@@ -306,8 +306,6 @@ class Normed(Net):
 
 
 class Spoil(TrainerCallback):
-    """Write a value into a tensor of the model after step 3."""
-
     def __init__(self, name: str, value: float) -> None:
         self.name, self.value = name, value
 

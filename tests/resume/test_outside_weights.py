@@ -17,7 +17,6 @@ from hftrain.run.trained_parameters import TrainedParameters
 
 
 def make(folder: Path, *callbacks: Any, heads: nn.Module | None = None, save_async: bool = False) -> OwnLoss:
-    """Return a Trainer of a model and the weights of its loss."""
     set_seed(3)
     model, made = Net(), Heads()
     return OwnLoss(

@@ -23,8 +23,6 @@ def make_critic(model: Any) -> tuple[torch.optim.Optimizer, Any]:
 
 
 class Adversarial(Trainer):
-    """Steps a second optimizer in its training_step."""
-
     def critic(self) -> tuple[torch.optim.Optimizer, Any]:
         raise NotImplementedError
 

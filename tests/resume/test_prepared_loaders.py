@@ -34,8 +34,6 @@ class ByEpoch(BatchSampler):
 
 
 class Own(Trainer):
-    """Brings its loader, as a function of its accelerator."""
-
     make_loader: Callable[[Any], Any]
 
     def get_train_dataloader(self) -> Any:

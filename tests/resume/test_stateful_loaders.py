@@ -23,8 +23,6 @@ NUM_ROWS = 26
 
 
 class Own(Trainer):
-    """Brings its loader."""
-
     make_loader: Callable[[], Any]
 
     def get_train_dataloader(self) -> Any:
@@ -130,8 +128,6 @@ class Counted(IterableDataset[Any]):
 
 
 class CountingLoader(DataLoader[Any]):
-    """Its loader, which counts."""
-
     num_read = start = 0
 
     def __iter__(self) -> Any:

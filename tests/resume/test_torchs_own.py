@@ -62,8 +62,6 @@ REFUSED = {"LBFGS", "Optimizer"}
 
 
 class Sparse(nn.Module):
-    """A model whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(2, 3, sparse=True)

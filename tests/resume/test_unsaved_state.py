@@ -84,8 +84,6 @@ class Declared(Average):
 
 
 class Exported(Sum):
-    """Saves it as its own state."""
-
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"number": self.total.item()}}
 

@@ -42,8 +42,6 @@ pytestmark = pytest.mark.sim
 
 
 class Tied(nn.Module):
-    """Two layers with one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)

@@ -53,13 +53,10 @@ def waits_of_steps(sim: Any, folder: Path, *callbacks: Any, model: Any = Net, **
 
 
 def told(waits: list[Any]) -> str:
-    """Say where the first waits were."""
     return "\n".join([f"{len(waits)} waits", *map(str, waits[:4])])
 
 
 class Tokens(Net):
-    """A network whose batches have tokens to count."""
-
     main_input_name = "x"
 
 

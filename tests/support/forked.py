@@ -120,7 +120,6 @@ def _run_all(num_ranks: int, cases: list[dict[str, Any]]) -> dict[str, Any] | No
 
 
 def main(path: str, name: str) -> None:
-    """Import everything, then fork."""
     import accelerate.utils
     import torch._dynamo  # an optimizer's first step would import it, in every rank anew
 

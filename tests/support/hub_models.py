@@ -59,7 +59,6 @@ def make_rows(name: str, num: int = 22, *, seed: int = 1) -> Rows:
 
 
 def collate(rows: Rows) -> dict[str, torch.Tensor]:
-    """Stack samples by hand."""
     batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
     return {"labels" if name == "label" else name: value for name, value in batch.items()}
 
@@ -100,5 +99,4 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 def losses_of(history: list[Mapping[str, Any]]) -> list[float]:
-    """Return the training losses of a log history."""
     return [entry["loss"] for entry in history if "loss" in entry]

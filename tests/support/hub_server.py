@@ -42,7 +42,6 @@ class Repo:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the main branch."""
         return self.branches["main"]
 
 
@@ -78,7 +77,6 @@ class HubServer:
 
     @property
     def repo(self) -> Repo:
-        """The only repository."""
         (found,) = self.repos.values()
         return found
 

@@ -164,7 +164,6 @@ def keep(name: str, folder: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Write the named checkpoints, or all."""
     for name in names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
             if name in NUM_PROCESSES:

@@ -53,8 +53,6 @@ class Shifts(Words):
 
 
 class Divides(Words):
-    """The mean over labels, divided by the count it is given."""
-
     accepts_loss_kwargs = True
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -81,8 +79,6 @@ class NeedsCount(Words):
 
 
 class Sums(Words):
-    """The sum over labels."""
-
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -107,8 +103,6 @@ class Marks(Words):
 
 
 class Ordered(Trainer):
-    """Trains in the order of the data."""
-
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 

@@ -80,7 +80,6 @@ class Machines:
                 _ip("netns", "delete", space)
 
     def plug(self, name: str) -> None:
-        """Plug a machine's end of the cable in."""
         _ip("-n", self._spaces[name], "link", "set", self._cables[name], "up")
 
     def unplug(self, name: str) -> None:
@@ -145,7 +144,6 @@ class Machines:
         return self.agents[name].wait(timeout_s)
 
     def log(self, name: str) -> str:
-        """Return what a machine has printed."""
         return (self.folder / f"{name}.log").read_text("utf-8", errors="replace")
 
     def _logs(self) -> str:

@@ -62,7 +62,6 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
 
     Args:
         tool: The processing class; the length is that of the first of its `model_input_names`.
-        batch_size: Samples per optimizer update, all ranks together.
         is_training: Whether the data is for training; evaluations are ordered only by `sortish_sampler`.
 
     Raises:
@@ -98,11 +97,7 @@ def data_seed(args: Any) -> int:
 
 
 def read_accelerator_config(args: Any) -> Mapping[str, Any]:
-    """Return the settings of `accelerator_config` that differ from the defaults.
-
-    Raises:
-        ConfigError: The JSON file that it names cannot be read.
-    """
+    """Return the settings of `accelerator_config` that differ from the defaults."""
     config = args.accelerator_config
     if isinstance(config, (str, Path)):
         config = AcceleratorConfig.from_json_file(config)
@@ -130,16 +125,7 @@ class TrainPlan(NamedTuple):
 
 
 def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_batch_size: int) -> TrainPlan:
-    """Compute the number of steps that the arguments ask for.
-
-    Args:
-        num_batches: Length of one rank's loader, or None.
-        num_examples: Samples in the data, best estimate.
-        total_batch_size: Samples per optimizer update, all ranks together.
-
-    Raises:
-        ConfigError: The data has no length and `max_steps` is not set.
-    """
+    """Compute the number of steps that the arguments ask for."""
     max_steps, is_by_epochs = args.max_steps, args.max_steps <= 0
     if num_batches is None:
         require_max_steps(args)

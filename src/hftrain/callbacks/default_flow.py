@@ -43,7 +43,6 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Set the flags due after this epoch."""
         if args.logging_strategy == "epoch":
             control.should_log = True
         if args.eval_strategy == "epoch" and (state.epoch or 0.0) >= args.eval_delay:

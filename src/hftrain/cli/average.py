@@ -21,10 +21,6 @@ _TOOLS = (".json", ".jinja", ".model", ".txt")
 def show_average(checkpoints: Sequence[str], *, output: str) -> Answer:
     """Write the mean of the weights of checkpoints, or saved models, with the configuration of the last one.
 
-    Args:
-        checkpoints: Folders with the weights of the same model.
-        output: A new folder.
-
     Raises:
         ConfigError: The output exists.
         CheckpointError: A folder has no weights, or they have other names or shapes.

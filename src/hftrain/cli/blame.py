@@ -42,11 +42,8 @@ class Suspect:
     """A sample of a spike.
 
     Args:
-        sample: Its index.
         loss: Its own loss in the spike, or that of its micro-batch.
-        is_own: Whether the loss is its own.
         norm: The norm of its own gradient; None if the step was not replayed.
-        steps: The steps that had it.
         spikes: Those of them that are spikes.
         shown: Its content in words, or the path of a picture; None if it was not kept.
         twins: Other samples of kept batches with the same content.
@@ -161,9 +158,7 @@ def show_blame(
     """Show the samples behind the spikes of a run that has a flight log, and write a list of them.
 
     Args:
-        run: Its output folder.
         step: Look at this step instead of the spikes.
-        top: How many samples to show.
         output: A JSON file to write the samples to, for ``Trainer(exclude_samples=...)``.
         replay: Look at the first three spikes only, and do them again for the loss and the gradient norm of each
             sample; see `hftrain replay`.

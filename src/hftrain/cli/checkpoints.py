@@ -18,7 +18,6 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> Answer:
     """Return a line for each checkpoint of a run in commit order, and one about the checkpoint for a resume.
 
     Args:
-        run: The run's output folder.
         should_verify: Compare every file's SHA-256, as a resume does; otherwise everything but the content.
 
     Raises:

@@ -123,7 +123,6 @@ class _Config:
         return Answer(to_yaml(self._values()).splitlines(), self._values()) if self._flags.print_config else None
 
     def train(self) -> Trainer:
-        """Make all parts, and train."""
         if self._makers["task"] is None:
             remedy = "Write task.class_path into the file, or add --task.class_path package.module.Name."
             raise ConfigError("Cannot train.", "The configuration names no task.", remedy)

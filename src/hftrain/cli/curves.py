@@ -34,7 +34,6 @@ def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str
     """Plot the curves of runs, with comparable metrics in one panel.
 
     Args:
-        runs: Their folders; see `read_runs`.
         metrics: Names of logged numbers; by default the losses of training and evaluation.
         output: An image file to write instead: ``.png``, ``.svg`` or ``.pdf``.
 

@@ -22,11 +22,7 @@ _SILENT_S = 3600
 
 
 def show_runs(folder: str) -> Answer:
-    """Return a line for each run in a folder, or below it.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return a line for each run in a folder, or below it."""
     path = local_folder(folder, start=Path())
     found = {each.parent for name in (JOURNAL, TRAINER_STATE) for each in path.rglob(name)}
     # A checkpoint holds a state too.

@@ -19,9 +19,6 @@ _MOST_FRAMES = 8
 def show_hangs(run: str) -> Answer:
     """Group the processes of a run by the places where they stood when they wrote last, and compare their times.
 
-    Args:
-        run: Its output folder; the run has a flight log.
-
     Raises:
         ConfigError: No process has written a stack or a step.
     """

@@ -60,11 +60,7 @@ def show_plan(
 
 
 def read_bytes(text: str) -> float:
-    """Return the bytes of a size such as ``80GB``, in powers of 1000.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the bytes of a size such as ``80GB``, in powers of 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if found is None:
         raise ConfigError(f"Cannot read the memory {text!r}.", "It is not a size.", "Write it as in --memory 80GB.")

@@ -45,7 +45,6 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> Answer:
     """Write a page with the curves, evaluations, arguments, checkpoints and stops of runs.
 
     Args:
-        runs: Their folders; see `read_runs`.
         output: The HTML file to write; an existing one is replaced.
 
     Raises:

@@ -21,6 +21,7 @@ from hftrain.core.errors import CheckpointError, ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.state import find_misfit
 from hftrain.extras.flight.reading import read_ledger, total_loss
+from hftrain.loggers.base import flatten
 from hftrain.storage.files import is_url, local_folder, read_json, walk_files
 
 # More runs than these share one legend and one title, and show one loss.
@@ -66,7 +67,6 @@ class RunRecord:
 
     Args:
         name: A short name, unique among the shown runs.
-        folder: Its folder or URL, as given.
         state: The newest documented state that was saved; empty if there is none.
         log: The numbers of the log entries in order, without those that a resume has superseded. With a journal,
             they have their times, and those of training `THROUGHPUT` and `MEMORY`.
@@ -74,9 +74,7 @@ class RunRecord:
         events: The journal's events since the run's first begin, except logs.
         sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.
         arguments: The arguments that differ from their defaults; None if unknown.
-        versions: Versions of the libraries.
         origin: The code's version, the seed, the number of parameters, the command, and what configured task and data.
-        num_earlier: The number of earlier runs in the folder.
         num_unread: The number of lines of the journal that could not be read.
     """
 
@@ -221,7 +219,9 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
             journal.log.add({"step": step, "loss": sum(losses) / len(losses), "grad_norm": norm})
     last: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
     manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
-    versions = last.get("environment", {}).get("versions")
+    versions, config = last.get("environment", {}).get("versions"), flatten(last.get("config", {}))
+    # As they are written on the command line.
+    config = {name.replace(".init_args.", "."): value for name, value in config.items() if value != {}}
     return RunRecord(
         name=name,
         folder=folder,
@@ -232,7 +232,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         sessions=[(session[0], session[-1]) for session in journal.sessions if session],
         arguments=last.get("arguments") if last else _arguments(paths),
         versions=versions if versions and isinstance(versions, dict) else manifest.versions if manifest else {},
-        origin={name: last[name] for name in _ORIGIN if name in last} | _flat(last.get("config", {})),
+        origin={name: last[name] for name in _ORIGIN if name in last} | config,
         num_earlier=max(0, journal.num_runs - 1),
         num_unread=journal.num_unread,
     )
@@ -331,15 +331,6 @@ def _is_readable(line: Any) -> bool:
         return False
     numbers = all(is_number(line[name]) and math.isfinite(line[name]) for name in _NUMBERS if name in line)
     return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
-
-
-def _flat(config: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their paths, as they are written on the command line."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        path = place if name == "init_args" else f"{place}.{name}".removeprefix(".")
-        found |= _flat(value, path) if isinstance(value, Mapping) else {path: value}
-    return found
 
 
 def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Saved]:

@@ -71,7 +71,6 @@ class DefaultDataCollator:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
-        """Stack samples into a batch; see `default_data_collator`."""
         return default_data_collator(features, self.return_tensors if return_tensors is None else return_tensors)
 
 
@@ -97,7 +96,6 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[Any]) -> Any:
-        """Pad the samples into a batch."""
         names = ("padding", "max_length", "pad_to_multiple_of", "return_tensors")
         batch = _pad(self.tokenizer, features, **{name: getattr(self, name) for name in names})
         for name in _LABELS:

@@ -57,23 +57,14 @@ def removable_columns(dataset: Any) -> list[str] | None:
 
 
 def known_columns(dataset: Any) -> list[str] | None:
-    """List the columns of a dataset, if that calls no user code: of `datasets`, or of a plain list of samples.
-
-    Example:
-        >>> known_columns([{"x": 1, "labels": 0}])
-        ['x', 'labels']
-    """
+    """List the columns of a dataset, if that calls no user code: of `datasets`, or of a plain list of samples."""
     if type(dataset) in (list, tuple):
         return list(dataset[0]) if dataset and isinstance(dataset[0], Mapping) else None
     return removable_columns(dataset)
 
 
 def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, description: str) -> Any:
-    """Return a `datasets` dataset with only the columns in `keep`; other datasets are returned unchanged.
-
-    Raises:
-        ConfigError: No column would remain.
-    """
+    """Return a `datasets` dataset with only the columns in `keep`; other datasets are returned unchanged."""
     names = removable_columns(dataset)
     if names is None:
         return dataset
@@ -147,11 +138,7 @@ class RemoveColumnsCollator(_Before):
         self.model_name = model_name
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the samples without the removed columns; samples that are not mappings are not changed.
-
-        Raises:
-            ConfigError: No column of a sample would remain.
-        """
+        """Collate the samples without the removed columns; samples that are not mappings are not changed."""
         keep = self.signature_columns
         # Two calls in C for the usual case, since this runs for every sample.
         if set(map(type, features)) != {dict} or not all(map(keep.issuperset, features)):
@@ -173,10 +160,6 @@ class TextRemover(_Before):
     """Drop values that cannot become tensors before a collator sees them; can be pickled if the collator can.
 
     For data whose useful columns are unknown, such as that of a task.
-
-    Example:
-        >>> TextRemover(list, description="training")([{"x": 1, "text": "a"}])
-        [{'x': 1}]
     """
 
     def __call__(self, features: list[Any]) -> Any:

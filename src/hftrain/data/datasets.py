@@ -67,11 +67,6 @@ def has_state(data: Any) -> bool:
     from a generator function, which is run again up to its position and may draw random numbers, nor any before
     datasets 5.0, whose state can be ahead of the samples that were read (seen up to 4.8). Those are read again from
     the epoch's start, like streams without a state.
-
-    Example:
-        >>> import torch
-        >>> has_state([1, 2]), has_state(torch.nn.Identity())
-        (False, True)
     """
     while isinstance(data, StreamWrapper):
         data = data.dataset
@@ -142,12 +137,7 @@ def _has_more_than_its_state(source: Any) -> bool:
 
 
 def has_length(obj: Any) -> bool:
-    """Return whether `len(obj)` works.
-
-    Example:
-        >>> has_length([1, 2]), has_length(iter([1, 2]))
-        (True, False)
-    """
+    """Return whether `len(obj)` works."""
     try:
         len(obj)
     except (TypeError, AttributeError, NotImplementedError):
@@ -174,13 +164,7 @@ def num_examples(loader: Any, *, batch_size: int = 1) -> int:
 
 
 def expected_samples(loader: Any) -> int | None:
-    """Return the largest number of samples that this rank's loader can yield; None if unknown.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> expected_samples(DataLoader(range(10), batch_size=4)), expected_samples(iter([]))
-        (10, None)
-    """
+    """Return the largest number of samples that this rank's loader can yield; None if unknown."""
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None or not has_length(loader):
         return None

@@ -48,11 +48,7 @@ class EvalSet:
 
 
 def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
-    """Return the datasets without their `EvalSet` wrappers, and the wrappers by name.
-
-    Raises:
-        ConfigError: An `EvalSet` has no name.
-    """
+    """Return the datasets without their `EvalSet` wrappers, and the wrappers by name."""
     if isinstance(eval_dataset, EvalSet):
         raise ConfigError(
             "Cannot use an EvalSet as eval_dataset.",

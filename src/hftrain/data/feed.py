@@ -40,8 +40,6 @@ class TrainFeed:
     sampler that would draw from the global generator gets its own generator; mutates them.
 
     Args:
-        loader: This rank's batches.
-        seed: The data seed.
         expects_save: Returns whether a checkpoint is planned for the end of the next step. If it is given, map-style
             data of hftrain's loaders in this process is collated one batch ahead.
 

@@ -111,7 +111,6 @@ def build_loader(
     """Build this rank's loader; creating an iterator does not touch torch's global generator.
 
     Args:
-        dataset: A map-style dataset or an `IterableDataset`.
         batch_size: Samples per batch of one rank, or of all ranks together with `split_batches`.
         sampler: The order, the same on all ranks; None reads in order. A sampler made for several ranks, such
             as torch's `DistributedSampler`, is not sharded again. Not for streams.
@@ -173,7 +172,6 @@ def default_train_sampler(
     """Return the default sampler of training; None for a dataset without a length.
 
     Args:
-        shuffle: Whether training reads in random order.
         use_seedable_sampler: Whether the order depends only on the data seed and the epoch; otherwise torch's global
             generator determines it, and a resume in the middle of an epoch cannot reproduce it.
     """

@@ -67,11 +67,6 @@ class EpochShuffleSampler(ArraySampler):
 
     The order of epoch e is `torch.randperm(n)` from a generator seeded with `seed + e`, the order in which the
     Hugging Face Trainer reads the same dataset with the same data seed.
-
-    Example:
-        >>> sampler = EpochShuffleSampler(range(5), seed=0)
-        >>> sorted(sampler) == [0, 1, 2, 3, 4] and list(sampler) == list(sampler)
-        True
     """
 
     def __init__(self, data_source: Sized, *, seed: int) -> None:
@@ -277,10 +272,6 @@ class Later(Sampler[Any]):
     """Skip the first items of another sampler, of indices or of batches, without reading data.
 
     The skipped items are drawn, unless `pick` can avoid it.
-
-    Example:
-        >>> list(Later(range(5), 3))
-        [3, 4]
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:

@@ -26,12 +26,7 @@ _UNSEEDED = torch.Generator().initial_seed()
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix integers into one seed from 0 to 2**32 - 1; nearby integers give unrelated seeds.
-
-    Example:
-        >>> derive_seed(42, 0) == derive_seed(42, 0) != derive_seed(42, 1)
-        True
-    """
+    """Mix integers into one seed from 0 to 2**32 - 1; nearby integers give unrelated seeds."""
     return int(numpy.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1)[0])
 
 
@@ -224,11 +219,9 @@ class SeededCollator(CollatorWrapper):
         self._epoch = torch.tensor(0, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for the masks of the next batches."""
         self._epoch.fill_(epoch)
 
     def __call__(self, features: list[Any]) -> Any:
-        """Make a batch."""
         return self._masking(features)
 
     def _mask(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

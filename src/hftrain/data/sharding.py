@@ -156,9 +156,6 @@ class ShardPlan:
         Loaders that are already sharded are returned unchanged: hftrain's own, those with a `DistributedSampler` or its
         like, and classes other than torch's `DataLoader`. Those from `Accelerator.prepare`: see `own`. Random samplers
         without a generator get one; mutates them.
-
-        Raises:
-            ConfigError: The loader cannot be split.
         """
         own = self.own(loader)
         is_whole = own is loader and not isinstance(loader, RankLoader) and issubclass(type(loader), DataLoader)

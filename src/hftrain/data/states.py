@@ -256,7 +256,6 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     """Make a loader begin within an epoch, by drawing only indices if possible.
 
     Args:
-        loader: This rank's loader.
         offset: Samples of all ranks together before the first batch.
         skip: Batches of this rank to skip after them.
 

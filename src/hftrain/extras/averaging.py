@@ -99,11 +99,7 @@ class WeightAverage(TrainerCallback):
         return {"averages": dict(self.averages), "num_averaged": self.num_averaged}
 
     def make_room(self, state: Mapping[str, Any]) -> None:
-        """Average the parameters of a saved state, which may be other ones than those that train at the start.
-
-        Raises:
-            CheckpointError: The model does not have them.
-        """
+        """Average the parameters of a saved state, which may be other ones than those that train at the start."""
         parameters = dict(self._named)
         if missing := sorted(state["averages"].keys() - parameters.keys()):
             raise CheckpointError(
@@ -171,11 +167,9 @@ class EMA(WeightAverage):
             )
 
     def share(self) -> float:
-        """Return the decay, or less at first."""
         return min(self.decay, (1 + self.num_averaged) / (10 + self.num_averaged)) if self.warmup else self.decay
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update the average."""
         if state.global_step % self.every == 0:
             self.update()
 
@@ -207,7 +201,6 @@ class SWA(WeightAverage):
             )
 
     def share(self) -> float:
-        """Return that of equal shares."""
         return self.num_averaged / (self.num_averaged + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

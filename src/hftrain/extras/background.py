@@ -180,7 +180,6 @@ class BackgroundWrite:
         name: What `Consensus.due` returns at the boundary at which all call `finish`; unique to this write.
         work: Called in the thread, with a group through which the processes agree.
         then: Called in the main thread with what the work returned, or its error; may raise.
-        consensus: The object through which the processes agree.
     """
 
     def __init__(

@@ -83,15 +83,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         return control
 
     def check_metric_value(self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float) -> None:
-        """Compare a value with the best one so far and update the count; override to define an improvement.
-
-        Source: the documented `EarlyStoppingCallback.check_metric_value`.
-        """
+        """Compare a value with the best one so far and update the count; override to define an improvement."""
         is_better = _is_better(metric_value, state.best_metric, self.early_stopping_threshold, args.greater_is_better)
         self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
 
     def state(self) -> dict[str, Any]:
-        """Return the limits and the count."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,

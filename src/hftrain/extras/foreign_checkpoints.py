@@ -56,7 +56,6 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: BatchGrid) -> M
     Steps, epochs as a fraction, batch size and length of the run are in its state; its files show the processes.
 
     Args:
-        folder: The checkpoint.
         current: The ``geometry`` of the resuming run, from which the rest is taken.
         grid: How that run cuts an epoch into batches.
 

@@ -133,7 +133,6 @@ class LengthSortedSampler(ArraySampler):
         self.reading_order = order
 
     def draw(self) -> Lengths:
-        """Return the order, the same in each pass."""
         return self.reading_order
 
     def __len__(self) -> int:

@@ -17,9 +17,6 @@ class SetLimits(Limits):
 
     Args:
         **settings: Those of `Trainer` whose names end with ``_batches``.
-
-    Raises:
-        ConfigError: A value is not allowed, or two contradict each other.
     """
 
     def __init__(self, **settings: int | float | None) -> None:

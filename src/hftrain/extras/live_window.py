@@ -22,7 +22,6 @@ class LiveLossWindow(LossWindow):
     _has_replaced = True
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of one micro-step to the sum."""
         self.num_micro_steps += 1
         loss = loss.detach()
         total = torch.zeros_like(loss) if self.sum is None else self.sum

@@ -33,7 +33,6 @@ def explain_mistake(
     successful steps cost nothing, and errors of callbacks, metrics and schedules get no batch.
 
     Args:
-        error: The error of a step, a collator, a dataset or a callback; notes are added to it.
         trainer: The class whose methods may be the user's.
         loss_maker: The name of the function that returned the loss, if it was neither the task nor the model.
 

@@ -60,7 +60,6 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
     _workers = 0
 
     def __new__(cls, sets: Any = None, **_: Any) -> Any:
-        """Return a stream for streams."""
         found = map(_split, sets.values() if isinstance(sets, Mapping) else ())
         is_stream = cls is Mixture and any(isinstance(dataset, IterableDataset) for dataset, _ in found)
         return super().__new__(_StreamMixture if is_stream else cls)
@@ -121,7 +120,6 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         return self.epoch_size or found
 
     def __getitem__(self, place: Any) -> Any:
-        """Return the sample of a set, given the numbers of both."""
         if not isinstance(place, tuple):
             raise ConfigError(
                 f"Cannot read sample {place!r} of a Mixture.",
@@ -131,7 +129,6 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         return self.datasets[place[0]][place[1]]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate the first pass."""
         return map(self.__getitem__, MixtureSampler(self, seed=self.seed))
 
     def train_sampler(self, *, seed: int, shuffle: bool = True) -> Any:
@@ -221,7 +218,6 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         self._round = samples_per_round(loader, world_size=world_size) or 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the position in the pass."""
         if (at := self.progress) is not None:
             self.place = [at.epoch, at.offset_in_epoch + at.micro_steps_in_epoch * self._round]
 
@@ -297,7 +293,6 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
         return np.add(self.trained, [self._at.counts, self._at.passes] if self.place[1] else 0).tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the pass that the next iteration reads."""
         self.epoch = epoch
         if not self._is_loaded:
             self._begin_pass()

@@ -44,9 +44,7 @@ def used_in_training(
     """Map each feature that a training uses, and that a loop may not support, to the setting that requests it.
 
     Args:
-        policy: When the run saves, in addition to the arguments.
         dataset: The training dataset; None if the loader is overridden.
-        resume: The checkpoint to resume from, if any.
     """
     saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
     has_length = dataset is not None and not isinstance(dataset, IterableDataset)
@@ -98,11 +96,7 @@ def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise if a run uses features that its loop does not support.
-
-    Raises:
-        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
-    """
+    """Raise if a run uses features that its loop does not support."""
     for feature, reason in loop.unsupported.items():
         asked = f"Cannot read {type(loop).__name__}.unsupported:"
         check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")

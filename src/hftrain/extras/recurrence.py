@@ -10,11 +10,7 @@ from hftrain.core.tree import detach
 
 
 def with_memory(inputs: Any, past: Any) -> Any:
-    """Return a batch with the previous step's recurrent state under ``"mems"``.
-
-    Raises:
-        TaskError: The batch is not a mapping.
-    """
+    """Return a batch with the previous step's recurrent state under ``"mems"``."""
     if not isinstance(inputs, Mapping):
         raise TaskError(
             "Cannot use past_index.",
@@ -29,9 +25,6 @@ def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
 
     Args:
         has_loss: Whether a tuple begins with the loss; ignored for a mapping, whose keys show it.
-
-    Raises:
-        TaskError: The index is out of range.
     """
     values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
     if not ("loss" in outputs if isinstance(outputs, Mapping) else has_loss):

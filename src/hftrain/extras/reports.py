@@ -35,9 +35,7 @@ def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
     """Return metrics as aligned lines under a title, names sorted."""
     shown = {name: str(value) for name, value in sorted(metrics_format(metrics).items())}
-    if not shown:
-        return f"***** {split} metrics *****"
-    left, right = max(map(len, shown)), max(map(len, shown.values()))
+    left, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
     lines = [f"  {name:<{left}} = {value:>{right}}" for name, value in shown.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
 

@@ -19,16 +19,7 @@ from hftrain.data.sharding import DispatchLoader, RankLoader, is_plain_loader
 
 
 def check_shares(loader: Any, datasets: Iterable[Any], *, gather_object: Callable[[Any], list[Any]]) -> None:
-    """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective.
-
-    Args:
-        loader: What this rank reads.
-        datasets: The Trainer's datasets.
-        gather_object: Gathers an object of each rank.
-
-    Raises:
-        ConfigError: The ranks' datasets have different lengths or different first or last samples.
-    """
+    """Raise if ranks cut their shares from different datasets; warn of what each is assumed to read. Collective."""
     marks = gather_object(_mark(loader))
     if any(mark != marks[0] for mark in marks):
         lengths = [None if mark is None else mark[0] for mark in marks]
@@ -60,12 +51,7 @@ def check_copies(loader: Any, *, rank: int, gather_object: Callable[[Any], list[
     """Raise if processes that hold parts of one model would read different samples. Collective.
 
     Args:
-        loader: What this process reads.
         rank: Its data rank, which those processes have in common.
-        gather_object: Gathers an object of each process.
-
-    Raises:
-        ConfigError: Their loaders differ in length, or in the share that a sampler or dataset takes.
     """
     parts = (getattr(loader, "dataset", None), *samplers_of(loader)) if is_plain_loader(loader) else ()
     places = [getattr(each, "rank", None) for part in parts for each in (part, share_of_datasets(part))]
@@ -87,13 +73,9 @@ def check_pass(loader: Any, num_read: int, num_batches: int, *, is_training: boo
     A pass may have any length, if the loader states it when the pass begins or when it ends.
 
     Args:
-        loader: This rank's loader.
         num_read: Batches read when it ended, or more than `num_batches`.
         num_batches: Batches that it stated when it began, by its `__len__`.
         is_training: Whether the length is used for more than a progress bar.
-
-    Raises:
-        TaskError: A loader of map-style data gave fewer batches than it has.
     """
     reader = loader.loader if isinstance(loader, DispatchLoader) else loader
     kind = type(getattr(reader, "dataset", reader)).__name__

@@ -142,7 +142,6 @@ class SpikeGuard(TrainerCallback):
         return is_spike
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """List a spike."""
         if self._spike is not None:
             (loss, norm), (usual_loss, usual_norm) = self._spike.tolist()
             is_skipped = self.on_spike != "warn"

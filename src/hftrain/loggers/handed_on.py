@@ -12,11 +12,7 @@ from hftrain.loggers.base import Logger
 
 
 class HandedOnTracker(Logger):
-    """A tracker whose name is known here, and whose callback is in transformers.
-
-    Raises:
-        ConfigError: A logger is created; there is only the callback.
-    """
+    """A tracker whose name is known here, and whose callback is in transformers."""
 
     def __init__(self) -> None:
         raise ConfigError(
@@ -27,11 +23,7 @@ class HandedOnTracker(Logger):
 
     @classmethod
     def callback_class(cls) -> Any:
-        """Return transformers' callback.
-
-        Raises:
-            MissingDependencyError: The installed transformers has no callback for this tracker.
-        """
+        """Return transformers' callback."""
         from transformers.integrations import integration_utils
 
         callback = integration_utils.INTEGRATION_TO_CALLBACK.get(cls.name)
@@ -72,7 +64,6 @@ class DagsHubTracker(HandedOnTracker):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Return whether MLflow is set up to report to DagsHub."""
         return "dagshub" in os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
@@ -85,7 +76,6 @@ class FlyteTracker(HandedOnTracker):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Return whether this is a Flyte execution."""
         return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
 
 
@@ -98,7 +88,6 @@ class KubeflowTracker(HandedOnTracker):
 
     @classmethod
     def why_off(cls) -> str | None:
-        """Return the reason if reports are disabled or the run is not part of a TrainJob."""
         url = "KUBEFLOW_TRAINER_SERVER_URL"
         return super().why_off() or (None if os.environ.get(url) else f"{url} is not set, as it is in a TrainJob")
 

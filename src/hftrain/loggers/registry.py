@@ -50,11 +50,7 @@ def available_loggers() -> list[str]:
 
 
 def installed_tracker(name: str) -> Any:
-    """Return the class of a tracker.
-
-    Raises:
-        MissingDependencyError: A package that it needs is not installed.
-    """
+    """Return the class of a tracker."""
     kind: Any = loggers.resolve(name)[0]
     missing = kind.missing_packages()
     if missing:

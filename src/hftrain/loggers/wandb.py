@@ -62,7 +62,6 @@ class WandbLogger(MediaByWrapping):
         self._run.log_artifact(artifact, aliases=[folder.name, "latest"])
 
     def finish_training(self) -> None:
-        """Stop watching the model."""
         if self._model is not None:
             self._run.unwatch(self._model)
             self._model = None

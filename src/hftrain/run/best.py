@@ -17,8 +17,6 @@ from hftrain.rules.evaluation import best_metric_key
 
 
 class _Evaluated(NamedTuple):
-    """A step's evaluation."""
-
     step: int
     metric: float
 

@@ -86,11 +86,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
 
 
 def report_late_ranks(strategy: Strategy, error: Exception) -> None:
-    """Raise `StrategyError` instead of an error that only says that a collective timed out.
-
-    Raises:
-        StrategyError: Says what this process did, which ranks did not arrive, and where they were.
-    """
+    """Raise `StrategyError` instead of an error that only says that a collective timed out."""
     timeout = getattr(strategy, "timeout", None)
     late = strategy.watch.late(error, timeout_s=timeout.total_seconds()) if strategy.watch and timeout else None
     if late is not None:

@@ -74,7 +74,6 @@ class Contents:
     # -- the entries: a new feature adds one ----------------------------------------------------------------------
 
     def _manifest_entries(self) -> dict[str, Entry]:
-        """Return the entries in the manifest."""
         parts, metric = self._parts, self.metric
 
         def position() -> dict[str, Any]:
@@ -99,7 +98,6 @@ class Contents:
         }
 
     def _file_entries(self) -> dict[str, Entry]:
-        """Return the entries with a separate file."""
         parts, trainer, trained = self._parts, self._parts.trainer, self._parts.trained
         in_training = parts.strategy, parts.wrapped, parts.optimizer, parts.precision
 

@@ -23,9 +23,7 @@ class TokenCounter:
     """Count the tokens of a batch: the elements of the model's main input.
 
     Args:
-        input_name: The main input's name.
         skips_padding: Leave out padding: masked positions, or without an attention mask the padding token.
-        padding_id: The padding token, if known.
     """
 
     def __init__(self, input_name: str, *, skips_padding: bool = False, padding_id: int | None = None) -> None:
@@ -48,7 +46,6 @@ class TokenCounter:
         """Iterate over batches and return their number of tokens; random numbers are restored.
 
         Args:
-            batches: A loader.
             max_batches: How many batches to count, starting again if there are fewer; None counts each once.
         """
         counts = [int(self.count(batch)) for batch in islice(batches, max_batches)]
@@ -85,7 +82,6 @@ class RunCounts:
 
     Args:
         parts: `num_input_tokens_seen` of their state is mutated.
-        model: Not wrapped.
     """
 
     def __init__(self, parts: RunParts, model: nn.Module) -> None:

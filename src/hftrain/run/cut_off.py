@@ -26,10 +26,8 @@ class CutOff:
     `no_grad`, or another module got its output detached. Without such modules nothing is watched.
 
     Args:
-        task: Its modules are watched.
         optimizer: After its first step, with the gradients.
         num_updates: The number of updates of the run from this one on.
-        pending: Functions that are called at the end of each step.
     """
 
     def __init__(

@@ -21,8 +21,6 @@ class RunData:
 
     Args:
         open_loader: Returns this rank's batches, from another dataset if one is given.
-        seed: The data seed.
-        limits: How much of the data is read.
         draws_on: Whether loader workers draw on through an epoch; see `extras/worker_numbers.py`.
         expects_save: Whether a checkpoint is planned for the end of the next step; see `TrainFeed`.
 

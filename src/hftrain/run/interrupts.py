@@ -74,7 +74,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if self.strategy.is_main:
-            self._remove_marker()
+            self._marker.unlink(missing_ok=True)  # of an earlier stop
+            if (url := self._output.url) is not None and saves_at_all(self._args, self._policy):
+                extra("remote").RemoteFolder(url).delete_file(MARKER)
         self._first_step = self._progress.step
         if self.consensus is not None:
             self.consensus.start()
@@ -186,10 +188,3 @@ class Interrupts:
             # For example a full disk: the run still stops, and the other processes with it.
             logger.warning("%s cannot request a requeue: %s", self._marker, error)
         self._output.publish_quietly()
-
-    def _remove_marker(self) -> None:
-        """Remove the marker of an earlier stop."""
-        url = self._output.url
-        self._marker.unlink(missing_ok=True)
-        if url is not None and saves_at_all(self._args, self._policy):
-            extra("remote").RemoteFolder(url).delete_file(MARKER)

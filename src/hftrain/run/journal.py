@@ -98,7 +98,6 @@ class Journal:
         """Append a ``save`` event, after the commit of a checkpoint.
 
         Args:
-            path: Its folder.
             num_bytes: Its approximate size, used if the folder is not there.
         """
         if self._path is not None:

@@ -44,14 +44,11 @@ class RunParts:
     """The parts of a run: those that exist before, and those that are made while it is built, in this order.
 
     Args:
-        trainer: Has the documented attributes.
         hooks: The documented methods that the run calls.
         losses: The open logging window.
         logs: Values logged by the steps in that window.
         trial_run: The current trial of a search, with its results; None outside of one.
         ignore_keys: Outputs that evaluations leave out of the predictions.
-        services: What the Trainer's own parts do.
-        progress: The position of the run.
         pending: Functions that the loop calls at the end of each step, see `FitParts`.
         phase: Describes what the run is doing; None in a step or an evaluation.
         is_saving: Whether a checkpoint is being saved, or could not be.
@@ -60,8 +57,6 @@ class RunParts:
 
     Attributes:
         manager: Commits the checkpoints; its folder is the run's.
-        loop: Runs the steps.
-        data: The training data.
         trained: The parameters that train, within the model and outside.
         model: Not wrapped.
         unchanged: Opens a context with the model's configuration as it was before training.
@@ -197,12 +192,7 @@ class TrainerHooks(Protocol):
 
 
 class TrainerPart:
-    """A part of a Trainer, with state that a rehearsal restores.
-
-    Args:
-        trainer: Has the documented attributes.
-        hooks: Its documented methods, as they are overridden.
-    """
+    """A part of a Trainer, with state that a rehearsal restores."""
 
     def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
         self._trainer, self._hooks = trainer, hooks

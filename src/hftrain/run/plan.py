@@ -86,15 +86,7 @@ class RunPlan:
 
 
 def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
-    """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective.
-
-    Args:
-        feed: This rank's batches.
-
-    Raises:
-        CheckpointError: The checkpoint's position or state is not valid in this run.
-        ConfigError: See `check_rounds`.
-    """
+    """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective."""
     args, trainer, loader = parts.args, parts.trainer, feed.loader
     total = trainer.get_total_train_batch_size(args)
     length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
@@ -137,9 +129,6 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
 
     DDP exchanges gradients once per update, so updates may have unequal numbers of micro-batches. Strategies that
     split the model, or count micro-steps themselves, communicate in each micro-step.
-
-    Raises:
-        ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
     """
     strategy, accumulation = parts.strategy, parts.args.gradient_accumulation_steps
     by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
@@ -157,7 +146,6 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
 
 
 def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
-    """Return the plan for the remaining part of a resumed run."""
     length, grid, geometry = whole.length, whole.grid, whole.geometry
     manifest = _read_manifest(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})

@@ -41,11 +41,7 @@ logger = get_logger(__name__)
 
 
 class Run:
-    """One training run, from a checkpoint or the start to its end.
-
-    Args:
-        resume: The checkpoint to continue from; None starts a new run.
-    """
+    """One training run, from a checkpoint or the start to its end."""
 
     def __init__(
         self,
@@ -142,7 +138,6 @@ class Run:
         return fit
 
     def _fit_parts(self) -> FitParts:
-        """Return the parts for the training loop."""
         parts, plan, args, trainer = self._parts, self._plan, self._parts.args, self._parts.trainer
         schedule, accumulation = trainer.lr_scheduler, args.gradient_accumulation_steps
         take, training_step = parts.services.step_functions(self._resume, parts.logs)
@@ -265,7 +260,6 @@ class Run:
         return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
-        """Log the losses, and the values of the precision, the steps and the metrics."""
         parts, trainer = self._parts, self._parts.trainer
         self.counts.store()
         self._checks.check_unfrozen()

@@ -49,11 +49,7 @@ logger = get_logger(__name__)
 class Saver:
     """Save the checkpoints of one run, rotate them, and load the best one.
 
-    Args:
-        contents: What they hold besides the model.
-
     Attributes:
-        writer: Writes them.
         saved_step: The step of the last checkpoint.
         tried_step: The last step that was to be saved, whether or not there was room.
         on_begin: Called when a save begins.
@@ -79,9 +75,6 @@ class Saver:
         Args:
             consensus: How processes agree on background writes; None if there is none.
             silence: The reason if there is none.
-
-        Raises:
-            ConfigError: Another run saves there, no checkpoint fits, or it cannot store a state.
         """
         parts, trainer, manager = self._parts, self._parts.trainer, self.manager
         if saves_at_all(parts.args, parts.save_policy):

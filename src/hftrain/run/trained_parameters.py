@@ -31,9 +31,6 @@ class TrainedParameters:
     The model's files do not hold the weights of a loss, say, and those of an adapter leave out other weights that
     train. An engine that steps itself does all of this.
 
-    Args:
-        read_schedule: Returns the schedule of the learning rate.
-
     Attributes:
         outside: What the model's files do not hold; the same list for the whole run.
     """
@@ -121,11 +118,7 @@ class TrainedParameters:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore those outside from a checkpoint's folder.
-
-        Raises:
-            CheckpointError: The parameters in the file have other shapes.
-        """
+        """Restore those outside from a checkpoint's folder."""
         path, own = folder / OUTSIDE_WEIGHTS, self.state_dict()
         if own is None:
             return
@@ -182,11 +175,7 @@ class TrainedParameters:
         return {name: value for name, value in facts.items() if value}
 
     def repeat(self, facts: Mapping[str, Any]) -> None:
-        """Repeat the changes that a manifest records, so that the optimizer's state fits; existing groups are skipped.
-
-        Raises:
-            CheckpointError: A group has parameters that cannot be found by name.
-        """
+        """Repeat the changes that a manifest records, so that the optimizer's state fits; skip existing groups."""
         parameters = dict(self._model.named_parameters())
         for name, requires_grad in facts.get("requires_grad", {}).items():
             if name in parameters:

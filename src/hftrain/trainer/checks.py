@@ -68,11 +68,7 @@ def check_before_training(
     output: Output,
     resume: str | bool | None,
 ) -> Path | None:
-    """Raise for a training that cannot work; return the checkpoint to resume from.
-
-    Args:
-        resume: The documented `resume_from_checkpoint`.
-    """
+    """Raise for a training that cannot work; return the checkpoint to resume from."""
     args, strategy = trainer.args, trainer.strategy
     is_plain = isinstance(trainer.task, ModelTask)
     if not (is_plain or trainer.loops or hooks.is_overridden("training_step", "compute_loss")):
@@ -130,11 +126,7 @@ def _check_optimizer(trainer: TrainerHooks, hooks: Hooks) -> None:
 
 
 def _check_ahead(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet]) -> None:
-    """Raise if a training would fail later; reads no data and launches nothing.
-
-    Args:
-        sets: Evaluation sets with their own metrics or schedule, by name.
-    """
+    """Raise if a training would fail later; reads no data and launches nothing."""
     args, strategy, task, model = trainer.args, trainer.strategy, trainer.task, trainer.model
     _check_shapes(model)
     if args.output_dir and Path(args.output_dir).is_file():

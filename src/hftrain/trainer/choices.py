@@ -97,11 +97,7 @@ def given_callbacks(
     loggers: Any,
     is_rehearsal: bool,
 ) -> list[Any]:
-    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started.
-
-    Args:
-        given: The arguments of the Trainer that hold callbacks.
-    """
+    """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
     callbacks = [callback for each in given for callback in as_list(each)]
     if profiler is not None:
         callbacks += extra("profiler").make_profiler(profiler)
@@ -168,12 +164,7 @@ def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
 
 
 def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
-    """Return the callbacks that `debug` selects.
-
-    Raises:
-        MissingDependencyError: XLA's metrics are requested without torch_xla.
-        ConfigError: They are requested in a run that does not use XLA.
-    """
+    """Return the callbacks that `debug` selects."""
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []
     callback = extra("xla_metrics").XLAMetricsCallback()

@@ -40,12 +40,7 @@ _logger = get_logger(__name__)
 
 
 class TrainerData:
-    """Make loaders and samplers from a Trainer's datasets, and check these before anything is launched.
-
-    Args:
-        trainer: Has the datasets.
-        hooks: May override the parts of this.
-    """
+    """Make loaders and samplers from a Trainer's datasets, and check these before anything is launched."""
 
     def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
         self._trainer, self._hooks = trainer, hooks

@@ -43,10 +43,6 @@ logger = get_logger(__name__)
 class Evaluation:
     """Evaluate and predict for a Trainer.
 
-    Args:
-        trainer: Its hooks are called.
-        sets: Evaluation sets with their own metrics or schedule, by name.
-
     Attributes:
         mean: Weighs the losses of a plain model; set during an evaluation.
     """
@@ -75,11 +71,7 @@ class Evaluation:
     def over_sets(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, is_own: bool
     ) -> dict[str, float]:
-        """Evaluate on each set that is due; return all their metrics.
-
-        Args:
-            is_own: Whether these are the Trainer's own sets.
-        """
+        """Evaluate on each set that is due; return all their metrics."""
         given, entries = split_eval_sets(datasets)
         sets, metrics = self.sets if is_own else entries, dict[str, float]()
         for name in filter(lambda name: self._is_due(sets.get(name)), given):
@@ -171,12 +163,7 @@ class Evaluation:
         metric_key_prefix: str,
         finish_outputs: Callable[[Any], Any] | None,
     ) -> EvalLoopOutput:
-        """Run the prepared model over a loader; collective.
-
-        Args:
-            loss_only: Keep no predictions.
-            finish_outputs: Applied to the collected outputs.
-        """
+        """Run the prepared model over a loader; collective."""
         trainer, args, events = self._trainer, self._trainer.args, self._trainer.callback_handler
         is_prediction = self._activity.name == "predict"
         is_plain = isinstance(trainer.task, ModelTask)

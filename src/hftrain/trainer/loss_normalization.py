@@ -168,14 +168,12 @@ class LossShares:
         return None if any(count is None for count in counts) else sum(counts)
 
     def _kinds(self) -> tuple[str, ...]:
-        """Return the kinds of items to count in the current step."""
         kind = self.rule.kind
         if not self.rule.is_settled or (not self.rule.has_warned and (kind is None or kind.what == UNKNOWN)):
             return MEANS
         return (kind.what,) if kind is not None and kind.what in (ITEMS.what, *MEANS) else ()
 
     def _count_kinds(self, batch: Any, kinds: tuple[str, ...]) -> Mapping[str, Any]:
-        """Return the numbers of items of these kinds in a batch."""
         task, model_task = self._task, self.model_task
         if kinds != (ITEMS.what,):
             if model_task is None:

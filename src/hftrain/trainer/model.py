@@ -37,9 +37,6 @@ logger = get_logger(__name__)
 class TrainerModel(TrainerPart):
     """Put a model into a task, and detect its documented properties.
 
-    Args:
-        on_adopted: Called when the Trainer has another model.
-
     Attributes:
         outermost: The user's wrapper around the model, if any, else the model.
         accepts_count: Whether the model takes `num_items_in_batch`, as detected.

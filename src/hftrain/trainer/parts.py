@@ -23,10 +23,6 @@ from hftrain.trainer.training_steps import TrainingSteps
 class TrainerParts:
     """The parts of a Trainer, each with what it needs of the others.
 
-    Args:
-        eval_sets: Evaluation sets with their own metrics or schedule, by name.
-        on_adopted: Called when the Trainer has another model.
-
     Attributes:
         memory: Measures the memory of each stage; None if the arguments do not ask for it.
         journal: That of the current or the last run.

@@ -328,8 +328,6 @@ class Trainer:
             CheckpointError: There is no valid checkpoint to resume from.
             SystemExit: SIGTERM stopped the run after a checkpoint; the exit status is 128 + 15.
             KeyboardInterrupt: SIGINT stopped the run after a checkpoint.
-
-        Source: the documented `Trainer.train`.
         """
         if "model_path" in kwargs:
             warn_once("model_path is deprecated; use resume_from_checkpoint.", FutureWarning)
@@ -360,7 +358,6 @@ class Trainer:
             return run(resume)
 
     def _train_once(self, resume: Path | None, *, ignore_keys: list[str] | None) -> TrainOutput:
-        """Build a run, execute it and close it."""
         self.is_in_train = True
         parts = self._trainer_parts
         run_parts = parts.activity.run_parts = parts.for_run(ignore_keys)
@@ -412,8 +409,6 @@ class Trainer:
 
         Returns:
             The batches (an empty list if none are left) and the item count (None if not needed).
-
-        Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
         is_own = self._trainer_hooks.counts_items_itself
@@ -435,8 +430,6 @@ class Trainer:
 
         Returns:
             The detached loss, scaled to its share of the step.
-
-        Source: the documented `Trainer.training_step`.
         """
         parts, steps = self._trainer_parts, self._trainer_parts.steps
         mode, shares = steps.mode, steps.shares
@@ -473,10 +466,7 @@ class Trainer:
         return_outputs: bool = False,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Any:
-        """Return the loss of one batch, or (loss, outputs).
-
-        Source: the documented `Trainer.compute_loss`.
-        """
+        """Return the loss of one batch, or (loss, outputs)."""
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
@@ -514,8 +504,6 @@ class Trainer:
 
         Args:
             cache_enabled: Keep cast weights within the context; False casts them at each use.
-
-        Source: the documented `Trainer.autocast_smart_context_manager`.
         """
         if cache_enabled or not self.precision.policy.autocast:
             return self._trainer_parts.computing.autocast()
@@ -560,10 +548,7 @@ class Trainer:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it.
-
-        Source: the documented `Trainer.model_accepts_loss_kwargs`.
-        """
+        """Whether the model is given `num_items_in_batch`, to divide its loss by it; a subclass may set it."""
         declared: bool | None = vars(self).get("model_accepts_loss_kwargs")
         return self._trainer_parts.model.accepts_count if declared is None else declared
 
@@ -603,8 +588,6 @@ class Trainer:
 
         Returns:
             Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
-
-        Source: the documented `Trainer.evaluate`.
         """
         parts, evaluation = self._trainer_parts, self._trainer_parts.evaluation
         if ckpt is not None or weights != "average":
@@ -647,8 +630,6 @@ class Trainer:
         Returns:
             (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 if lengths differ. A
             TaskModule's `prediction_step` returns predictions only.
-
-        Source: the documented `Trainer.predict`.
         """
         if ckpt is not None or weights != "average":
             parts = self._trainer_parts
@@ -677,8 +658,6 @@ class Trainer:
 
         Args:
             prediction_loss_only: Keep no predictions; None uses the arguments' setting.
-
-        Source: the documented `Trainer.evaluation_loop`.
         """
         if self._trainer_parts.activity.name == "train":
             # Called by the user, a callback or an override of `evaluate`: the model is not prepared yet.
@@ -698,10 +677,7 @@ class Trainer:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Return loss, outputs and labels of one batch (each may be None), without gradients.
-
-        Source: the documented `Trainer.prediction_step`.
-        """
+        """Return loss, outputs and labels of one batch (each may be None), without gradients."""
         evaluation = self._trainer_parts.evaluation
         return evaluation.step(model, inputs, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
 
@@ -804,8 +780,6 @@ class Trainer:
             logs: Numbers by name.
             start_time: A `time.time()` value; adds the speed since then if tokens are counted
                 (`include_num_input_tokens_seen`).
-
-        Source: the documented `Trainer.log`.
         """
         logs["epoch"] = self.state.epoch or 0.0
         if self.args.include_num_input_tokens_seen:
@@ -823,8 +797,6 @@ class Trainer:
 
         For a transformers model without that method: 6 per non-embedding parameter and element of the main input.
         Otherwise 0. Override it to count operations in `state.total_flos`.
-
-        Source: the documented `Trainer.floating_point_ops`.
         """
         model = self.model
         count = getattr(model, "floating_point_ops", None)
@@ -858,8 +830,6 @@ class Trainer:
         Raises:
             CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
             StrategyError: It is collective, and another process does something else.
-
-        Source: the documented `Trainer.save_model`.
         """
         parts = self._trainer_parts
         folder = write_model(self, parts.hooks, parts.output, output_dir, is_internal=_internal_call)
@@ -942,7 +912,7 @@ class Trainer:
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
+        """Return this rank's training batches."""
         return self._trainer_parts.data.train_loader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -950,15 +920,13 @@ class Trainer:
 
         Args:
             eval_dataset: A dataset, or the name of one in `self.eval_dataset`; None takes `self.eval_dataset`.
-
-        Source: the documented `Trainer.get_eval_dataloader`.
         """
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
         data = self._trainer_parts.data
         return data.eval_loader(data.find_eval_set(eval_dataset), "evaluation", key=key)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
+        """Return this rank's test batches."""
         if test_dataset is None:
             raise ConfigError("Cannot predict:", "there is no dataset.", "Pass one: predict(test_dataset).")
         return self._trainer_parts.data.eval_loader(test_dataset, "test")
@@ -1019,8 +987,6 @@ class Trainer:
         Args:
             train_dl: A loader whose batches hold the model's main input.
             max_steps: Number of batches to count, restarting the loader if needed; None counts each batch once.
-
-        Source: the documented `Trainer.num_tokens`.
         """
         counter = TokenCounter.of(self.args, self.model, self.processing_class)
         return counter.count_all(train_dl, max_batches=max_steps)
@@ -1033,8 +999,6 @@ class Trainer:
         Returns:
             (num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, epoch_based,
             len_dataloader, max_steps).
-
-        Source: the documented `Trainer.set_initial_training_values`.
         """
         return self._trainer_parts.data.run_length(args, dataloader, total_train_batch_size)
 
@@ -1064,13 +1028,11 @@ class Trainer:
 
         Args:
             model: The model whose parameters it gets; None takes the Trainer's.
-
-        Source: the documented `create_optimizer`.
         """
         return self._trainer_parts.optimizers.create(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
+        """Create the schedule unless it exists, and return it."""
         if self.lr_scheduler is None:
             self._created_lr_scheduler = True
             self.lr_scheduler = self._trainer_parts.optimizers.make_schedule(num_training_steps, optimizer)
@@ -1176,8 +1138,6 @@ class Trainer:
         Raises:
             ConfigError: The Hub refuses the name or the token. If the Hub does not answer, only a warning is issued.
             MissingDependencyError: huggingface_hub is not installed.
-
-        Source: the documented `Trainer.init_hf_repo`.
         """
         self._hub.open(token=token, private=private)
 
@@ -1205,8 +1165,6 @@ class Trainer:
 
         Raises:
             MissingDependencyError: huggingface_hub is not installed.
-
-        Source: the documented `Trainer.create_model_card`.
         """
         self._hub.write_card(**{name: value for name, value in locals().items() if name != "self"})
         self._trainer_parts.output.publish()
@@ -1240,8 +1198,6 @@ class Trainer:
             ConfigError: The Hub refuses the name or the token.
             MissingDependencyError: huggingface_hub is not installed.
             Exception: The push failed in huggingface_hub; with ``blocking=False`` the future holds the exception.
-
-        Source: the documented `Trainer.push_to_hub`.
         """
         if self._session is not None:
             self._session.saver.writer.finish()
@@ -1260,18 +1216,15 @@ class Trainer:
         return self.strategy.local_rank == 0
 
     def get_tp_size(self) -> int:
-        """Return the number of processes that each layer is split across, 1 if none.
-
-        Source: the documented `Trainer.get_tp_size`.
-        """
+        """Return the number of processes that each layer is split across, 1 if none."""
         return self.strategy.sizes.get("tp") or tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
 
     def get_cp_size(self) -> int:
-        """Return the number of processes that share a sequence. Source: the documented `Trainer.get_cp_size`."""
+        """Return the number of processes that share a sequence."""
         return self.strategy.sizes.get("cp", 1)
 
     def get_sp_size(self) -> int:
-        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_sp_size`."""
+        """Return 1, the number of processes a sequence is split over."""
         return 1
 
     @property
@@ -1353,10 +1306,7 @@ class Trainer:
             )
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
-        """Write the arguments into the DeepSpeed config.
-
-        Source: the documented `Trainer.propagate_args_to_deepspeed`.
-        """
+        """Write the arguments into the DeepSpeed config."""
         propagate = getattr(self.strategy, "propagate_args", None)
         if not self.is_deepspeed_enabled or propagate is None:
             raise ConfigError(
@@ -1409,8 +1359,6 @@ class Trainer:
         Raises:
             ConfigError: `model_init` or the evaluation data is missing, a value is invalid, or no trial finished.
             MissingDependencyError: The backend is not installed.
-
-        Source: the documented `Trainer.hyperparameter_search`.
         """
         return extra("search").search_trials(  # type: ignore[no-any-return]
             self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from hftrain.extras.search.wandb_sweep import search_with_wandb
 class StandIn:
     """What of the wandb module a search calls."""
 
-    def __init__(self, *rates: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *rates: float) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", self)  # type: ignore[arg-type]
         self.rates = iter(rates)
         self.told: dict[str, Any] = {}
         self.logged: list[Any] = []
@@ -59,9 +61,9 @@ def config(num_trials: int = 3, direction: str = "minimize", **options: Any) -> 
 
 
 @pytest.mark.parametrize(("direction", "best"), [("minimize", 1.0), ("maximize", 3.0)])
-def test_sweep_is_made_and_its_agent_run(direction: str, best: float) -> None:
-    api = StandIn(2.0, 1.0, 3.0)
-    found = search_with_wandb(config(direction=direction, project="p", name="n", metric="eval/f1"), attempt, api=api)
+def test_sweep_is_made_and_its_agent_run(monkeypatch: pytest.MonkeyPatch, direction: str, best: float) -> None:
+    api = StandIn(monkeypatch, 2.0, 1.0, 3.0)
+    found = search_with_wandb(config(direction=direction, project="p", name="n", metric="eval/f1"), attempt)
     assert found == (f"id{best}", best, {"learning_rate": best}, None)
     asked, where = api.told["sweep"]
     assert asked == {
@@ -75,20 +77,22 @@ def test_sweep_is_made_and_its_agent_run(direction: str, best: float) -> None:
     assert api.finished == 3
 
 
-def test_sweep_that_exists_is_joined_and_failed_trials_are_passed_over() -> None:
-    api = StandIn(9.0, 2.0)
-    assert search_with_wandb(config(2, sweep_id="theirs"), attempt, api=api).objective == 2.0
+def test_sweep_that_exists_is_joined_and_failed_trials_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = StandIn(monkeypatch, 9.0, 2.0)
+    assert search_with_wandb(config(2, sweep_id="theirs"), attempt).objective == 2.0
     assert "sweep" not in api.told
     assert api.told["agent"][0] == "theirs"
     assert str(api.told["swallowed"]) == "diverged"
 
 
-def test_sweep_without_an_end_says_why() -> None:
+def test_sweep_without_an_end_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    StandIn(monkeypatch, 9.0)
     with pytest.raises(ConfigError, match="No trial completed") as caught:
-        search_with_wandb(config(1), attempt, api=StandIn(9.0))
+        search_with_wandb(config(1), attempt)
     assert str(caught.value.__cause__) == "diverged"
 
 
-def test_unknown_option_is_refused() -> None:
+def test_unknown_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    StandIn(monkeypatch)
     with pytest.raises(ConfigError, match="Did you mean 'project'"):
-        search_with_wandb(config(projct="p"), attempt, api=StandIn())
+        search_with_wandb(config(projct="p"), attempt)

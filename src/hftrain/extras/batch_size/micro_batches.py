@@ -48,7 +48,6 @@ class MicroBatches:
     The size is set as `train_batch_size` of the documented state, and so recorded in checkpoints.
 
     Args:
-        shares: Weigh the losses.
         logs: The logs of the steps; those of a rehearsal are removed.
         size: Samples per micro-batch, as found by an earlier run; None searches.
     """

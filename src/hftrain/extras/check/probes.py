@@ -20,12 +20,7 @@ _WIDTH, _RATE = 32, 0.1
 
 
 class Net(nn.Module):
-    """A small network that returns its loss, the mean of squared errors.
-
-    Args:
-        width: Of the hidden layer.
-        dropout: The share of hidden values that training drops.
-    """
+    """A small network that returns its loss, the mean of squared errors."""
 
     _no_split_modules = ("Linear",)
 

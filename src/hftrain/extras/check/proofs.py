@@ -67,7 +67,6 @@ def prove_all(output_dir: Path | None, *, only: str | None = None) -> Iterator[O
 
     Args:
         output_dir: A folder to prove locks and renames in; None proves them in a temporary one.
-        only: The name of the only proof to run.
     """
     for name, proof in PROOFS.items() if only is None else [(only, PROOFS[only])]:
         with _folder(output_dir, name) as folder:

@@ -69,7 +69,6 @@ class XLAMetricsCallback(TrainerCallback):
         require("torch_xla", feature="debug='tpu_metrics_debug'", extra="xla")
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Print the metrics so far."""
         import torch_xla.debug.metrics
 
         if state.is_world_process_zero:

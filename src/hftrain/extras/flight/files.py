@@ -22,12 +22,6 @@ class Ledger:
 
     With a remote output folder they are written into its local mirror, which continues the remote file, and which the
     run uploads on the main process's machine. On others they are uploaded here.
-
-    Args:
-        rotate_bytes: A file that has become larger is compressed, and another begun.
-
-    Attributes:
-        folder: Where the file is.
     """
 
     def __init__(self, output_dir: str, *, strategy: Any, rotate_bytes: int) -> None:

@@ -64,8 +64,6 @@ class Fingerprint:
 
     Args:
         parameters: All trained parameters, in the same order on all processes; DTensors count by their own shards.
-        size: Elements in a part.
-        most: Tensors in a part.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, size: int = 8192, most: int = 8) -> None:

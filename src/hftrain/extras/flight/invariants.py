@@ -51,10 +51,7 @@ class Invariants:
     whose gradient is zero.
 
     Args:
-        parts: The loop's parts.
         trained: The trained parameters with their names; empty if their values are not at hand.
-        args: Its `max_grad_norm` counts.
-        settings: The `FlightLog`.
         is_replicated: Whether all processes have the same weights.
     """
 

@@ -157,7 +157,6 @@ class _Recorder:
             self.phase.begin(outer)
 
     def watch(self, parts: Any) -> Any:
-        """Return the loop's parts, which note what they do."""
         hooks, stepper, seconds = parts.hooks, parts.stepper, self.seconds
         self._parts, self._feed = parts, NotedFeed(parts.feed)
         feed = self._feed
@@ -263,7 +262,6 @@ class _Recorder:
                 self._write()
 
     def finish(self, *, is_last: bool = False) -> None:
-        """Write all lines."""
         if self._pending is not None:
             done, self._pending = self._pending, None
             self._note(done)
@@ -271,7 +269,6 @@ class _Recorder:
         self._ledger.send(is_last=is_last)
 
     def close(self) -> None:
-        """Write all lines, and take the hook off the model."""
         if self._hook is not None:
             self._hook.remove()
         if self._stacks is not None:

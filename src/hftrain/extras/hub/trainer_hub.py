@@ -73,7 +73,7 @@ class TrainerHub:
             if keeps_all or strategy == "checkpoint":
                 uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
             # A skipped checkpoint may be deleted before the next push, so "all_checkpoints" never skips one.
-            if uploads.is_busy and not (args.hub_always_push or keeps_all):
+            if uploads.newest is not None and not uploads.newest.done() and not (args.hub_always_push or keeps_all):
                 logger.info("Skipped the push of step %d: the previous one has not ended.", step)
                 return
             self._write_card_of_push({})
@@ -128,7 +128,8 @@ class TrainerHub:
         folder.mkdir(parents=True, exist_ok=True)
         config = getattr(model, "config", None)
         is_transformers = any(kind.__module__.split(".")[0] == "transformers" for kind in type(model).__mro__)
-        base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
+        name = getattr(config, "_name_or_path", None) or None  # by which it was loaded
+        base = given["finetuned_from"] or (None if name is None or Path(name).exists() else name)
         facts = CardFacts(
             model_name=given["model_name"] or self._model_name(),
             library_name="transformers" if is_transformers else "hftrain",
@@ -206,11 +207,6 @@ class TrainerHub:
                 logger.info("The license of %s cannot be looked up: %s", base, error)
                 self._licenses[base] = None
         return self._licenses[base]
-
-
-def _hub_name(name: Any) -> str | None:
-    """Return the name that a model was loaded by, unless it is a folder."""
-    return name if isinstance(name, str) and name and not Path(name).exists() else None
 
 
 def _as_list(value: Any) -> list[Any]:

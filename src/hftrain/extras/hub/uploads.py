@@ -51,7 +51,6 @@ class Uploads:
     """Push to one repository, one commit at a time; only in the main process.
 
     Args:
-        output_dir: The folder of the files.
         model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
         token: Access token; None takes the stored login.
         private: Whether a new repository is private; None follows the owner's default.
@@ -69,11 +68,6 @@ class Uploads:
         self.num_pushes = self.num_failed = 0
         self._waiting: dict[str, Path] = {}
         self._branches: set[str] = set()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a background push is still running."""
-        return self.newest is not None and not self.newest.done()
 
     def open_repo(self, *, token: str | None = None) -> str:
         """Create the repository unless it exists, and return its full name."""

@@ -217,7 +217,6 @@ class OptimizersByHand(Optimizers):
 
     Args:
         task: Sees the bare model in a training under DDP: each optimizer averages its gradients itself.
-        members: Optimizers by name, whose parameters are disjoint.
     """
 
     def __init__(self, task: Any, members: Mapping[str, Optimizer]) -> None:

@@ -43,10 +43,8 @@ def read_own(task: TaskModule, made: Any) -> tuple[Any, Any]:
 
 
 def _read_one(made: Any, maker: str) -> tuple[Any, Timed | None]:
-    return _read_dict(made, maker) if isinstance(made, Mapping) else _read_pair(made, maker)
-
-
-def _read_pair(made: Any, maker: str) -> tuple[Any, Timed | None]:
+    if isinstance(made, Mapping):
+        return _read_dict(made, maker)
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, Optimizer))
     if (optimizer is None or isinstance(optimizer, Optimizer)) and is_schedule:

@@ -35,8 +35,6 @@ class Schedules(TrainerCallback):
     """Step schedules at their own times; a callback of the run.
 
     Args:
-        optimizer: The one that the run steps.
-        timed: The schedules by the names of their optimizers.
         follows_updates: Whether `step` is called for each update; otherwise each optimizer calls `step_one`.
     """
 

@@ -23,9 +23,6 @@ class Optimizers(Optimizer):
     Args:
         members: Optimizers by name, whose parameters are disjoint.
 
-    Attributes:
-        schedules: Their own schedules, if they have any.
-
     Raises:
         ConfigError: Two of them hold the same parameter.
     """

@@ -168,7 +168,6 @@ class _StatefulPackedStream(PackedStream):
         return {"stream": after, "head": head, "num_rows": self._num_rows, **begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the next iteration."""
         self.dataset.load_state_dict(copy.deepcopy(state["stream"]))
         self._head = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in state["head"]]
         self._num_rows, self._is_last = int(state["num_rows"]), bool(state["is_last"])

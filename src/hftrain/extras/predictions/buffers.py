@@ -21,9 +21,6 @@ class Rows:
     """Collect rows of one stream of host tensors, padded with -100 on the right if their lengths differ.
 
     If their number is known, space for all rows is allocated at once, so that no copy is needed.
-
-    Args:
-        num_expected: The expected number of rows, 0 if unknown.
     """
 
     def __init__(self, *, num_expected: int = 0) -> None:
@@ -33,11 +30,7 @@ class Rows:
         self._array: Array | None = None
 
     def append(self, rows: torch.Tensor) -> None:
-        """Add a batch of rows; bfloat16, which NumPy lacks, becomes float32.
-
-        Raises:
-            TaskError: The batch has another number of dimensions than earlier batches.
-        """
+        """Add a batch of rows; bfloat16, which NumPy lacks, becomes float32."""
         rows = rows.float() if rows.dtype is torch.bfloat16 else rows
         space = self._space_for(rows)[self._length : self._length + len(rows)]
         _fill(space, rows)

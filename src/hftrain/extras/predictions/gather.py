@@ -34,11 +34,7 @@ class _Keeper:
         self._arriving: list[Callable[[], Any]] = []
 
     def add(self, tree: Any) -> None:
-        """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped.
-
-        Raises:
-            TaskError: The batch holds other values, or cannot be joined with earlier batches.
-        """
+        """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped."""
         if tree is None:
             return
         tree = map_tensors(detach(as_tensors(tree, takes_objects=self._takes_objects)), torch.atleast_1d)
@@ -97,11 +93,7 @@ class KeptBatches(_Keeper):
 
 
 class Kept(_Keeper):
-    """Keep a stream as a whole, without copies if the number of samples is known.
-
-    Args:
-        num_samples: The number of samples of this rank, if known.
-    """
+    """Keep a stream as a whole, without copies if the number of samples is known."""
 
     def __init__(self, *, num_samples: int | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -129,9 +121,6 @@ class Kept(_Keeper):
 
         Args:
             order: The dataset indices of the samples in reading order, if the rows are to be in dataset order.
-
-        Raises:
-            TaskError: The ranks' predictions cannot be joined.
         """
         self.to_host()
         if group.world_size == 1:

@@ -28,18 +28,15 @@ class _Profiler(TrainerCallback):
         raise NotImplementedError
 
     def wrap_stepper(self, stepper: Any, *, strategy: Any, **_: Any) -> Any:
-        """Put spans around backward pass, clipping, update and transfer to the device."""
         self._strategy = strategy
         strategy.to_device = self.span("transfer")(strategy.to_device)
         return replace(stepper, **{name: self.span(name)(getattr(stepper, name)) for name in _CALLS})
 
     def wrap_parts(self, parts: Any) -> Any:
-        """Put spans around what the loop calls."""
         hooks = {hook: self.span(name)(getattr(parts.hooks, hook)) for hook, name in _HOOKS.items()}
         return replace(parts, hooks=replace(parts.hooks, **hooks))
 
     def close_run(self) -> None:
-        """Take the span off the strategy."""
         if self._strategy is not None:
             vars(self._strategy).pop("to_device", None)
 
@@ -84,7 +81,6 @@ class SimpleProfiler(_Profiler):
         self._since_s = now_s
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print the table in the main process."""
         self._count_to("other")
         if state.is_world_process_zero:
             print(self.table(), flush=True)
@@ -129,7 +125,6 @@ class TorchProfiler(_Profiler):
         return torch.profiler.record_function(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the profiler."""
         self.path = Path(args.output_dir) / "profile" / f"rank{args.process_index}.json.gz"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         times = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
@@ -137,7 +132,6 @@ class TorchProfiler(_Profiler):
         self._profile.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go to the next step of the schedule."""
         if self._profile is not None:
             self._profile.step()
 

@@ -166,12 +166,10 @@ class ProgressCallback(TrainerCallback):
         self._loader: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open the training bar at the current step."""
         if state.is_world_process_zero:
             self.training_bar = self._open("train", state.max_steps, initial=state.global_step, unit="step")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the training bar."""
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self.training_bar.n)
 
@@ -192,7 +190,6 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar.update()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the bar of the evaluation or prediction."""
         self._close_prediction()
 
     on_predict = on_evaluate
@@ -218,7 +215,6 @@ class ProgressCallback(TrainerCallback):
                 bar.note_line()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the bars."""
         self.close_run()
 
     @property
@@ -264,7 +260,6 @@ class _PlainLines(tqdm):  # type: ignore[type-arg]
         super().__init__(total=total, **options, file=nowhere, ncols=0, miniters=miniters, mininterval=PLAIN_INTERVAL_S)
 
     def update(self, n: float | None = 1) -> bool | None:
-        """Count, and print a line if one is due."""
         is_due = super().update(n)
         if is_due:
             print(self, file=self._output, flush=True)
@@ -275,7 +270,6 @@ class _PlainLines(tqdm):  # type: ignore[type-arg]
         self.last_print_n, self.last_print_t = self.n, time.time()
 
     def close(self) -> None:
-        """Print the final count, unless the last line has it."""
         if not self.disable and self.last_print_n != self.n:
             print(self, file=self._output, flush=True)
         super().close()

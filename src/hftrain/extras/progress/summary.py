@@ -23,13 +23,7 @@ def show_summary(
     first: Progress,
     resume: Path | None,
 ) -> None:
-    """Pass the summary to the callback that shows it; if there is none, compute nothing.
-
-    Args:
-        metrics: The metrics that `train()` returns.
-        first: The position at which this session began.
-        resume: The checkpoint from which it resumed; None for a new run.
-    """
+    """Pass the summary to the callback that shows it; if there is none, compute nothing."""
     state, callbacks = parts.state, parts.events.callbacks
     shown_by: list[Any] = [each for each in callbacks if isinstance(each, SummaryCallback)]
     if not shown_by and not state.is_hyper_param_search:

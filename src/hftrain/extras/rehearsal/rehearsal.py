@@ -43,8 +43,6 @@ def rehearse(
     """Train, evaluate, save and resume with copies, restore everything, and return the training's result; collective.
 
     Args:
-        run: Trains from a checkpoint, or from the start.
-        resume: The checkpoint that the user wants to resume from.
         found: The existing part of the output folder's path when `train` was called, see `existing_part`.
     """
     args, strategy, output_dir = trainer.args, trainer.strategy, trainer.output_dir

@@ -63,9 +63,6 @@ class Tuner:
 
     Weights, optimizer, random numbers and the position in the data are those of before afterwards, and nothing is
     written. Every process gets the same answer.
-
-    Args:
-        train: Trains a Trainer.
     """
 
     def __init__(self, trainer: TrainerHooks, parts: TrainerParts, train: Callable[[Any], object]) -> None:

@@ -32,12 +32,7 @@ class RemoteCheckpoints(Checkpoints):
     its own id.
 
     Args:
-        url: The remote folder.
         mirror: The local folder in which checkpoints are written, and to which they are fetched.
-
-    Raises:
-        ConfigError: See `check_url`.
-        MissingDependencyError: The store's package is not installed.
     """
 
     def __init__(self, url: str, *, mirror: Path) -> None:
@@ -84,9 +79,6 @@ class RemoteCheckpoints(Checkpoints):
 
     def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
         """Fetch the newest intact checkpoint, or return None; a warning lists those that were skipped.
-
-        Args:
-            is_asked_for: Selects checkpoints by their manifests.
 
         Raises:
             UnreachableError: The store cannot be used; no older one is taken instead.
@@ -253,8 +245,6 @@ class NodeUploads:
     """Send the files of a staging folder to the main process, from machines that do not see its mirror.
 
     Args:
-        url: The run's remote folder.
-        rank: This process.
         is_sender: Whether it is the first of a machine that does not see the main process's mirror.
     """
 

@@ -27,9 +27,6 @@ class RemoteFolder:
 
     Failed requests are tried five times in all, unless a retry cannot help. After that, methods raise `OSError`:
     `FileNotFoundError` if there is no such file, another one if the store cannot be used.
-
-    Args:
-        url: The folder's URL. It need not exist.
     """
 
     def __init__(self, url: str) -> None:

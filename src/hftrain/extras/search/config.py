@@ -20,7 +20,6 @@ class SearchConfig:
     Args:
         space: Takes the trial and returns values; takes None and returns the space for backends that need it whole.
         num_trials: The number of trials; None if something else ends the search.
-        directions: "minimize" or "maximize", for each objective.
         scope: Which of a trial's results Ray Tune compares.
     """
 

@@ -111,11 +111,7 @@ def search_trials(
     hp_name: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun]:
-    """Do what the documented `hyperparameter_search` does; collective.
-
-    Args:
-        follow: Updates what a Trainer made from its arguments, after these have changed.
-    """
+    """Do what the documented `hyperparameter_search` does; collective."""
     _check_search(trainer, parts)
     chosen = trainer.hp_search_backend = choose_backend(backend)
     try:

@@ -11,21 +11,18 @@ from hftrain.extras.search.config import Attempt, SearchConfig
 _OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
 
 
-def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None) -> BestRun:
+def search_with_wandb(config: SearchConfig, attempt: Attempt) -> BestRun:
     """Create or join a sweep and run its agent in this process.
 
     Args:
         config: Its options are `sweep_id` (an existing sweep to join), `project`, `entity`, `name` (of the sweep) and
             `metric` (the name under which the objective is logged).
-        api: An object with `sweep`, `agent` and `init`; None imports wandb.
 
     Returns:
         The best of the trials that ran in this process.
     """
-    if api is None:
-        import wandb
+    import wandb
 
-        api = wandb
     options = dict(config.options)
     for option in options:
         check_known(option, _OPTIONS, f"Cannot use hyperparameter_search({option}=...).", "A sweep has no such option.")
@@ -36,12 +33,12 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
         asked = {**config.space(None), "metric": {"name": metric, "goal": direction}}
         if options.get("name") is not None:
             asked["name"] = options["name"]
-        sweep_id = api.sweep(asked, **where)
+        sweep_id = wandb.sweep(asked, **where)
     found: list[BestRun] = []
     failures: list[Exception] = []
 
     def run_trial() -> None:
-        run = api.init()
+        run: Any = wandb.init()
 
         def report(values: Any, *, step: int, folder: str) -> None:
             run.log({metric: values})
@@ -58,7 +55,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
         finally:
             run.finish()
 
-    api.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
+    wandb.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
     if not found:
         raise ConfigError(
             "Cannot determine the best trial of the sweep.", "No trial completed.", "Look at the sweep's log."

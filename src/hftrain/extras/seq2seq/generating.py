@@ -146,11 +146,7 @@ def run_generate(
 
 
 def limited(options: Mapping[str, Any], own: Any) -> dict[str, Any]:
-    """Return the options of `generate` that are not None, so that a `max_length` is not ignored for the config's limit.
-
-    Args:
-        own: The model's generation config.
-    """
+    """Return the options of `generate` that are not None; a `max_length` then counts more than the config's limit."""
     chosen = {name: value for name, value in options.items() if value is not None}
     config = chosen.get("generation_config", own)
     if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):

@@ -84,8 +84,6 @@ class Seq2SeqTrainer(Trainer):
         Args:
             **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
                 `ckpt` of `Trainer.evaluate`.
-
-        Source: the documented `Seq2SeqTrainer.evaluate`.
         """
         own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
@@ -100,14 +98,8 @@ class Seq2SeqTrainer(Trainer):
     ) -> PredictionOutput:
         """Predict like `Trainer.predict`; the predictions are generated tokens. Collective.
 
-        Args:
-            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
-                `ckpt` of `Trainer.evaluate`.
-
         Returns:
             (predictions, label_ids, metrics); token ids, padded with the padding token or else the end-of-text token.
-
-        Source: the documented `Seq2SeqTrainer.predict`.
         """
         own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
@@ -121,10 +113,7 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Return loss, generated tokens and labels of one batch (each may be None), without gradients.
-
-        Source: the documented `Seq2SeqTrainer.prediction_step`.
-        """
+        """Return loss, generated tokens and labels of one batch (each may be None), without gradients."""
         if prediction_loss_only or not generates(self.args):
             if self._call_kwargs or gen_kwargs:
                 needs = "compute_metrics" if generates(self.args) else "predict_with_generate=True"

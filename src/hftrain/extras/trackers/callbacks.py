@@ -125,7 +125,6 @@ class TrackerCallback(TrainerCallback, ExportableState):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Report the logged values."""
         if state.is_world_process_zero and logs and self._open(args, state, kwargs.get("model")):
             self._try(self.logger.log, self.rename(numbers_of(logs)), state.global_step)
 
@@ -142,7 +141,6 @@ class TrackerCallback(TrainerCallback, ExportableState):
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
     ) -> None:
-        """Report a prediction's metrics."""
         self.on_log(args, state, control, logs=metrics, **kwargs)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
