@@ -133,6 +133,17 @@ def own(make: Any, **attributes: Any) -> Any:
     return task()
 
 
+def assigned(name: str, value: Any, says: str, method: str = "train") -> Mistake:
+    """Return the row of a setting that is assigned after the Trainer was made."""
+
+    def make(folder: Path) -> None:
+        trainer = make_trainer(folder, eval_dataset=make_rows(4))
+        setattr(trainer.args, name, value)
+        getattr(trainer, method)()
+
+    return Mistake(f"args.{name} = {value!r}", make, says)
+
+
 def under_no_grad(folder: Path) -> None:
     with torch.no_grad():
         train(folder, max_steps=1)
@@ -142,6 +153,9 @@ UNKNOWN: Any = {"error": UnknownArgumentError}
 NAMES = [
     setting("learning_rte", 1, "Did you mean 'learning_rate'?", **UNKNOWN),
     setting("batch_size", 8, "'per_device_train_batch_size'", **UNKNOWN),
+    setting("gradient_cliping", 1.0, "Did you mean 'max_grad_norm'?", **UNKNOWN),
+    setting("precission", "bf16", "precision=... to the Trainer", **UNKNOWN),
+    trainer_of("lerning_rate", "Set learning_rate in TrainingArguments", lerning_rate=1.0),
     setting("betas", (0.9, 0.99), "adam_beta1 and adam_beta2", **UNKNOWN),
     setting("mixed_precision", "bf16", "precision=", **UNKNOWN),
     setting("zero_stage", 2, "strategy='deepspeed_stage_2'", **UNKNOWN),
@@ -224,6 +238,9 @@ PARTS = [
     Mistake("module to freeze", lambda folder: Freeze(nn.Linear(2, 2), until=1), "named_modules()"),  # type: ignore[arg-type]
     Mistake("mixture of a list", lambda folder: Mixture([make_rows(2)]), "Pass a dict"),  # type: ignore[arg-type]
     running("model without weights", "from_pretrained()", model=without_weights()),
+    assigned("learning_rate", "1e-3", "Write learning_rate=0.001"),
+    assigned("eval_strategy", "stepss", "Did you mean 'steps'?"),
+    assigned("per_device_eval_batch_size", "4", "without quotation marks", "evaluate"),
     Mistake("train() under no_grad", under_no_grad, "outside of torch.no_grad()", TaskError),
     Mistake("train(dataset)", lambda folder: make_trainer(folder).train(make_rows(2)), "a list"),
 ]  # fmt: skip

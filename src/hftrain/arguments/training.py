@@ -16,8 +16,8 @@ from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
-from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import UnknownArgumentError, suggest
+from hftrain.core.elsewhere import answer_unknown, names_elsewhere
+from hftrain.core.errors import UnknownArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,11 +106,13 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:
-    if setting := names_elsewhere("settings").get(name):
-        return f"Did you mean {setting!r}?"
-    if name in _TRAINERS:
-        return f"Pass {name}=... to the Trainer."
-    hint = ({**names_elsewhere("trainer_keywords"), **names_elsewhere("arguments")}).get(name) or suggest(name, known)
+    answers = {
+        **names_elsewhere("trainer_keywords"),
+        **names_elsewhere("arguments"),
+        **{each: f"Pass {each}=... to the Trainer." for each in _TRAINERS},
+        **{each: f"Did you mean {setting!r}?" for each, setting in names_elsewhere("settings").items()},
+    }
+    hint = answer_unknown(name, known, answers)
     return hint if len(hint) < 500 else "help(TrainingArguments) lists all."
 
 

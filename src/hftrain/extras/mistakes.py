@@ -25,7 +25,7 @@ from hftrain.task.module import TaskModule
 
 
 def explain_mistake(
-    error: Exception, task: TaskModule, model: nn.Module, *, trainer: type, loss_maker: str | None
+    error: Exception, task: TaskModule, model: nn.Module, *, trainer: type, loss_maker: str | None, collator: str
 ) -> None:
     """Add notes to an error: what to do, the place and the batch. Raise a `TaskError` for a loss that cannot be used.
 
@@ -36,6 +36,7 @@ def explain_mistake(
         error: The error of a step, a collator, a dataset or a callback; notes are added to it.
         trainer: The class whose methods may be the user's.
         loss_maker: The name of the function that returned the loss, if it was neither the task nor the model.
+        collator: The name of the argument that is the collator.
 
     Raises:
         TaskError: A step uses a loss, a column or an attribute that it does not have; the error is its cause.
@@ -43,7 +44,7 @@ def explain_mistake(
     """
     if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
         return
-    where = locate_in_data(error)
+    where = locate_in_data(error, collator)
     if where is not None:
         add_note(error, where)
     if getattr(error, "__notes__", None):
@@ -70,7 +71,7 @@ def explain_mistake(
         parts = ", ".join(name for name, _ in owner.named_children())
         add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
     if "batch" in facts:
-        add_note(error, _of_batch(task, model, error, facts["batch"]))
+        add_note(error, _of_batch(task, model, error, facts["batch"], collator))
     if not isinstance(error, HFTrainError) and (place := raising_line(error, only_above=True)):
         add_note(error, f"At {place}")
 
@@ -126,12 +127,12 @@ def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
     )
 
 
-def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any) -> str:
+def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any, collator: str) -> str:
     if batch is None:
-        return "The data_collator returned None as a batch. Let it return the batch."
+        return f"The {collator} returned None as a batch. Let it return the batch."
     if is_samples(batch):
         join = "{'x': torch.stack([sample['x'] for sample in samples]), ...}"
-        return f"The data_collator returned a list of samples ({describe(batch)}). Let it join them: {join}."
+        return f"The {collator} returned a list of samples ({describe(batch)}). Let it join them: {join}."
     remedy = ""
     if isinstance(batch, (list, tuple)) and isinstance(error, TypeError):
         names = "Its samples have no names: let the dataset return dicts, such as {'x': ..., 'labels': ...}, or"
@@ -155,12 +156,12 @@ _FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
 _MAX_SAMPLES = 8
 
 
-def locate_in_data(error: BaseException) -> str | None:
+def locate_in_data(error: BaseException, collator: str) -> str | None:
     """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
     if worker := _IN_A_WORKER.search(str(error)):
         # Of a worker's error only the text arrives.
         calls = _CALLS.findall(str(error))
-        part = "the data_collator" if calls and "collate_fn(" in calls[-1] else "the dataset"
+        part = f"the {collator}" if calls and "collate_fn(" in calls[-1] else "the dataset"
         more = "Set dataloader_num_workers=0 to debug it in this process, where the sample is named."
         return f"Raised in loader worker {worker[1]} in {part}. {more}"
     calls = _CALLS.findall("".join(format_tb(error.__traceback__)))
@@ -181,7 +182,7 @@ def locate_in_data(error: BaseException) -> str | None:
         which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
     elif isinstance(samples, (list, tuple)) and samples:
         end = f" The first: {describe(samples[0])}."
-    return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
+    return f"Raised in the {collator} {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
 
 
 def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
-from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
+from hftrain.core.elsewhere import answer_unknown, names_elsewhere
+from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call, check_callable
 from hftrain.rules.task import check_not_lightning
@@ -128,8 +128,7 @@ def refusing_unknown(init: Init) -> Init:
 
 
 def _remedy(name: str, known: list[str]) -> str:
-    settings = inspect.signature(Seq2SeqTrainingArguments).parameters
-    setting = name if name in settings else names_elsewhere("settings").get(name)
-    if answer := names_elsewhere("trainer_keywords").get(name):
-        return answer
-    return f"Set {setting} in TrainingArguments." if setting else suggest(name, known)
+    own = {each: each for each in inspect.signature(Seq2SeqTrainingArguments).parameters}
+    settings = {**names_elsewhere("settings"), **own}
+    answers = {each: f"Set {setting} in TrainingArguments." for each, setting in settings.items()}
+    return answer_unknown(name, known, {**answers, **names_elsewhere("trainer_keywords")})
