@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.forked import free_port
 from support.mistakes import Mistake, check, table
-from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Task, at, make_arguments, make_rows, make_trainer, train
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -299,6 +299,11 @@ WARNED = [
             "push_to_hub=True", UserWarning),
     Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[
             type("Own", (TrainerCallback,), {"on_stepend": print})]), "Did you mean 'on_step_end'", UserWarning),
+    Mistake("names of the Trainer in a log", lambda folder: make_trainer(folder).log({"epoch": 7.0, "step": 1}),
+            "names are taken: epoch, step", UserWarning),
+    Mistake("schedule stepped in a callback, too", lambda folder: make_trainer(folder, callbacks=[
+            at("on_step_end", lambda *_, lr_scheduler, **__: lr_scheduler.step())], max_steps=2).train(),
+            "other code steps it", UserWarning),
     Mistake("manual optimization without steps", lambda folder: make_trainer(
             folder, own(lambda sgd: sgd, automatic_optimization=False), max_steps=1).train(),
             "stepped no optimizer", UserWarning),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hftrain.core.extras import extra
+from hftrain.core.metrics import place_of
 
 
 class RunLogger:
@@ -30,7 +31,9 @@ class RunLogger:
         """Report numbers and add them to `state.log_history`; calls no `on_log` of other callbacks."""
         state = self._handler.state
         logs = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        entry = {**logs, "epoch": state.epoch or 0.0, "step": state.global_step}
+        place = place_of(logs, state)
+        logs = {name: place.get(name, value) for name, value in logs.items()}
+        entry = {**logs, **place}
         state.log_history.append(entry)
         self._journal(entry)
         self._report("log", logs)

@@ -12,13 +12,14 @@ import torch
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
+from hftrain.core.metrics import merge_reports
 from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.datasets import has_length
 from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
-from hftrain.loops.window import LogWindow, merge_reports
+from hftrain.loops.window import LogWindow
 from hftrain.task.items import OWN_ITEMS, known_count
 from hftrain.task.module import checked_count
 

@@ -19,7 +19,7 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
-from hftrain.core.errors import CheckpointError, ConfigError, a_kind
+from hftrain.core.errors import CheckpointError, ConfigError, a_kind, listed
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
@@ -251,16 +251,31 @@ def _find_geometry(parts: RunParts, loader: Any, *, total_batch_size: int) -> di
     }
 
 
-def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
-    """Warn of changed arguments that the checkpoint's state overrides, and of changed intervals."""
+def base_rates(optimizer: Any) -> list[float]:
+    """Return the rates from which a schedule of torch derives those of the groups; empty for other schedules."""
+    return [float(group["initial_lr"]) for group in optimizer.param_groups if "initial_lr" in group]
+
+
+def report_changed_arguments(args: TrainingArguments, folder: Path, *, saved_rates: Any, rates: Any) -> None:
+    """Warn of changed arguments and rates that the checkpoint's state overrides, and of changed intervals.
+
+    Args:
+        saved_rates: The `base_rates` of the checkpoint.
+        rates: Those with which this run made its optimizer.
+    """
+    current = args.to_dict()
     try:
-        saved, current = load_part(folder, ARGUMENTS), args.to_dict()
+        saved = load_part(folder, ARGUMENTS)
     except CheckpointError as error:
         # An override may have written them in another form; they are only read for this warning.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
-        return
+        saved = {}
     for names, consequence in (
-        (_OVERRIDDEN, "The resumed optimizer and schedule keep the saved values."),
+        (
+            _OVERRIDDEN,
+            "The resumed optimizer and schedule keep the saved values. To train with the new ones, load the "
+            "checkpoint's weights into the model and call train() without resume_from_checkpoint.",
+        ),
         (_INTERVALS, "The run uses the new values."),
     ):
         changed = [
@@ -268,6 +283,10 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
             for name in names
             if isinstance(saved.get(name, ...), _PLAIN) and saved[name] != current.get(name)
         ]
+        # A changed argument names the rate that follows from it.
+        is_named = names is not _OVERRIDDEN or any(each.startswith("learning_rate") for each in changed)
+        if not is_named and rates != saved_rates and len(rates) == len(saved_rates):
+            changed.append(f"the optimizer's learning rate (was {listed(saved_rates)}, now {listed(rates)})")
         if changed:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 

@@ -19,13 +19,13 @@ from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.metrics import speed_metrics
+from hftrain.core.metrics import merge_reports, speed_metrics
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import as_numbers, merge_reports
+from hftrain.loops.window import as_numbers
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -34,7 +34,7 @@ from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
+from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check, step_check
 from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
@@ -91,6 +91,7 @@ class Run:
         self._kept, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
         check_kept(trainer, self._kept)
+        self._check_steps = step_check(parts, trainer.lr_scheduler)
         self.contents.objects.begin()
         parts.phase = None
         pending = self.contents.pending
@@ -264,12 +265,16 @@ class Run:
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in pending
         return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
+    def _check(self) -> None:
+        self._checks.check_unfrozen()
+        check_kept(self._parts.trainer, self._kept)
+        self._check_steps()
+
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""
-        parts, trainer = self._parts, self._parts.trainer
+        parts = self._parts
         self.counts.store()
-        self._checks.check_unfrozen()
-        check_kept(trainer, self._kept)
+        self._check()
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.services.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
@@ -318,8 +323,7 @@ class Run:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
         self.contents.objects.close(is_complete=True)
-        self._checks.check_unfrozen()
-        check_kept(trainer, self._kept)
+        self._check()
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden

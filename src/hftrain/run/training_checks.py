@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.arguments.training import TrainingArguments
@@ -163,11 +164,32 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
             f"it ends after total_steps={schedule.total_steps}, and it is stepped once per update.",
             f"Make it with total_steps={max_steps}.",
         )
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
+    if isinstance(schedule, ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
         )
+
+
+def step_check(parts: RunParts, schedule: Any) -> Callable[[], None]:
+    """Return a check that warns if a schedule of torch has counted more steps than the updates since now.
+
+    It does nothing if the run's loop is not the one that steps the schedule once per update.
+    """
+    is_torchs = isinstance(schedule, LRScheduler) and type(schedule).step.__module__ == LRScheduler.__module__
+    others = "fit" in parts.loops or has_own_steps(parts.optimizer) or Owns.STEP in parts.strategy.owns
+    if not is_torchs or others or isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "last_epoch"):
+        return lambda: None
+    step, count = parts.progress.step, schedule.last_epoch
+
+    def check() -> None:
+        if schedule.last_epoch - count > parts.progress.step - step:
+            warn_once(
+                "The learning rate schedule took more steps than the Trainer's one per update: other code steps it, "
+                "too, and it ends early. Remove lr_scheduler.step() from callbacks and from the training step."
+            )
+
+    return check
 
 
 def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:

@@ -22,7 +22,7 @@ from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.metrics import to_plain, token_speed
+from hftrain.core.metrics import place_of, to_plain, token_speed
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import Hooks
@@ -801,19 +801,21 @@ class Trainer:
         """Add `logs` to the history and call the callbacks.
 
         Args:
-            logs: Numbers by name.
+            logs: Numbers by name; ``"epoch"`` and ``"step"`` are the Trainer's, and others under these names are left
+                out with a warning.
             start_time: A `time.time()` value; adds the speed since then if tokens are counted
                 (`include_num_input_tokens_seen`).
 
         Source: the documented `Trainer.log`.
         """
-        logs["epoch"] = self.state.epoch or 0.0
+        place = place_of(logs, self.state)
+        logs.update({name: value for name, value in place.items() if name == "epoch" or name in logs})
         if self.args.include_num_input_tokens_seen:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
                 num_tokens = None if self._session is None else self._session.counts.num_tokens()
                 logs.update(token_speed(start_time, num_tokens))
-        entry = {**to_plain(logs), "step": self.state.global_step}
+        entry = {**to_plain(logs), **place}
         self.state.log_history.append(entry)
         self._trainer_parts.journal.log(entry)
         self.callback_handler.fire("on_log", logs=logs)
