@@ -122,6 +122,12 @@ def without_weights() -> Net:
         return Net()
 
 
+class WithMean(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        outputs = super().forward(x, labels)
+        return (*outputs, outputs[-1].mean())
+
+
 def output_dir_is_a_file(folder: Path) -> None:
     (folder / "out").write_text("")
     train(folder / "out", max_steps=1)
@@ -304,6 +310,8 @@ WARNED = [
     Mistake("schedule stepped in a callback, too", lambda folder: make_trainer(folder, callbacks=[
             at("on_step_end", lambda *_, lr_scheduler, **__: lr_scheduler.step())], max_steps=2).train(),
             "other code steps it", UserWarning),
+    Mistake("output without samples", lambda folder: make_trainer(folder, WithMean()).predict(make_rows(22)),
+            "for 22 samples: the model's output has no sample", UserWarning),
     Mistake("manual optimization without steps", lambda folder: make_trainer(
             folder, own(lambda sgd: sgd, automatic_optimization=False), max_steps=1).train(),
             "stepped no optimizer", UserWarning),

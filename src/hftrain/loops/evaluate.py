@@ -186,13 +186,15 @@ class EvaluateLoop(Loop[EvaluateParts]):
             reports.append(hooks.read_metrics())
         kept = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
         predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
+        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
+        if predictions is not None and config.joins_batches and num_samples:
+            extra("predictions").check_rows(predictions, labels, num_samples)
         is_complete = predictions is not None and labels is not None
         if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
             prediction = EvalPrediction(predictions, labels, **kept)
             reports.append(extra("prediction_metrics").call_metrics(hooks.compute_metrics, prediction))
         if not config.returns_predictions:
             predictions = labels = None
-        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
         metrics = merge_reports(*reports)
         if not num_samples and not num_read and not metrics:
             warn_once(

@@ -12,6 +12,7 @@ import torch
 
 from hftrain.core.devices import to_host
 from hftrain.core.errors import TaskError
+from hftrain.core.log import warn_once
 from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.extras.predictions.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.extras.predictions.objects import Objects, decode, encode, to_plain
@@ -197,6 +198,18 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
 
 def _is_kept(value: Any) -> bool:
     return value is not None and not is_cache(value)
+
+
+def check_rows(predictions: Any, labels: Any, num_samples: int) -> None:
+    """Warn of arrays without a sample dimension: their rows are no multiple of the samples, nor those of the labels."""
+    num_labels = {len(each) for each in pytree.tree_leaves(labels) if isinstance(each, numpy.ndarray)}
+    for path, each in pytree.tree_flatten_with_path(predictions)[0]:
+        if isinstance(each, numpy.ndarray) and len(each) % num_samples and len(each) not in num_labels:
+            warn_once(
+                f"predictions{pytree.keystr(path)} has the shape {each.shape} for {num_samples} samples: the model's "
+                "output has no sample dimension, and its batches were put one after the other. Leave it out with "
+                "ignore_keys or preprocess_logits_for_metrics, or return one row per sample."
+            )
 
 
 def put_back(tree: Any, order: Any) -> Any:
