@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hftrain.core.errors import explain, suggest
+from hftrain.core.errors import explain
 from hftrain.core.log import warn_once
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -30,17 +29,6 @@ def names_elsewhere(table: str) -> dict[str, str]:
     """
     tables = json.loads(pkgutil.get_data(__package__, "elsewhere.json") or b"")
     return {name: answer for answer, names in tables[table].items() for name in names.split()}
-
-
-def answer_unknown(name: str, known: Iterable[str], answers: Mapping[str, str]) -> str:
-    """Return what to do about an unknown name, which may be a misspelt one.
-
-    Args:
-        known: The names that it may mean.
-        answers: The names elsewhere that it may be or mean, each with the answer to it.
-    """
-    likeliest = [name] if name in answers else difflib.get_close_matches(name.lower(), {*known, *answers}, n=1)
-    return answers[likeliest[0]] if likeliest and likeliest[0] in answers else suggest(name, known)
 
 
 def lightning_base(thing: Any) -> str | None:

@@ -92,8 +92,12 @@ def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def place_of(logs: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
-    """Return the epoch and the step of a log entry; warn of other values in `logs` under these names."""
+def as_entry(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
+    """Return a log entry in plain values, with the state's epoch and step, which `logs` get too; mutates `logs`.
+
+    Warns of other values under these names.
+    """
     own = {"epoch": state.epoch or 0.0, "step": state.global_step}
     merge_reports(own, {name: logs[name] for name in own if logs.get(name) not in (None, own[name])})
-    return own
+    logs.update({name: own[name] for name in own if name == "epoch" or name in logs})
+    return {**to_plain(logs), **own}

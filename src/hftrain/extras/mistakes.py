@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from traceback import format_tb, walk_tb
 from types import TracebackType
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.arguments.training import Seq2SeqTrainingArguments
 from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import HFTrainError, TaskError, listed
+from hftrain.core.errors import HFTrainError, TaskError, listed, suggest
 from hftrain.core.frames import raising_line
 from hftrain.core.notes import add_note, describe, facts_of
 from hftrain.core.signatures import plain_signature
@@ -22,6 +24,7 @@ from hftrain.data.datasets import has_length
 from hftrain.strategies.checks import explain_unused
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.trainer import Trainer
 
 
 def explain_mistake(
@@ -299,3 +302,32 @@ class _Facts(dict[str, str]):
     def _weights(self) -> str:
         kinds = (each.dtype for each in self._model.parameters() if each.is_floating_point())
         return str(next(kinds, torch.float32)).removeprefix("torch.")
+
+
+# -- unknown names --------------------------------------------------------------------------------------------------
+
+
+def answer_setting(name: str, known: Iterable[str]) -> str:
+    """Return what to do about an unknown name of a setting; `known` are the names that exist."""
+    answers = {
+        **names_elsewhere("trainer_keywords"),
+        **names_elsewhere("arguments"),
+        **{each: f"Pass {each}=... to the Trainer." for each in inspect.signature(Trainer).parameters},
+        **{each: f"Did you mean {setting!r}?" for each, setting in names_elsewhere("settings").items()},
+    }
+    answer = _answer(name, known, answers)
+    return answer if len(answer) < 500 else "help(TrainingArguments) lists all."
+
+
+def answer_keyword(name: str, known: Iterable[str]) -> str:
+    """Return what to do about an unknown keyword of a Trainer; `known` are those that exist."""
+    own = {each: each for each in inspect.signature(Seq2SeqTrainingArguments).parameters}
+    settings = {**names_elsewhere("settings"), **own}.items()
+    answers = {each: f"Set {setting} in TrainingArguments." for each, setting in settings}
+    return _answer(name, known, {**answers, **names_elsewhere("trainer_keywords")})
+
+
+def _answer(name: str, known: Iterable[str], answers: Mapping[str, str]) -> str:
+    """Return the answer to a name elsewhere, or to the one that is nearest, unless a known one is nearer."""
+    likeliest = [name] if name in answers else difflib.get_close_matches(name.lower(), {*known, *answers}, n=1)
+    return answers[likeliest[0]] if likeliest and likeliest[0] in answers else suggest(name, known)

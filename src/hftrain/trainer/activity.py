@@ -77,14 +77,20 @@ class Activity:
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """Measure the memory of the Trainer's constructor, as of a stage."""
-        if self._memory is None:
-            yield
-            return
-        self._memory.start("init")
+        if self._memory is not None:
+            self._memory.start("init")
         try:
             yield
         finally:
-            self._memory.stop()
+            if self._memory is not None:
+                self._memory.stop()
+            self._checked = dict(vars(self._trainer.args))
+
+    def check_arguments(self) -> None:
+        """Check the settings again if some were assigned since."""
+        if vars(self._trainer.args) != self._checked:
+            resolve(self._trainer.args)
+            self._checked = dict(vars(self._trainer.args))
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
@@ -95,8 +101,8 @@ class Activity:
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
-        resolve(trainer.args)  # again, because scripts assign settings to it, and hooks to the instance
-        self.steps.resolve()
+        self.check_arguments()
+        self.steps.resolve()  # again, because scripts may assign hooks to the instance
         if self._memory is not None:
             self._memory.start("test" if self.name == "predict" else self.name)
         strategy.launch()

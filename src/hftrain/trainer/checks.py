@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
-from hftrain.arguments.training import TrainingArguments, resolve
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
@@ -74,7 +74,6 @@ def check_before_training(
         resume: The documented `resume_from_checkpoint`.
     """
     args, strategy = trainer.args, trainer.strategy
-    resolve(args)  # again, because scripts assign settings to it
     is_plain = isinstance(trainer.task, ModelTask)
     if not (is_plain or trainer.loops or hooks.is_overridden("training_step", "compute_loss")):
         check_defined(trainer.task, "training_step")
