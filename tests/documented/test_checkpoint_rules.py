@@ -220,7 +220,7 @@ def test_changed_rate_of_an_optimizer_that_no_argument_names_is_reported(
         trainer = make(tmp_path, StopAt(2), max_steps=6, overwrite_output_dir=True)
         trainer.optimizer = SGD(trainer.model.parameters(), lr=rate)
         trainer.train(resume_from_checkpoint="auto")
-        assert ("learning rate (was 0.5, now 0.25). The resumed" in caplog.text) == (rate != 0.5)
+        assert ("learning_rate (was 0.5, now 0.25). The resumed" in caplog.text) == (rate != 0.5)
         assert trainer.optimizer.param_groups[0]["initial_lr"] == 0.5
 
 

@@ -19,7 +19,7 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
-from hftrain.core.errors import CheckpointError, ConfigError, a_kind, listed
+from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
@@ -257,25 +257,19 @@ def base_rates(optimizer: Any) -> list[float]:
 
 
 def report_changed_arguments(args: TrainingArguments, folder: Path, *, saved_rates: Any, rates: Any) -> None:
-    """Warn of changed arguments and rates that the checkpoint's state overrides, and of changed intervals.
-
-    Args:
-        saved_rates: The `base_rates` of the checkpoint.
-        rates: Those with which this run made its optimizer.
-    """
-    current = args.to_dict()
+    """Warn of changed arguments, and `base_rates`, that the checkpoint's state overrides, and of changed intervals."""
     try:
-        saved = load_part(folder, ARGUMENTS)
+        saved, current = load_part(folder, ARGUMENTS), args.to_dict()
     except CheckpointError as error:
         # An override may have written them in another form; they are only read for this warning.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
-        saved = {}
+        return
+    pairs = zip(saved_rates, rates, strict=True) if len(saved_rates) == len(rates) else ()
+    if pair := next((pair for pair in pairs if pair[0] != pair[1]), None):
+        saved["learning_rate"], current["learning_rate"] = pair  # whoever has made the optimizer
+    remedy = "To train with the new ones, load the checkpoint's weights into the model and start a new run."
     for names, consequence in (
-        (
-            _OVERRIDDEN,
-            "The resumed optimizer and schedule keep the saved values. To train with the new ones, load the "
-            "checkpoint's weights into the model and call train() without resume_from_checkpoint.",
-        ),
+        (_OVERRIDDEN, f"The resumed optimizer and schedule keep the saved values. {remedy}"),
         (_INTERVALS, "The run uses the new values."),
     ):
         changed = [
@@ -283,10 +277,6 @@ def report_changed_arguments(args: TrainingArguments, folder: Path, *, saved_rat
             for name in names
             if isinstance(saved.get(name, ...), _PLAIN) and saved[name] != current.get(name)
         ]
-        # A changed argument names the rate that follows from it.
-        is_named = names is not _OVERRIDDEN or any(each.startswith("learning_rate") for each in changed)
-        if not is_named and rates != saved_rates and len(rates) == len(saved_rates):
-            changed.append(f"the optimizer's learning rate (was {listed(saved_rates)}, now {listed(rates)})")
         if changed:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 

@@ -172,18 +172,15 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
 
 
 def step_check(parts: RunParts, schedule: Any) -> Callable[[], None]:
-    """Return a check that warns if a schedule of torch has counted more steps than the updates since now.
-
-    It does nothing if the run's loop is not the one that steps the schedule once per update.
-    """
+    """Return a check that warns if a schedule of torch, which the loop steps, took more steps than one per update."""
     is_torchs = isinstance(schedule, LRScheduler) and type(schedule).step.__module__ == LRScheduler.__module__
     others = "fit" in parts.loops or has_own_steps(parts.optimizer) or Owns.STEP in parts.strategy.owns
     if not is_torchs or others or isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "last_epoch"):
         return lambda: None
-    step, count = parts.progress.step, schedule.last_epoch
+    lead = schedule.last_epoch - parts.progress.step
 
     def check() -> None:
-        if schedule.last_epoch - count > parts.progress.step - step:
+        if schedule.last_epoch - parts.progress.step > lead:
             warn_once(
                 "The learning rate schedule took more steps than the Trainer's one per update: other code steps it, "
                 "too, and it ends early. Remove lr_scheduler.step() from callbacks and from the training step."

@@ -802,8 +802,7 @@ class Trainer:
         """Add `logs` to the history and call the callbacks.
 
         Args:
-            logs: Numbers by name; ``"epoch"`` and ``"step"`` are the Trainer's, and others under these names are left
-                out with a warning.
+            logs: Numbers by name; others than the Trainer's ``"epoch"`` and ``"step"`` are left out, with a warning.
             start_time: A `time.time()` value; adds the speed since then if tokens are counted
                 (`include_num_input_tokens_seen`).
 
