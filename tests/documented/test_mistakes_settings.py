@@ -139,15 +139,10 @@ def own(make: Any, **attributes: Any) -> Any:
     return task()
 
 
-def assigned(name: str, value: Any, says: str, method: str = "train") -> Mistake:
-    """Return the row of a setting that is assigned after the Trainer was made."""
-
-    def make(folder: Path) -> None:
-        trainer = make_trainer(folder, eval_dataset=make_rows(4))
-        setattr(trainer.args, name, value)
-        getattr(trainer, method)()
-
-    return Mistake(f"args.{name} = {value!r}", make, says)
+def assign(folder: Path, name: str, value: Any, method: str = "train") -> None:
+    trainer = make_trainer(folder, eval_dataset=make_rows(4))
+    setattr(trainer.args, name, value)
+    getattr(trainer, method)()
 
 
 def under_no_grad(folder: Path) -> None:
@@ -244,9 +239,9 @@ PARTS = [
     Mistake("module to freeze", lambda folder: Freeze(nn.Linear(2, 2), until=1), "named_modules()"),  # type: ignore[arg-type]
     Mistake("mixture of a list", lambda folder: Mixture([make_rows(2)]), "Pass a dict"),  # type: ignore[arg-type]
     running("model without weights", "from_pretrained()", model=without_weights()),
-    assigned("learning_rate", "1e-3", "Write learning_rate=0.001"),
-    assigned("eval_strategy", "stepss", "Did you mean 'steps'?"),
-    assigned("per_device_eval_batch_size", "4", "without quotation marks", "evaluate"),
+    Mistake("rate assigned", lambda folder: assign(folder, "learning_rate", "1e-3"), "Write learning_rate=0.001"),
+    Mistake("size assigned", lambda folder: assign(folder, "per_device_eval_batch_size", "4", "evaluate"),
+            "without quotation marks"),
     Mistake("train() under no_grad", under_no_grad, "outside of torch.no_grad()", TaskError),
     Mistake("train(dataset)", lambda folder: make_trainer(folder).train(make_rows(2)), "a list"),
 ]  # fmt: skip

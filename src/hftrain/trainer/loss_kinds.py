@@ -361,7 +361,7 @@ class CountItemsCheck:
         self._ratios: set[float] = set()
 
     def see(self, output: StepOutput, batch: Any) -> None:
-        """Check one batch; warn of a sum, and raise a TaskError if the loss is the mean over other items than `count_items` counts."""
+        """Check one batch: warn of a sum, raise a TaskError for a mean over other items than `count_items` counts."""
         if not self._num_left or output.loss is None or not isinstance(output.labels, torch.Tensor):
             return
         self._num_left -= 1
@@ -373,8 +373,8 @@ class CountItemsCheck:
         numbers = {kind: num for kind, mean, num in means if kind in MEANS and is_close(mean)}
         if not numbers and any(kind == SUM and num > 1 and is_close(total) for kind, total, num in means):
             warn_once(
-                f"The loss of {type(self._task).__name__} is a sum over a batch, so it and eval_loss depend on the batch "
-                "size. Return the mean; or, to average sums over batches, let count_items(batch) return 1."
+                f"The loss of {type(self._task).__name__} is a sum over a batch, so it and eval_loss depend on its size. "
+                "Return the mean; or, to average sums over batches, let count_items(batch) return 1."
             )
         if len(numbers) != 1 or output.labels.is_floating_point():
             return

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.kinds import PerSample, Shifts, Words, full_rows, make_model, make_rows
+from support.kinds import PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
 from support.tiny import Task, make_arguments
-from support.tiny import make_rows as make_samples
+from support.tiny import make_rows as samples
 from torch import nn
 
 from hftrain import StepOutput, TaskError, TaskModule, Trainer
@@ -51,31 +51,22 @@ def test_loss_over_the_items_is_accepted(tmp_path: Path, task: Any, kind: Any, r
 
 
 def test_sum_is_named(tmp_path: Path) -> None:
-    class Sums(Task):
-        def evaluation_step(self, batch: Any) -> StepOutput:
-            output = super().training_step(batch)
-            return StepOutput(loss=output.loss * len(batch["x"]), outputs=output.outputs, labels=output.labels)
-
-    with pytest.warns(UserWarning, match=r"The loss of Sums is a sum over a batch"):
-        run(tmp_path, Sums(), "evaluate", make_samples(10))
+    with pytest.warns(UserWarning, match="The loss of Tells is a sum over a batch"):
+        run(tmp_path, Tells(make_model(Sums)), "evaluate", make_rows())
 
 
 @pytest.mark.parametrize("options", [{"weight": torch.tensor([1.0, 9.0, 0.5]).double()}, {"ignore_index": 0}])
-def test_declared_weights_make_the_loss_of_an_evaluation_independent_of_its_batches(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_evaluation_weights_batches_by_the_count_of_the_task(tmp_path: Path, options: dict[str, Any]) -> None:
     class Weighted(Task):
         def training_step(self, batch: Any) -> Any:
             return nn.functional.cross_entropy(self.model.layers(batch["x"].double()), batch["labels"], **options)
 
         def count_items(self, batch: Any) -> torch.Tensor:
-            labels = batch["labels"]
-            return options["weight"][labels].sum() if "weight" in options else (labels != 0).sum()
+            return options.get("weight", torch.tensor([0.0, 1.0, 1.0]))[batch["labels"]].sum()
 
-    task, rows = Weighted().double(), make_samples(22)
-    arguments = [make_arguments(tmp_path, per_device_eval_batch_size=size) for size in (1, 4, 7)]
-    losses = [Trainer(task, each, eval_dataset=rows).evaluate()["eval_loss"] for each in arguments]
-    assert max(losses) - min(losses) < 1e-6
+    task, sizes = Weighted().double(), [{"per_device_eval_batch_size": size} for size in (1, 4, 7)]
+    evaluate = [Trainer(task, make_arguments(tmp_path, **size), eval_dataset=samples()).evaluate for size in sizes]
+    assert [each()["eval_loss"] for each in evaluate] == pytest.approx([evaluate[0]()["eval_loss"]] * 3, abs=1e-6)
 
 
 def test_loss_without_outputs_is_not_checked(tmp_path: Path) -> None:
