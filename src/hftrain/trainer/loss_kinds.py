@@ -373,7 +373,7 @@ class CountItemsCheck:
         numbers = {kind: num for kind, mean, num in means if kind in MEANS and is_close(mean)}
         if not numbers and any(kind == SUM and num > 1 and is_close(total) for kind, total, num in means):
             warn_once(
-                f"The loss of {type(self._task).__name__} is a sum over a batch, so it and eval_loss depend on its size. "
+                f"The loss of {type(self._task).__name__} is a sum over a batch: it and eval_loss depend on its size. "
                 "Return the mean; or, to average sums over batches, let count_items(batch) return 1."
             )
         if len(numbers) != 1 or output.labels.is_floating_point():
