@@ -34,7 +34,7 @@ from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check, step_check
+from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
 from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
@@ -91,7 +91,7 @@ class Run:
         self._kept, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
         check_kept(trainer, self._kept)
-        self._check_steps = step_check(parts, trainer.lr_scheduler)
+        self._checks.begin()
         self.contents.objects.begin()
         parts.phase = None
         pending = self.contents.pending
@@ -265,16 +265,12 @@ class Run:
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in pending
         return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
-    def _check(self) -> None:
-        self._checks.check_unfrozen()
-        check_kept(self._parts.trainer, self._kept)
-        self._check_steps()
-
     def _log(self, logs: dict[str, Any]) -> None:
         """Log the losses, and the values of the precision, the steps and the metrics."""
         parts = self._parts
         self.counts.store()
-        self._check()
+        self._checks.check_between_steps()
+        check_kept(parts.trainer, self._kept)
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.services.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
@@ -323,7 +319,8 @@ class Run:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
         self.contents.objects.close(is_complete=True)
-        self._check()
+        self._checks.check_between_steps()
+        check_kept(trainer, self._kept)
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden
