@@ -201,12 +201,17 @@ def _is_kept(value: Any) -> bool:
 
 
 def check_rows(predictions: Any, labels: Any, num_samples: int) -> None:
-    """Warn of arrays without a sample dimension: their rows are no multiple of the samples, nor those of the labels."""
+    """Warn of arrays without a sample dimension: their rows are no multiple of the samples, nor those of the labels.
+
+    Lists of objects have one per sample or batch, and a model's ``"loss"`` is known to be one number per batch.
+    """
     num_labels = {len(each) for each in pytree.tree_leaves(labels) if isinstance(each, numpy.ndarray)}
-    for path, each in pytree.tree_flatten_with_path(predictions)[0]:
-        if isinstance(each, numpy.ndarray) and len(each) % num_samples and len(each) not in num_labels:
+    leaves, _ = pytree.tree_flatten_with_path(predictions, is_leaf=lambda each: isinstance(each, list))
+    for name, each in ((pytree.keystr(path), each) for path, each in leaves):
+        is_odd = isinstance(each, numpy.ndarray) and len(each) % num_samples and len(each) not in num_labels
+        if is_odd and name != "['loss']":
             warn_once(
-                f"predictions{pytree.keystr(path)} has the shape {each.shape} for {num_samples} samples: the model's "
+                f"predictions{name} has the shape {each.shape} for {num_samples} samples: the model's "
                 "output has no sample dimension, and its batches were put one after the other. Leave it out with "
                 "ignore_keys or preprocess_logits_for_metrics, or return one row per sample."
             )
