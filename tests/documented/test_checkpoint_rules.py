@@ -16,6 +16,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, at, make_arguments, make_rows
 from torch import nn
+from torch.optim import SGD
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import weights as weights_module
@@ -209,6 +210,15 @@ def test_changed_arguments_are_reported(
     make(tmp_path, **options).train(resume_from_checkpoint=True)
     assert ("changed since the checkpoint" in caplog.text) == (named is not None)
     assert named is None or re.search(named, caplog.text)
+
+
+def test_changed_rate_without_an_argument_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for rate in (0.5, 0.5, 0.25):
+        caplog.clear()
+        trainer = make(tmp_path, StopAt(2), max_steps=6, overwrite_output_dir=True)
+        trainer.optimizer = SGD(trainer.model.parameters(), lr=rate)
+        trainer.train(resume_from_checkpoint="auto")
+        assert ("learning_rate (was 0.5, now 0.25). The resumed" in caplog.text) == (rate != 0.5)
 
 
 def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None:

@@ -150,6 +150,12 @@ DATA = [
     collating("list", lambda samples: samples, "join them"),
     collating("list for a task", lambda samples: samples, "join them", model=Task),
     collating("None for a task", lambda samples: None, "The data_collator returned None", model=Task),
+    Mistake(
+        "eval_collator None",
+        lambda folder: make_trainer(folder, eval_collator=lambda samples: None).evaluate(make_rows(8)),
+        "The eval_collator returned None",
+        TypeError,
+    ),
     collating("collator None", lambda samples: None, "Let it return the batch"),
     collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "label_names"),
     collating("two arguments", lambda samples, more: samples, "data_collator(samples)"),

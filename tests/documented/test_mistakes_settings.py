@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.forked import free_port
 from support.mistakes import Mistake, check, table
-from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Task, at, make_arguments, make_rows, make_trainer, train
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -122,6 +122,12 @@ def without_weights() -> Net:
         return Net()
 
 
+class WithMean(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        outputs = super().forward(x, labels)
+        return (*outputs, outputs[-1].mean())
+
+
 def output_dir_is_a_file(folder: Path) -> None:
     (folder / "out").write_text("")
     train(folder / "out", max_steps=1)
@@ -133,6 +139,12 @@ def own(make: Any, **attributes: Any) -> Any:
     return task()
 
 
+def assign(folder: Path, name: str, value: Any, method: str = "train") -> None:
+    trainer = make_trainer(folder, eval_dataset=make_rows(4))
+    setattr(trainer.args, name, value)
+    getattr(trainer, method)()
+
+
 def under_no_grad(folder: Path) -> None:
     with torch.no_grad():
         train(folder, max_steps=1)
@@ -142,6 +154,9 @@ UNKNOWN: Any = {"error": UnknownArgumentError}
 NAMES = [
     setting("learning_rte", 1, "Did you mean 'learning_rate'?", **UNKNOWN),
     setting("batch_size", 8, "'per_device_train_batch_size'", **UNKNOWN),
+    setting("gradient_cliping", 1.0, "Did you mean 'max_grad_norm'?", **UNKNOWN),
+    setting("precission", "bf16", "precision=... to the Trainer", **UNKNOWN),
+    trainer_of("lerning_rate", "Set learning_rate in TrainingArguments", lerning_rate=1.0),
     setting("betas", (0.9, 0.99), "adam_beta1 and adam_beta2", **UNKNOWN),
     setting("mixed_precision", "bf16", "precision=", **UNKNOWN),
     setting("zero_stage", 2, "strategy='deepspeed_stage_2'", **UNKNOWN),
@@ -224,6 +239,9 @@ PARTS = [
     Mistake("module to freeze", lambda folder: Freeze(nn.Linear(2, 2), until=1), "named_modules()"),  # type: ignore[arg-type]
     Mistake("mixture of a list", lambda folder: Mixture([make_rows(2)]), "Pass a dict"),  # type: ignore[arg-type]
     running("model without weights", "from_pretrained()", model=without_weights()),
+    Mistake("rate assigned", lambda folder: assign(folder, "learning_rate", "1e-3"), "Write learning_rate=0.001"),
+    Mistake("size assigned", lambda folder: assign(folder, "per_device_eval_batch_size", "4", "evaluate"),
+            "without quotation marks"),
     Mistake("train() under no_grad", under_no_grad, "outside of torch.no_grad()", TaskError),
     Mistake("train(dataset)", lambda folder: make_trainer(folder).train(make_rows(2)), "a list"),
 ]  # fmt: skip
@@ -282,6 +300,13 @@ WARNED = [
             "push_to_hub=True", UserWarning),
     Mistake("misspelled event", lambda folder: Trainer(Net(), make_arguments(folder), callbacks=[
             type("Own", (TrainerCallback,), {"on_stepend": print})]), "Did you mean 'on_step_end'", UserWarning),
+    Mistake("names of the Trainer in a log", lambda folder: make_trainer(folder).log({"epoch": 7.0, "step": 1}),
+            "names are taken: epoch, step", UserWarning),
+    Mistake("schedule stepped in a callback, too", lambda folder: make_trainer(folder, callbacks=[
+            at("on_step_end", lambda *_, lr_scheduler, **__: lr_scheduler.step())], max_steps=2).train(),
+            "other code steps it", UserWarning),
+    Mistake("output without samples", lambda folder: make_trainer(folder, WithMean()).predict(make_rows(22)),
+            "for 22 samples: the model's output has no sample", UserWarning),
     Mistake("manual optimization without steps", lambda folder: make_trainer(
             folder, own(lambda sgd: sgd, automatic_optimization=False), max_steps=1).train(),
             "stepped no optimizer", UserWarning),

@@ -16,21 +16,12 @@ from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
-from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import UnknownArgumentError, suggest
+from hftrain.core.errors import UnknownArgumentError
+from hftrain.core.extras import extra
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Arguments of the Trainer.
-_TRAINERS = frozenset(
-    {
-        "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run",
-        "limit_eval_batches", "limit_train_batches", "loggers", "loop", "max_time", "model", "model_init", "optimizers",
-        "overfit_batches", "precision", "processing_class", "sanity_eval_batches", "save_policy", "strategy",
-        "tokenizer", "train_dataset",
-    }
-)  # fmt: skip
 _TWINS = {
     f"{first}_checkpointing{end}": f"{second}_checkpointing{end}"
     for first, second in (("gradient", "activation"), ("activation", "gradient"))
@@ -102,16 +93,7 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
     for name in given:
         if known is not None and name not in known:
             asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
-            raise UnknownArgumentError(asked, "", _remedy(name, known))
-
-
-def _remedy(name: str, known: frozenset[str]) -> str:
-    if setting := names_elsewhere("settings").get(name):
-        return f"Did you mean {setting!r}?"
-    if name in _TRAINERS:
-        return f"Pass {name}=... to the Trainer."
-    hint = ({**names_elsewhere("trainer_keywords"), **names_elsewhere("arguments")}).get(name) or suggest(name, known)
-    return hint if len(hint) < 500 else "help(TrainingArguments) lists all."
+            raise UnknownArgumentError(asked, "", extra("mistakes").answer_setting(name, known))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hftrain.core.extras import extra
+from hftrain.core.metrics import as_entry
 
 
 class RunLogger:
@@ -29,11 +30,10 @@ class RunLogger:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Report numbers and add them to `state.log_history`; calls no `on_log` of other callbacks."""
         state = self._handler.state
-        logs = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        entry = {**logs, "epoch": state.epoch or 0.0, "step": state.global_step}
+        entry = as_entry({**metrics}, state)
         state.log_history.append(entry)
         self._journal(entry)
-        self._report("log", logs)
+        self._report("log", {name: entry[name] for name in metrics})
 
     def log_image(self, name: str, image: Any) -> None:
         """Report an image: a tensor (channels, height, width) or an array (height, width, channels).

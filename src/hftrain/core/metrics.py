@@ -10,6 +10,8 @@ import numpy
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.log import warn_once
+from hftrain.core.state import TrainerState
 
 
 def speed_metrics(
@@ -77,3 +79,25 @@ def _plain(value: Any, name: str) -> Any:
         "Report numbers, text, or lists and dicts of them.",
         value=value,
     )
+
+
+def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge values by name; for a duplicate name, warn and keep the first value."""
+    merged: dict[str, Any] = {}
+    for report in reports:
+        clashing = sorted(merged.keys() & report.keys())
+        if clashing:
+            warn_once(f"These numbers are left out, for their names are taken: {', '.join(clashing)}. Rename them.")
+        merged = {**report, **merged}
+    return merged
+
+
+def as_entry(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
+    """Return a log entry in plain values, with the state's epoch and step, which `logs` get too; mutates `logs`.
+
+    Warns of other values under these names.
+    """
+    own = {"epoch": state.epoch or 0.0, "step": state.global_step}
+    merge_reports(own, {name: logs[name] for name in own if logs.get(name) not in (None, own[name])})
+    logs.update({name: own[name] for name in own if name == "epoch" or name in logs})
+    return {**to_plain(logs), **own}

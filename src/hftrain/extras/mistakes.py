@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from traceback import format_tb, walk_tb
 from types import TracebackType
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.arguments.training import Seq2SeqTrainingArguments
 from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import HFTrainError, TaskError, listed
+from hftrain.core.errors import HFTrainError, TaskError, listed, suggest
 from hftrain.core.frames import raising_line
 from hftrain.core.notes import add_note, describe, facts_of
 from hftrain.core.signatures import plain_signature
@@ -22,10 +24,11 @@ from hftrain.data.datasets import has_length
 from hftrain.strategies.checks import explain_unused
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.trainer import Trainer
 
 
 def explain_mistake(
-    error: Exception, task: TaskModule, model: nn.Module, *, trainer: type, loss_maker: str | None
+    error: Exception, task: TaskModule, model: nn.Module, *, trainer: type, loss_maker: str | None, collator: str
 ) -> None:
     """Add notes to an error: what to do, the place and the batch. Raise a `TaskError` for a loss that cannot be used.
 
@@ -35,6 +38,7 @@ def explain_mistake(
     Args:
         trainer: The class whose methods may be the user's.
         loss_maker: The name of the function that returned the loss, if it was neither the task nor the model.
+        collator: The name of the argument that is the collator.
 
     Raises:
         TaskError: A step uses a loss, a column or an attribute that it does not have; the error is its cause.
@@ -42,7 +46,7 @@ def explain_mistake(
     """
     if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
         return
-    where = locate_in_data(error)
+    where = locate_in_data(error, collator)
     if where is not None:
         add_note(error, where)
     if getattr(error, "__notes__", None):
@@ -69,7 +73,7 @@ def explain_mistake(
         parts = ", ".join(name for name, _ in owner.named_children())
         add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
     if "batch" in facts:
-        add_note(error, _of_batch(task, model, error, facts["batch"]))
+        add_note(error, _of_batch(task, model, error, facts["batch"], collator))
     if not isinstance(error, HFTrainError) and (place := raising_line(error, only_above=True)):
         add_note(error, f"At {place}")
 
@@ -125,12 +129,12 @@ def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
     )
 
 
-def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any) -> str:
+def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any, collator: str) -> str:
     if batch is None:
-        return "The data_collator returned None as a batch. Let it return the batch."
+        return f"The {collator} returned None as a batch. Let it return the batch."
     if is_samples(batch):
         join = "{'x': torch.stack([sample['x'] for sample in samples]), ...}"
-        return f"The data_collator returned a list of samples ({describe(batch)}). Let it join them: {join}."
+        return f"The {collator} returned a list of samples ({describe(batch)}). Let it join them: {join}."
     remedy = ""
     if isinstance(batch, (list, tuple)) and isinstance(error, TypeError):
         names = "Its samples have no names: let the dataset return dicts, such as {'x': ..., 'labels': ...}, or"
@@ -154,12 +158,12 @@ _FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
 _MAX_SAMPLES = 8
 
 
-def locate_in_data(error: BaseException) -> str | None:
+def locate_in_data(error: BaseException, collator: str) -> str | None:
     """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
     if worker := _IN_A_WORKER.search(str(error)):
         # Of a worker's error only the text arrives.
         calls = _CALLS.findall(str(error))
-        part = "the data_collator" if calls and "collate_fn(" in calls[-1] else "the dataset"
+        part = f"the {collator}" if calls and "collate_fn(" in calls[-1] else "the dataset"
         more = "Set dataloader_num_workers=0 to debug it in this process, where the sample is named."
         return f"Raised in loader worker {worker[1]} in {part}. {more}"
     calls = _CALLS.findall("".join(format_tb(error.__traceback__)))
@@ -180,7 +184,7 @@ def locate_in_data(error: BaseException) -> str | None:
         which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
     elif isinstance(samples, (list, tuple)) and samples:
         end = f" The first: {describe(samples[0])}."
-    return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
+    return f"Raised in the {collator} {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
 
 
 def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:
@@ -297,3 +301,32 @@ class _Facts(dict[str, str]):
     def _weights(self) -> str:
         kinds = (each.dtype for each in self._model.parameters() if each.is_floating_point())
         return str(next(kinds, torch.float32)).removeprefix("torch.")
+
+
+# -- unknown names --------------------------------------------------------------------------------------------------
+
+
+def answer_setting(name: str, known: Iterable[str]) -> str:
+    """Return what to do about an unknown name of a setting; `known` are the names that exist."""
+    answers = {
+        **names_elsewhere("trainer_keywords"),
+        **names_elsewhere("arguments"),
+        **{each: f"Pass {each}=... to the Trainer." for each in inspect.signature(Trainer).parameters},
+        **{each: f"Did you mean {setting!r}?" for each, setting in names_elsewhere("settings").items()},
+    }
+    answer = _answer(name, known, answers)
+    return answer if len(answer) < 500 else "help(TrainingArguments) lists all."
+
+
+def answer_keyword(name: str, known: Iterable[str]) -> str:
+    """Return what to do about an unknown keyword of a Trainer; `known` are those that exist."""
+    own = {each: each for each in inspect.signature(Seq2SeqTrainingArguments).parameters}
+    settings = {**names_elsewhere("settings"), **own}.items()
+    answers = {each: f"Set {setting} in TrainingArguments." for each, setting in settings}
+    return _answer(name, known, {**answers, **names_elsewhere("trainer_keywords")})
+
+
+def _answer(name: str, known: Iterable[str], answers: Mapping[str, str]) -> str:
+    """Return the answer to a name elsewhere, or to the one that is nearest, unless a known one is nearer."""
+    likeliest = [name] if name in answers else difflib.get_close_matches(name.lower(), {*known, *answers}, n=1)
+    return answers[likeliest[0]] if likeliest and likeliest[0] in answers else suggest(name, known)

@@ -12,13 +12,14 @@ import torch
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
+from hftrain.core.metrics import merge_reports
 from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.datasets import has_length
 from hftrain.loops.contract import Group, Loop, Stage
 from hftrain.loops.fit import Events
-from hftrain.loops.window import LogWindow, merge_reports
+from hftrain.loops.window import LogWindow
 from hftrain.task.items import OWN_ITEMS, known_count
 from hftrain.task.module import checked_count
 
@@ -185,13 +186,15 @@ class EvaluateLoop(Loop[EvaluateParts]):
             reports.append(hooks.read_metrics())
         kept = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
         predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
+        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
+        if predictions is not None and config.joins_batches and num_samples:
+            extra("predictions").check_rows(predictions, labels, num_samples)
         is_complete = predictions is not None and labels is not None
         if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
             prediction = EvalPrediction(predictions, labels, **kept)
             reports.append(extra("prediction_metrics").call_metrics(hooks.compute_metrics, prediction))
         if not config.returns_predictions:
             predictions = labels = None
-        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
         metrics = merge_reports(*reports)
         if not num_samples and not num_read and not metrics:
             warn_once(

@@ -261,14 +261,3 @@ def as_numbers(*values: Any) -> list[float]:
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge values by name; for a duplicate name, warn and keep the first value."""
-    merged: dict[str, Any] = {}
-    for report in reports:
-        clashing = sorted(merged.keys() & report.keys())
-        if clashing:
-            warn_once(f"These numbers are left out, for their names are taken: {', '.join(clashing)}. Rename them.")
-        merged = {**merged, **{name: value for name, value in report.items() if name not in merged}}
-    return merged

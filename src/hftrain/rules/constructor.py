@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from hftrain.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
-from hftrain.core.elsewhere import names_elsewhere
-from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind
+from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.rules.functions import check_call, check_callable
 from hftrain.rules.task import check_not_lightning
@@ -121,15 +121,7 @@ def refusing_unknown(init: Init) -> Init:
             if name not in known:
                 kind = type(self).__name__
                 asked = f"Cannot pass {name}= to {kind}: there is no such argument."
-                raise UnknownArgumentError(asked, "", _remedy(name, known))
+                raise UnknownArgumentError(asked, "", extra("mistakes").answer_keyword(name, known))
         init(self, *args, **kwargs)
 
     return cast(Init, checked)
-
-
-def _remedy(name: str, known: list[str]) -> str:
-    settings = inspect.signature(Seq2SeqTrainingArguments).parameters
-    setting = name if name in settings else names_elsewhere("settings").get(name)
-    if answer := names_elsewhere("trainer_keywords").get(name):
-        return answer
-    return f"Set {setting} in TrainingArguments." if setting else suggest(name, known)

@@ -20,7 +20,7 @@ from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
 from hftrain.run.parts import RunParts, make_manager
-from hftrain.run.plan import plan_run, report_changed_arguments, start_state
+from hftrain.run.plan import plan_run, start_state
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
@@ -64,7 +64,6 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     start_state(parts, resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
-            report_changed_arguments(args, resume)
             manager.follow(plan.saved)
     if plan.is_reshaped and loop.unsupported:
         extra("own_loops").check_features(

@@ -24,7 +24,7 @@ from hftrain.run.best import BestMetric
 from hftrain.run.checkpoint_objects import CheckpointObjects
 from hftrain.run.finiteness import Finiteness, Rewind
 from hftrain.run.parts import RunParts
-from hftrain.run.plan import RunPlan
+from hftrain.run.plan import RunPlan, base_rates, report_changed_arguments
 from hftrain.storage.tensors import save_tensors, tree_bytes
 from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import metric_states, restore_metric_states
@@ -216,7 +216,10 @@ class Contents:
         if not is_foreign(folder):
             check_equal(saved.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=saved.step)
         self.registry.load(Scope.MANIFEST, lambda *_: saved.facts)
+        rates = base_rates(parts.optimizer)
         parts.hooks.load_optimizer_and_scheduler(str(folder))
+        if not is_foreign(folder):
+            report_changed_arguments(parts.args, folder, saved_rates=base_rates(parts.optimizer), rates=rates)
         own = load_own(folder, parts.strategy, saved.facts["geometry"])
         self.registry.load(Scope.RANK, own.get)
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)

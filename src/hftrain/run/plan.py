@@ -239,16 +239,25 @@ def _find_geometry(parts: RunParts, loader: Any, *, total_batch_size: int) -> di
     }
 
 
-def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
-    """Warn of changed arguments that the checkpoint's state overrides, and of changed intervals."""
+def base_rates(optimizer: Any) -> list[float]:
+    """Return the rates from which a schedule of torch derives those of the groups; empty for other schedules."""
+    return [float(group["initial_lr"]) for group in optimizer.param_groups if "initial_lr" in group]
+
+
+def report_changed_arguments(args: TrainingArguments, folder: Path, *, saved_rates: Any, rates: Any) -> None:
+    """Warn of changed arguments, and `base_rates`, that the checkpoint's state overrides, and of changed intervals."""
     try:
         saved, current = load_part(folder, ARGUMENTS), args.to_dict()
     except CheckpointError as error:
         # An override may have written them in another form; they are only read for this warning.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
         return
+    pairs = zip(saved_rates, rates, strict=True) if len(saved_rates) == len(rates) else ()
+    if pair := next((pair for pair in pairs if pair[0] != pair[1]), None):
+        saved["learning_rate"], current["learning_rate"] = pair  # whoever has made the optimizer
+    remedy = "To train with the new ones, load the checkpoint's weights into the model and start a new run."
     for names, consequence in (
-        (_OVERRIDDEN, "The resumed optimizer and schedule keep the saved values."),
+        (_OVERRIDDEN, f"The resumed optimizer and schedule keep the saved values. {remedy}"),
         (_INTERVALS, "The run uses the new values."),
     ):
         changed = [

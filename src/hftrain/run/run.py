@@ -19,13 +19,13 @@ from hftrain.checkpoint.policy import saves_at_all
 from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.metrics import speed_metrics
+from hftrain.core.metrics import merge_reports, speed_metrics
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
-from hftrain.loops.window import as_numbers, merge_reports
+from hftrain.loops.window import as_numbers
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -87,6 +87,7 @@ class Run:
         self._kept, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
         check_kept(trainer, self._kept)
+        self._checks.begin()
         self.contents.objects.begin()
         parts.phase = None
         pending = self.contents.pending
@@ -260,10 +261,10 @@ class Run:
         return bool(pending) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
-        parts, trainer = self._parts, self._parts.trainer
+        parts = self._parts
         self.counts.store()
-        self._checks.check_unfrozen()
-        check_kept(trainer, self._kept)
+        self._checks.check_between_steps()
+        check_kept(parts.trainer, self._kept)
         check_flags(parts.control)
         own = {name: float(value) for name, value in parts.services.read_metrics().items()}
         own |= getattr(self._parts.optimizer, "logs", dict)()
@@ -312,7 +313,7 @@ class Run:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
         self.contents.objects.close(is_complete=True)
-        self._checks.check_unfrozen()
+        self._checks.check_between_steps()
         check_kept(trainer, self._kept)
         parts.losses.read()
         self.counts.store()

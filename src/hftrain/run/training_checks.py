@@ -5,6 +5,7 @@ Refuse control flags that only some ranks set.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.arguments.training import TrainingArguments
@@ -56,6 +58,7 @@ class TrainingChecks:
         # Backward passes over each parameter since its gradient was None.
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
+        self._lead = math.inf  # how far the schedule's count of steps may be ahead of the updates
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         if is_split or not isinstance(optimizer, torch.optim.Optimizer) or has_own_steps(optimizer):
             return
@@ -73,8 +76,22 @@ class TrainingChecks:
             for parameter in held:
                 self._first.callback(parameter.register_hook(partial(self._count, parameter)).remove)
 
-    def check_unfrozen(self) -> None:
-        """Warn of parameters that were unfrozen since the start of the run and are in no optimizer."""
+    def begin(self) -> None:
+        """Note how far a schedule of torch's is, if the loop steps it once per update."""
+        parts, schedule = self._parts, self._parts.trainer.lr_scheduler
+        is_torchs = isinstance(schedule, LRScheduler) and type(schedule).step.__module__ == LRScheduler.__module__
+        others = "fit" in parts.loops or has_own_steps(parts.optimizer) or Owns.STEP in parts.strategy.owns
+        if is_torchs and not others and hasattr(schedule, "last_epoch") and not isinstance(schedule, ReduceLROnPlateau):
+            self._lead = schedule.last_epoch - parts.progress.step
+
+    def check_between_steps(self) -> None:
+        """Warn of parameters that were unfrozen and are in no optimizer, and of steps of the schedule by other code."""
+        step, schedule = self._parts.progress.step, self._parts.trainer.lr_scheduler
+        if getattr(schedule, "last_epoch", 0) - step > self._lead:
+            warn_once(
+                "The learning rate schedule took more steps than the Trainer's one per update: other code steps it, "
+                "too, and it ends early. Remove lr_scheduler.step() from callbacks and from the training step."
+            )
         if any(parameter.requires_grad for _, parameter in self._frozen):
             held = self._objects.held()
             names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
@@ -163,7 +180,7 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
             f"it ends after total_steps={schedule.total_steps}, and it is stepped once per update.",
             f"Make it with total_steps={max_steps}.",
         )
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
+    if isinstance(schedule, ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."

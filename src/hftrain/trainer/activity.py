@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hftrain.arguments.training import resolve
 from hftrain.core.devices import move
 from hftrain.core.extras import extra
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
@@ -59,8 +60,9 @@ class Activity:
                 report_late_ranks(trainer.strategy, error)
             maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
             maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
-            explain = extra("mistakes").explain_mistake
-            explain(error, trainer.task, trainer.model, trainer=type(trainer), loss_maker=maker)
+            has_own = self.name != "train" and trainer.eval_collator is not None
+            names = {"loss_maker": maker, "collator": "eval_collator" if has_own else "data_collator"}
+            extra("mistakes").explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), **names)
             raise
         finally:
             self.depth -= 1
@@ -75,14 +77,20 @@ class Activity:
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """Measure the memory of the Trainer's constructor, as of a stage."""
-        if self._memory is None:
-            yield
-            return
-        self._memory.start("init")
+        if self._memory is not None:
+            self._memory.start("init")
         try:
             yield
         finally:
-            self._memory.stop()
+            if self._memory is not None:
+                self._memory.stop()
+            self._checked = dict(vars(self._trainer.args))
+
+    def check_arguments(self) -> None:
+        """Check the settings again if some were assigned since."""
+        if vars(self._trainer.args) != self._checked:
+            resolve(self._trainer.args)
+            self._checked = dict(vars(self._trainer.args))
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
@@ -93,6 +101,7 @@ class Activity:
 
     def _open(self) -> None:
         trainer, strategy, task = self._trainer, self._trainer.strategy, self._trainer.task
+        self.check_arguments()
         self.steps.resolve()  # again, because scripts may assign hooks to the instance
         if self._memory is not None:
             self._memory.start("test" if self.name == "predict" else self.name)

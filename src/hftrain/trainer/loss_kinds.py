@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hftrain.checkpoint.registry import Entry, Scope
 from hftrain.core.errors import TaskError
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import tensors_of
 from hftrain.core.types import StepOutput
 from hftrain.strategies.base import Strategy
@@ -361,7 +361,7 @@ class CountItemsCheck:
         self._ratios: set[float] = set()
 
     def see(self, output: StepOutput, batch: Any) -> None:
-        """Check one batch; raise a TaskError if the loss is the mean over other items than `count_items` counts."""
+        """Check one batch: warn of a sum, raise a TaskError for a mean over other items than `count_items` counts."""
         if not self._num_left or output.loss is None or not isinstance(output.labels, torch.Tensor):
             return
         self._num_left -= 1
@@ -369,8 +369,13 @@ class CountItemsCheck:
         if not isinstance(logits, torch.Tensor) or output.loss.dtype.itemsize < 4:
             return
         is_close = partial(math.isclose, float(output.loss.detach()), rel_tol=TOLERANCES[output.loss.dtype])
-        means = means_of(logits.detach(), output.labels)
+        means = list(means_of(logits.detach(), output.labels))
         numbers = {kind: num for kind, mean, num in means if kind in MEANS and is_close(mean)}
+        if not numbers and any(kind == SUM and num > 1 and is_close(total) for kind, total, num in means):
+            warn_once(
+                f"The loss of {type(self._task).__name__} is a sum over a batch: it and eval_loss depend on its size. "
+                "Return the mean; or, to average sums over batches, let count_items(batch) return 1."
+            )
         if len(numbers) != 1 or output.labels.is_floating_point():
             return
         (kind, number), count = *numbers.items(), int(self._task.count_items(batch))

@@ -22,7 +22,7 @@ from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.metrics import to_plain, token_speed
+from hftrain.core.metrics import as_entry, token_speed
 from hftrain.core.notes import keep_facts
 from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import Hooks
@@ -345,6 +345,7 @@ class Trainer:
             with extra("search").trying(self, self._trainer_parts, self._follow_arguments, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         found, parts = existing_part(self.output_dir), self._trainer_parts
+        parts.activity.check_arguments()
         resume = check_before_training(
             self, parts.hooks, parts.data, parts.evaluation, parts.output, resume_from_checkpoint
         )
@@ -777,17 +778,16 @@ class Trainer:
         """Add `logs` to the history and call the callbacks.
 
         Args:
-            logs: Numbers by name.
+            logs: Numbers by name; others than the Trainer's ``"epoch"`` and ``"step"`` are left out, with a warning.
             start_time: A `time.time()` value; adds the speed since then if tokens are counted
                 (`include_num_input_tokens_seen`).
         """
-        logs["epoch"] = self.state.epoch or 0.0
         if self.args.include_num_input_tokens_seen:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
                 num_tokens = None if self._session is None else self._session.counts.num_tokens()
                 logs.update(token_speed(start_time, num_tokens))
-        entry = {**to_plain(logs), "step": self.state.global_step}
+        entry = as_entry(logs, self.state)
         self.state.log_history.append(entry)
         self._trainer_parts.journal.log(entry)
         self.callback_handler.fire("on_log", logs=logs)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.kinds import PerSample, Shifts, Words, full_rows, make_model, make_rows
-from support.tiny import make_arguments
+from support.kinds import PerSample, Shifts, Sums, Words, full_rows, make_model, make_rows
+from support.tiny import Task, make_arguments
+from support.tiny import make_rows as samples
+from torch import nn
 
 from hftrain import StepOutput, TaskError, TaskModule, Trainer
 
@@ -46,6 +48,25 @@ def test_loss_over_other_items_is_refused(tmp_path: Path, kind: type[Words], ite
 )
 def test_loss_over_the_items_is_accepted(tmp_path: Path, task: Any, kind: Any, rows: Any, method: str) -> None:
     run(tmp_path, task(make_model(kind)), method, rows())
+
+
+def test_sum_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="The loss of Tells is a sum over a batch"):
+        run(tmp_path, Tells(make_model(Sums)), "evaluate", make_rows())
+
+
+@pytest.mark.parametrize("options", [{"weight": torch.tensor([1.0, 9.0, 0.5]).double()}, {"ignore_index": 0}])
+def test_evaluation_weights_batches_by_the_count_of_the_task(tmp_path: Path, options: dict[str, Any]) -> None:
+    class Weighted(Task):
+        def training_step(self, batch: Any) -> Any:
+            return nn.functional.cross_entropy(self.model.layers(batch["x"].double()), batch["labels"], **options)
+
+        def count_items(self, batch: Any) -> torch.Tensor:
+            return options.get("weight", torch.tensor([0.0, 1.0, 1.0]))[batch["labels"]].sum()
+
+    task, sizes = Weighted().double(), [{"per_device_eval_batch_size": size} for size in (1, 4, 7)]
+    evaluate = [Trainer(task, make_arguments(tmp_path, **size), eval_dataset=samples()).evaluate for size in sizes]
+    assert [each()["eval_loss"] for each in evaluate] == pytest.approx([evaluate[0]()["eval_loss"]] * 3, abs=1e-6)
 
 
 def test_loss_without_outputs_is_not_checked(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hftrain.core.devices import to_host
 from hftrain.core.errors import TaskError
+from hftrain.core.log import warn_once
 from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.extras.predictions.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.extras.predictions.objects import Objects, decode, encode, to_plain
@@ -186,6 +187,23 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
 
 def _is_kept(value: Any) -> bool:
     return value is not None and not is_cache(value)
+
+
+def check_rows(predictions: Any, labels: Any, num_samples: int) -> None:
+    """Warn of arrays without a sample dimension: their rows are no multiple of the samples, nor those of the labels.
+
+    Lists of objects have one per sample or batch, and a model's ``"loss"`` is known to be one number per batch.
+    """
+    num_labels = {len(each) for each in pytree.tree_leaves(labels) if isinstance(each, numpy.ndarray)}
+    leaves, _ = pytree.tree_flatten_with_path(predictions, is_leaf=lambda each: isinstance(each, list))
+    for name, each in ((pytree.keystr(path), each) for path, each in leaves):
+        is_odd = isinstance(each, numpy.ndarray) and len(each) % num_samples and len(each) not in num_labels
+        if is_odd and name != "['loss']":
+            warn_once(
+                f"predictions{name} has the shape {each.shape} for {num_samples} samples: the model's "
+                "output has no sample dimension, and its batches were put one after the other. Leave it out with "
+                "ignore_keys or preprocess_logits_for_metrics, or return one row per sample."
+            )
 
 
 def put_back(tree: Any, order: Any) -> Any:
