@@ -109,6 +109,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _complete(part.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FILE ..."), file)
     _add_views(add, folder)
     _add_faults(add, folder)
+    _add_proof(add, file)
     _add_checkpoints(add, folder)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
@@ -172,6 +173,16 @@ def _add_views(add: _Adder, folder: object) -> None:
     part.add_argument("-o", "--output", metavar="FILE", help="write a .png, .svg or .pdf file instead")
     part = add.of_run("report", "write an HTML page that shows a run, or compares several", folder, nargs="+")
     part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+
+
+def _add_proof(add: _Adder, file: object) -> None:
+    what = "prove that a script trains the same on several processes as on one, divided otherwise, and resumed"
+    part = add("prove", "prove:show_prove", what, "The exit status is 1 if it does not.")
+    part.add_argument("--strategy", metavar="NAME", default="ddp", help="default: ddp; own: the script's own")
+    part.add_argument("--processes", type=int, metavar="N", default=2, help="default: 2")
+    part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
+    part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and beside it the same as JSON")
+    _add_script(part, file)
 
 
 def _add_faults(add: _Adder, folder: object) -> None:
