@@ -105,7 +105,7 @@ def _first_tensor(
     one: Recording, two: Recording, kind: str, step: int, counts: Mapping[str, float], bound: float
 ) -> Difference | None:
     mine, other = _of(one, kind, step), _of(two, kind, step)
-    if kind == "optimizer" and not (mine and other):  # which several processes do not write down
+    if kind != "gradient" and not (mine and other):  # kept of the last step only, or of one process
         return None
     largest = max((float(each.abs().max()) for each in other.values() if each.numel()), default=0.0)
     for name in [*mine, *(other.keys() - mine.keys())]:

@@ -23,6 +23,8 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.extras.prove.faults import FAULTS, Untied
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import create_strategy
 
 STEPS, SAVED_STEP = 5, 3
 # How many samples of the evaluation set are used: a prime number, which no number of processes divides.
@@ -48,7 +50,7 @@ class Leg:
 
     Args:
         name: Of the folder with its numbers.
-        strategy: None: the script's own.
+        strategy: Its name, and options behind commas; None: the script's own.
         precision: ``"own"`` is the script's own.
         batch: Samples of a micro-batch on each data rank; None: the script's own.
         accumulation: Micro-batches of a step; None: the script's own.
@@ -103,7 +105,7 @@ def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> 
         given["precision"] = leg.precision
     if leg.strategy is not None:
         changes |= {"fsdp": None, "fsdp_config": None, "deepspeed": None}
-        given["strategy"] = leg.strategy
+        given["strategy"] = _strategy(leg.strategy)
     named = {"batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps"}
     named["eval_batch"] = "per_device_eval_batch_size"
     changes |= {name: getattr(leg, field) for field, name in named.items() if getattr(leg, field) is not None}
@@ -116,6 +118,15 @@ def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> 
         model = given["model"] = _small(model, notes)
     if leg.fault == Untied.name and model is not None:
         Untied.plant(model)
+
+
+def _strategy(text: str) -> str | Strategy:
+    """Return the strategy of ``"fsdp_tp,tp_size=4"``; a size that a mesh of several dimensions leaves open is 2."""
+    name, *options = text.split(",")
+    dims = name.split("_")
+    sizes = {f"{dim}_size": 2 for dim in dims if dim in ("tp", "cp", "pp") and len(dims) > 1}
+    given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in options)}
+    return create_strategy(name, **{**sizes, **given}) if sizes or given else name
 
 
 def _fewer(data: Any, notes: list[str]) -> Any:
@@ -285,8 +296,12 @@ class Recorder(TrainerCallback):
         self._step = self._leg.steps
         for name, each in data.items() if isinstance(data, Mapping) else [("eval", data)]:
             found = trainer.predict(each)
-            outputs = {"predictions": found.predictions, "labels": found.label_ids}
-            self._keep("predictions", _flat(name, outputs))
+            flat = _flat(name, {"outputs": found.predictions, "labels": found.label_ids})
+            labels = flat.get(f"{name}.labels")
+            for key, value in flat.items():
+                if labels is not None and value.shape[: labels.dim()] == labels.shape:
+                    value[labels == -100] = 0  # such as padding, which depends on who shares the batch
+                self._keep("predictions", {key: value})
 
 
 def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
@@ -295,7 +310,7 @@ def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
         return {k: v for key, each in tree.items() for k, v in _flat(f"{name}.{key}", each).items()}
     if isinstance(tree, (tuple, list)):
         return _flat(name, dict(enumerate(tree)))
-    return {} if tree is None or getattr(tree, "dtype", None) == object else {name: torch.as_tensor(tree)}
+    return {} if tree is None or getattr(tree, "dtype", None) == object else {name: torch.as_tensor(tree).clone()}
 
 
 def _fingerprints(batch: Any) -> list[str]:
