@@ -51,19 +51,19 @@ def show_prove(
         raise ConfigError(f"Cannot prove {script!r}.", "There is no such file.", "Check the path.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        proof = Proof(folder, strategy=strategy, processes=processes)
+        proof = Proof(folder, f"{strategy} on {processes} processes")
         meshed = legs_on_mesh(None if strategy == "own" else strategy, is_full=is_full)
         _run_apart(folder, script, arguments, meshed, processes)
         try:
-            facts = proof.recording("mesh").facts
+            facts = proof.recording("mesh").ranks[0]
         except LookupError as error:
             raise ConfigError(
                 f"Cannot train {script!r} with strategy={strategy!r} on {processes} processes.",
                 str(error),
                 "Mend that first, or name another strategy.",
             ) from None
-        sizes = {"batch": facts["batch"], "accumulation": facts["accumulation"], "data_ranks": facts["data_ranks"]}
-        _run_apart(folder, script, arguments, legs_alone(meshed[0], **sizes), 1)
+        sizes = {name: facts[name] for name in ("batch", "accumulation", "data_ranks")}
+        _run_apart(folder, script, arguments, legs_alone(is_full=is_full, **sizes), 1)
         claims, limits = list(proof.claims()), proof.limits()
         samples = [proof.recording("one").samples(step) for step in proof.recording("one").steps]
     data = {
@@ -85,7 +85,12 @@ def _page(data: dict[str, Any], claims: Sequence[Claim]) -> str:
     lines = [f"# Proof of {data['script']}", "", "| | claim | found |", "| --- | --- | --- |", *rows, ""]
     lines += [f"- {each}" for each in data["limits"]]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    lines += ["", f"Versions: {versions}.", "", f"SHA-256 of the script: {data['code']}; of the samples: {data['data']}."]
+    lines += [
+        "",
+        f"Versions: {versions}.",
+        "",
+        f"SHA-256 of the script: {data['code']}; of the samples: {data['data']}.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hftrain.extras.prove.comparing import BOUND, Difference, Recording, compare, compare_evaluations
+from hftrain.extras.prove.comparing import EVALUATION, Difference, Recording, compare
 from hftrain.extras.prove.faults import FAULTS
-from hftrain.extras.prove.recording import SAVED_STEP, STEPS, Leg
+from hftrain.extras.prove.recording import STEPS, Leg
 
-_RESUMED = range(SAVED_STEP + 1, STEPS + 1)
 # A unit in the last place of 1 in bfloat16. Rounding may move a training ten times as far as such a change does.
-BF16_UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-4
+_UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-4
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ def legs_on_mesh(strategy: str | None, *, is_full: bool) -> list[Leg]:
     return [mesh, replace(mesh, name="mesh resumed", resume="mesh", evaluates=False)]
 
 
-def legs_alone(mesh: Leg, *, data_ranks: int, batch: int, accumulation: int) -> list[Leg]:
+def legs_alone(*, is_full: bool, data_ranks: int, batch: int, accumulation: int) -> list[Leg]:
     """Return the trainings of one process: the step of the mesh, other divisions of it, precisions and faults.
 
     Args:
-        mesh: The training on several processes.
-        data_ranks: How many of them read samples of their own.
-        batch: The samples of its micro-batches.
-        accumulation: The micro-batches of its step on each data rank.
+        is_full: Whether the model keeps its size.
+        data_ranks: How many processes of the mesh read samples of their own.
+        batch: The samples of their micro-batches.
+        accumulation: The micro-batches of a step on each of them.
     """
-    one = replace(mesh, name="one", strategy="single", accumulation=accumulation * data_ranks)
+    one = Leg(name="one", accumulation=accumulation * data_ranks, evaluates=True, is_full=is_full)
     quiet, total = replace(one, evaluates=False), batch * accumulation * data_ranks
     total = total if total % 4 == 0 else 4
-    own = replace(quiet, precision="own", accumulation=accumulation, drops=True, name="own")
-    fp32 = replace(quiet, precision="fp32", name="fp32")
+    own = replace(quiet, name="own", precision="own", accumulation=accumulation, drops=True)
+    fp32 = replace(quiet, name="fp32", precision="fp32")
     return [
         one,
         replace(quiet, name="mesh's checkpoint", resume="mesh"),
@@ -61,7 +61,7 @@ def legs_alone(mesh: Leg, *, data_ranks: int, batch: int, accumulation: int) -> 
         own,
         replace(own, name="own resumed", resume="own"),
         fp32,
-        replace(fp32, name="fp32 perturbed", unit=BF16_UNIT),
+        replace(fp32, name="fp32 perturbed", unit=_UNIT),
         replace(fp32, name="bf16", precision="bf16"),
         *(replace(quiet, name=fault, fault=fault, steps=1) for fault in FAULTS),
     ]
@@ -72,12 +72,11 @@ class Proof:
 
     Args:
         folder: Holds a folder for each leg.
-        strategy: The name of the strategy, for the lines.
-        processes: How many there were.
+        many: How the processes are called in the claims.
     """
 
-    def __init__(self, folder: Path, *, strategy: str, processes: int) -> None:
-        self._folder, self._strategy, self._processes = folder, strategy, processes
+    def __init__(self, folder: Path, many: str) -> None:
+        self._folder, self._many = folder, many
         self._read: dict[str, Recording] = {}
 
     def recording(self, name: str) -> Recording:
@@ -91,117 +90,89 @@ class Proof:
 
     def claims(self) -> Iterator[Claim]:
         """Yield the claims, in the order of a certificate."""
-        many = f"{self._strategy} on {self._processes} processes"
-        proofs: list[tuple[str, Callable[[], Difference | str | None]]] = [
-            (f"{many}: five steps as in one", self._mesh),
-            (f"{many}: the same weights on each", lambda: self.recording("mesh").apart),
-            (f"{many}: each reads its own samples", self._shares),
-            (f"{many}: evaluation and predictions", lambda: self._evaluations("mesh", "one")),
-            (f"{many}: resumed there", lambda: self._pair("mesh resumed", "mesh", steps=_RESUMED)),
-            (f"{many}: resumed in one process", lambda: self._pair("mesh's checkpoint", "one", steps=_RESUMED)),
-            ("one micro-batch as four", lambda: self._pair("divided", "whole")),
-            ("evaluation in batches of 1 and 8", lambda: self._evaluations("divided", "whole")),
-            ("resumed, with dropout, to the bit", lambda: self._pair("own resumed", "own", bound=0, steps=_RESUMED)),
-            ("bf16 as fp32, up to rounding", self._rounding),
-        ]
-        for name, proof in proofs:
+        proofs: dict[str, Callable[[], Difference | str | None]] = {
+            "five steps change the weights": self._moves,
+            f"{self._many}: five steps as in one": partial(self._compare, "mesh", "one"),
+            f"{self._many}: the same weights on each": lambda: self.recording("mesh").apart,
+            f"{self._many}: each reads its own samples": self._shares,
+            f"{self._many}: evaluation and predictions": partial(self._evaluations, "mesh", "one"),
+            f"{self._many}: resumed there": partial(self._compare, "mesh resumed", "mesh"),
+            f"{self._many}: resumed in one process": partial(self._compare, "mesh's checkpoint", "one"),
+            "one micro-batch as four": partial(self._compare, "divided", "whole"),
+            "evaluation in batches of 1 and 8": partial(self._evaluations, "divided", "whole"),
+            "resumed, with dropout, to the bit": partial(self._compare, "own resumed", "own", bound=0.0),
+            "bf16 as fp32, up to rounding": self._rounding,
+        }
+        for name, proof in proofs.items():
             try:
                 found = proof()
             except LookupError as error:
-                yield Claim(name, "FAIL", f"could not be run: {error}")
-                continue
-            if isinstance(found, str):
-                yield Claim(name, "not here", found)
-            else:
-                yield Claim(name, "FAIL" if found else "PASS", str(found or ""))
-        yield from self._seen()
+                found = Difference(0, "it", f"could not be run: {error}")
+            status = "not here" if isinstance(found, str) else "FAIL" if found else "PASS"
+            yield Claim(name, status, str(found or ""))
+        for fault in FAULTS:
+            seen = self._seen(fault)
+            yield Claim(f"would see: {fault}", "PASS" if isinstance(seen, Difference) else "not here", str(seen))
 
-    def _counts(self) -> dict[str, float]:
-        facts = self.recording("mesh").facts
-        names = ("processes", "data_ranks", "accumulation")
-        return {f"number of {name.replace('_', ' ')}": float(facts[name]) for name in names}
+    def _moves(self) -> Difference | None:
+        return (
+            Difference(STEPS, "weights", "are all as at the beginning") if not self._unmoved(is_still=False) else None
+        )
 
-    def _pair(
-        self, one: str, two: str, *, bound: float = BOUND, steps: range | None = None
-    ) -> Difference | None:
-        counts = {"number of micro-batches": 4.0} if one == "divided" else self._counts()
-        return compare(self.recording(one), self.recording(two), counts, bound=bound, steps=steps)
+    def _unmoved(self, *, is_still: bool = True) -> list[str]:
+        """Return the names of the parameters that five steps do not change, or of those that they do."""
+        first, last = (self.recording("one").numbers.get(("weights", step), {}) for step in (0, STEPS))
+        return [name for name in first if torch.equal(first[name], last.get(name, first[name])) == is_still]
 
-    def _mesh(self) -> Difference | None:
-        mesh, one = self.recording("mesh"), self.recording("one")
-        counts = {**self._counts(), "number of micro-batches": float(one.facts["accumulation"])}
-        return compare(mesh, one, counts)
+    def _compare(self, one: str, two: str, **options: Any) -> Difference | None:
+        facts = self.recording("mesh").ranks[0]
+        counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
+        counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"] if one == "mesh" else 4
+        return compare(self.recording(one), self.recording(two), counts, **options)
 
     def _evaluations(self, one: str, two: str) -> Difference | str | None:
-        if "metrics" not in self.recording(two).facts:
+        if ("metric", STEPS) not in self.recording(two).numbers:
             return "The script has no evaluation set."
-        return compare_evaluations(self.recording(one), self.recording(two), self._counts())
+        return self._compare(one, two, kinds=EVALUATION)
 
     def _shares(self) -> Difference | str | None:
         mesh = self.recording("mesh")
-        if mesh.facts["data_ranks"] == 1:
+        if mesh.ranks[0]["data_ranks"] == 1:
             return "All of them read the same samples, because they share one model."
         for step in mesh.steps:
-            by_rank = {each["data_rank"]: each["steps"][str(step)]["samples"] for each in mesh.ranks}
-            shares = [{sample for batch in batches for sample in batch} for batches in by_rank.values()]
-            if common := set.intersection(*shares):
+            if common := set.intersection(*map(set, mesh.samples(step))):
                 return Difference(step, f"{len(common)} samples", "are read by every process")
         return None
 
     def _rounding(self) -> Difference | None:
-        fp32, moved, bf16 = (self.recording(name).steps for name in ("fp32", "fp32 perturbed", "bf16"))
-        limits = {"loss": _LEAST, "grad_norm": _LEAST}
-        for step in sorted(fp32):
-            for name, limit in limits.items():
-                exact, other, rounded = (steps[step].get(name) for steps in (fp32, moved, bf16))
-                if exact is None or other is None or rounded is None:
+        fp32, moved, bf16 = (self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16"))
+        limit = {"loss": _LEAST, "gradient norm": _LEAST}
+        for step in fp32.steps:
+            for kind in limit:
+                values = [each.numbers.get((kind, step), {}).get("") for each in (fp32, moved, bf16)]
+                if any(each is None for each in values):
                     continue
-                limits[name] = max(limit, _FACTOR * abs(other - exact) / max(abs(exact), abs(other)))
-                distance = abs(rounded - exact) / max(abs(exact), abs(rounded))
-                if not distance <= limits[name]:
-                    found = f"is {rounded:.4g} in bf16 and {exact:.4g} in fp32: rounding explains {limits[name]:.1e}"
-                    return Difference(step, f"the {name}", found)
+                exact, other, rounded = map(float, values)  # type: ignore[arg-type]
+                limit[kind] = max(limit[kind], _FACTOR * abs(other - exact) / abs(exact or 1))
+                if not abs(rounded - exact) <= limit[kind] * abs(exact or 1):
+                    how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains a share of {limit[kind]:.1e}"
+                    return Difference(step, kind, how)
         return None
 
-    def _seen(self) -> Iterator[Claim]:
-        """Yield whether the proof would see faults that were planted."""
-        one = self.recording("one")
-        for fault in FAULTS:
-            try:
-                difference = compare(self.recording(fault), one, {}, steps=range(1, 2))
-            except LookupError as error:
-                yield Claim(f"would see: {fault}", "not here", str(error))
-                continue
-            status = "PASS" if difference else "not here"
-            yield Claim(f"would see: {fault}", status, str(difference or "changes nothing in this script's first step"))
+    def _seen(self, fault: str) -> Difference | str:
+        """Return in what a training with a planted fault differs, or why that cannot be seen."""
+        try:
+            return compare(self.recording(fault), self.recording("one"), {}) or "It changes nothing in the first step."
+        except LookupError as error:
+            return str(error)
 
     def limits(self) -> list[str]:
         """Return what the proof does not cover, in sentences."""
         one = self.recording("one")
-        found = list(dict.fromkeys([*self.recording("mesh").facts["notes"], *one.facts["notes"]]))
-        gradients = _largest(one, "gradient")
-        weights = {name for kind, _, name in one.tensors if kind == "weights"}
-        if still := sorted(name for name in weights if not gradients.get(name)):
-            found.append(f"Not proved, because their gradients are 0 in all steps: {_listed(still)}.")
-        if fixed := sorted(name for name in weights - set(still) if _is_fixed(one, name)):
-            found.append(f"Not proved, because five steps do not move them: {_listed(fixed)}.")
-        if not one.facts.get("has_padding"):
+        found = list(dict.fromkeys(note for leg in ("mesh", "one") for note in self.recording(leg).ranks[0]["notes"]))
+        if still := self._unmoved():
+            shown = ", ".join(still[:5]) + (f" and {len(still) - 5} more" if len(still) > 5 else "")
+            found.append(f"Not proved, because five steps do not change them: {shown}.")
+        if not one.ranks[0]["has_padding"]:
             found.append("No batch has padding, so masks were not proved.")
         return found
-
-
-def _largest(recording: Recording, kind: str) -> Mapping[str, float]:
-    found: dict[str, float] = {}
-    for (of, _, name), each in recording.tensors.items():
-        if of == kind and each.numel():
-            found[name] = max(found.get(name, 0.0), float(each.abs().max()))
-    return found
-
-
-def _is_fixed(recording: Recording, name: str) -> bool:
-    ends: list[Any] = [recording.tensors.get(("weights", step, name)) for step in (0, STEPS)]
-    return all(isinstance(each, torch.Tensor) for each in ends) and torch.equal(*ends)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

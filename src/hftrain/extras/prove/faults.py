@@ -10,9 +10,6 @@ from torch import nn
 
 from hftrain.core.tree import batch_size_of, map_tensors
 
-# (micro-batch, its number in the step from 1, how many there are) -> the faulty one; None leaves it out.
-Fault = Callable[[Any, int, int], Any]
-
 
 def _leave_out(batch: Any, number: int, last: int) -> Any:
     return None if number == last and last > 1 else batch
@@ -20,7 +17,7 @@ def _leave_out(batch: Any, number: int, last: int) -> Any:
 
 def _shift_labels(batch: Any, number: int, last: int) -> Any:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return batch if labels is None else {**batch, "labels": labels.roll(1, -1) if labels.dim() > 1 else labels.roll(1)}
+    return batch if labels is None else {**batch, "labels": labels.roll(1, -1)}
 
 
 def _share_mask(batch: Any, number: int, last: int) -> Any:
@@ -37,29 +34,25 @@ def _repeat_sample(batch: Any, number: int, last: int) -> Any:
     return map_tensors(batch, repeat) if size > 1 else batch
 
 
-class Untied:
-    """Two names of one parameter that no longer share it."""
-
-    name = "tied weights that are untied"
-
-    @staticmethod
-    def plant(model: nn.Module) -> None:
-        """Give the second name of the first shared parameter a copy."""
-        seen: dict[int, str] = {}
-        for name, each in model.named_parameters(remove_duplicate=False):
-            if id(each) in seen:
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, nn.Parameter(each.detach().clone()))
-                if hasattr(model, "config"):
-                    model.config.tie_word_embeddings = False
-                return
-            seen[id(each)] = name
+def untie(model: nn.Module) -> None:
+    """Give the second name of the first shared parameter a copy of its own."""
+    seen = set()
+    for name, each in model.named_parameters(remove_duplicate=False):
+        if each in seen:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(each.detach().clone()))
+            if hasattr(model, "config"):
+                model.config.tie_word_embeddings = False
+            return
+        seen.add(each)
 
 
-FAULTS: dict[str, Fault] = {
+UNTIED = "tied weights that are untied"
+# (micro-batch, its number in the step from 1, how many there are) -> the faulty one; None leaves it out.
+FAULTS: dict[str, Callable[[Any, int, int], Any]] = {
     "a process left out of the mean": _leave_out,
     "labels shifted once more": _shift_labels,
     "the mask of one sample for all": _share_mask,
     "a sample read twice": _repeat_sample,
-    Untied.name: lambda batch, number, last: batch,
+    UNTIED: lambda batch, number, last: batch,
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,26 @@ from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
-from hftrain.extras.prove.faults import FAULTS, Untied
+from hftrain.extras.prove.faults import FAULTS, UNTIED, untie
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 
 STEPS, SAVED_STEP = 5, 3
 # How many samples of the evaluation set are used: a prime number, which no number of processes divides.
 _EVALUATED = 61
-# A model with more parameters is made small.
+# A model with more parameters is made small: what the sizes in its configuration become at most, by their names.
 _SMALL = 20_000_000
-# Sizes by the names that configurations give them, and what they become at most.
 _SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depth"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim"), 64),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim"), 128),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 128),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads"), 4),
-    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    r"head_dim|d_kv": 16,
+    r"(num|n)_.*heads?": 4,
+    r".*_layers?|n_layers?|depth": 2,
+    r"intermediate_size|.*ffn_dim|d_ff|n_inner": 128,
+    r"hidden_size|d_model|n_embd|dim": 64,
+}
+_ARGUMENTS = {
+    "batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "eval_batch": "per_device_eval_batch_size",
 }
 
 
@@ -51,7 +53,7 @@ class Leg:
     Args:
         name: Of the folder with its numbers.
         strategy: Its name, and options behind commas; None: the script's own.
-        precision: ``"own"`` is the script's own.
+        precision: ``"own"``: the script's own.
         batch: Samples of a micro-batch on each data rank; None: the script's own.
         accumulation: Micro-batches of a step; None: the script's own.
         eval_batch: Samples of a batch of the evaluation; None: the script's own.
@@ -59,8 +61,8 @@ class Leg:
         drops: Whether dropout stays on.
         evaluates: Whether it evaluates and predicts at the end.
         is_full: Whether the model keeps its size.
-        unit: By how much of their last place the weights are moved first; 0: they are not.
-        fault: A fault to plant, see `FAULTS`.
+        unit: By how much of their last place the weights are moved first.
+        fault: The fault that is planted.
     """
 
     name: str
@@ -78,6 +80,85 @@ class Leg:
     fault: str | None = None
 
 
+def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> None:
+    """Change the arguments of a Trainer's constructor to those of a leg; say in `notes` what the proof leaves out."""
+    args = given.get("args") or TrainingArguments(str(folder))
+    changes: dict[str, Any] = {
+        "output_dir": str(folder), "report_to": "none", "push_to_hub": False, "load_best_model_at_end": False,
+        "max_steps": leg.steps, "logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False,
+        "save_strategy": "steps", "save_steps": SAVED_STEP, "save_total_limit": None, "disable_tqdm": True,
+        "eval_on_start": False, "resume_from_checkpoint": None, "auto_find_batch_size": False,
+    }  # fmt: skip
+    changes |= {_ARGUMENTS[field]: value for field, value in asdict(leg).items() if field in _ARGUMENTS and value}
+    if leg.precision != "own":
+        changes |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
+        given["precision"] = leg.precision
+    if leg.strategy is not None:
+        changes |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
+        given["strategy"] = _strategy(leg.strategy)
+    kind = type(args)
+    given["args"] = kind(**{**changed_settings(args.to_dict(), kind), **changes})
+    given["eval_dataset"] = _fewer(given.get("eval_dataset"), notes)
+    model = given.get("model")
+    if model is not None and not leg.is_full and (given.get("optimizers") or (None, None)) == (None, None):
+        given["model"] = _small(model, notes)
+    if model is not None and leg.fault == UNTIED:
+        untie(given["model"])
+
+
+def _strategy(text: str) -> str | Strategy:
+    """Return the strategy of ``"fsdp_tp,tp_size=4"``; a size that a mesh of several dimensions leaves open is 2."""
+    name, *options = text.split(",")
+    dims = name.split("_")
+    sizes = {f"{dim}_size": 2 for dim in dims if dim in ("tp", "cp", "pp") and len(dims) > 1}
+    sizes |= {key: json.loads(value) for key, _, value in (each.partition("=") for each in options)}
+    return create_strategy(name, **sizes) if sizes else name
+
+
+def _fewer(data: Any, notes: list[str]) -> Any:
+    """Return the first samples of an evaluation set, of each if there are several."""
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
+        return {name: _fewer(each, notes) for name, each in data.items()}
+    if not hasattr(data, "__len__") or isinstance(data, str) or len(data) <= _EVALUATED:
+        return data
+    notes.append(f"Only the first {_EVALUATED} of {len(data)} samples were evaluated.")
+    return data.select(range(_EVALUATED)) if hasattr(data, "select") else Subset(data, range(_EVALUATED))
+
+
+def _small(model: Any, notes: list[str]) -> Any:
+    """Return a smaller model of the same class, if it is large and its configuration says how large."""
+    number, config = sum(each.numel() for each in model.parameters()), copy.deepcopy(getattr(model, "config", None))
+    if number <= _SMALL or not hasattr(config, "to_dict"):
+        return model
+    for name, value in config.to_dict().items():
+        most = next((most for pattern, most in _SIZES.items() if re.fullmatch(pattern, name)), None)
+        if most is not None and type(value) is int:
+            setattr(config, name, min(value, most))
+    if isinstance(getattr(config, "layer_types", None), list):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            made = type(model)(config)
+    except Exception as error:
+        notes.append(f"The model has its full size, because it cannot be made smaller: {error}")
+        return model
+    notes.append(f"The model was made small: {sum(each.numel() for each in made.parameters()):,} of {number:,}.")
+    return made
+
+
+def calm(model: nn.Module) -> list[str]:
+    """Turn dropout off, in modules and by the attributes that functions read; return the names of what was on."""
+    found = []
+    for name, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            is_rate = "drop" in key or (key == "p" and "Dropout" in type(module).__name__)
+            if is_rate and isinstance(value, float) and value:
+                setattr(module, key, 0.0)
+                found.append(f"{name}.{key}")
+    return found
+
+
 class _InDouble(TorchFunctionMode):
     """Compute in float64 what code computes in float32 whatever its inputs are, such as a softmax or a loss."""
 
@@ -91,110 +172,25 @@ class _InDouble(TorchFunctionMode):
         return func(*map(swapped, args), **{name: swapped(value) for name, value in (kwargs or {}).items()})
 
 
-def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> None:
-    """Change the arguments of a Trainer's constructor to those of a leg; say in `notes` what else was changed."""
-    args = given.get("args") or TrainingArguments(str(folder))
-    changes: dict[str, Any] = {
-        "output_dir": str(folder), "report_to": "none", "push_to_hub": False, "load_best_model_at_end": False,
-        "max_steps": leg.steps, "logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False,
-        "save_strategy": "steps", "save_steps": SAVED_STEP, "save_total_limit": None, "disable_tqdm": True,
-        "eval_on_start": False, "resume_from_checkpoint": None, "auto_find_batch_size": False,
-    }  # fmt: skip
-    if leg.precision != "own":
-        changes |= {"bf16": False, "fp16": False, "tf32": None, "bf16_full_eval": False, "fp16_full_eval": False}
-        given["precision"] = leg.precision
-    if leg.strategy is not None:
-        changes |= {"fsdp": None, "fsdp_config": None, "deepspeed": None}
-        given["strategy"] = _strategy(leg.strategy)
-    named = {"batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps"}
-    named["eval_batch"] = "per_device_eval_batch_size"
-    changes |= {name: getattr(leg, field) for field, name in named.items() if getattr(leg, field) is not None}
-    kind = type(args)
-    known = {name: value for name, value in changes.items() if hasattr(args, name)}
-    given["args"] = kind(**{**changed_settings(args.to_dict(), kind), **known})
-    given["eval_dataset"] = _fewer(given.get("eval_dataset"), notes)
-    model, optimizers = given.get("model"), given.get("optimizers") or (None, None)
-    if model is not None and not leg.is_full and optimizers == (None, None):
-        model = given["model"] = _small(model, notes)
-    if leg.fault == Untied.name and model is not None:
-        Untied.plant(model)
-
-
-def _strategy(text: str) -> str | Strategy:
-    """Return the strategy of ``"fsdp_tp,tp_size=4"``; a size that a mesh of several dimensions leaves open is 2."""
-    name, *options = text.split(",")
-    dims = name.split("_")
-    sizes = {f"{dim}_size": 2 for dim in dims if dim in ("tp", "cp", "pp") and len(dims) > 1}
-    given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in options)}
-    return create_strategy(name, **{**sizes, **given}) if sizes or given else name
-
-
-def _fewer(data: Any, notes: list[str]) -> Any:
-    """Return the first samples of an evaluation set, of each if there are several."""
-    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
-        return {name: _fewer(each, notes) for name, each in data.items()}
-    if not hasattr(data, "__len__") or len(data) <= _EVALUATED or isinstance(data, (str, list)):
-        return data[:_EVALUATED] if isinstance(data, list) else data
-    notes.append(f"The first {_EVALUATED} of {len(data)} samples were evaluated.")
-    return data.select(range(_EVALUATED)) if hasattr(data, "select") else Subset(data, range(_EVALUATED))
-
-
-def _small(model: Any, notes: list[str]) -> Any:
-    """Return a smaller model of the same class, if it is large and its configuration says how large."""
-    number = sum(each.numel() for each in model.parameters())
-    config = getattr(model, "config", None)
-    if number <= _SMALL or config is None or not hasattr(config, "to_dict"):
-        return model
-    small = copy.deepcopy(config)
-    for name, most in _SIZES.items():
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, min(getattr(small, name), most))
-    if isinstance(getattr(small, "layer_types", None), list):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            made = type(model)(small)
-    except Exception as error:
-        notes.append(f"The model has its full size, because it cannot be made smaller: {error}")
-        return model
-    notes.append(f"The model was made small: {sum(each.numel() for each in made.parameters()):,} of {number:,}.")
-    return made
-
-
-def calm(model: nn.Module) -> list[str]:
-    """Turn dropout off, in modules and by the attributes that functions read; return the names of what was on."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            found += [f"{name}.p"] if module.p else []
-            module.p = 0.0
-        for key, value in vars(module).items():
-            if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value:
-                setattr(module, key, 0.0)
-                found.append(f"{name}.{key}")
-    return found
-
-
 class Recorder(TrainerCallback):
     """Write down the steps of a leg: samples, items, losses, gradients before clipping, norms, weights.
 
-    ``rank0.json`` holds numbers, ``rank0.safetensors`` tensors by ``kind/step/name``. Whole tensors are kept, so all
-    processes call it alike.
+    ``rank0.safetensors`` holds what is compared, by ``kind/step/name``; ``rank0.json`` what else is known. Sharded
+    tensors are kept whole, so all processes call it alike.
 
     Args:
         leg: What it records.
         folder: The folder of the leg.
+        notes: What the proof leaves out.
     """
 
     def __init__(self, leg: Leg, folder: Path, notes: list[str]) -> None:
-        self._leg, self._folder, self._notes = leg, folder, notes
-        self._steps: dict[int, dict[str, Any]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._facts: dict[str, Any] = {}
-        self._step = 0
+        self._leg, self._folder, self._step = leg, folder, 0
+        self._numbers: dict[str, torch.Tensor] = {}
+        self._samples: dict[int, list[str]] = {}
+        self._facts: dict[str, Any] = {"notes": notes, "has_padding": False}
 
-    def wrap_stepper(self, stepper: Any, *, model: Any, **_: Any) -> Any:
+    def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
         """Keep the gradients that clipping gets."""
 
         def clip() -> Any:
@@ -205,133 +201,122 @@ class Recorder(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Note the samples of each micro-batch and its item count, and plant the leg's fault."""
-        train = parts.hooks.training_step
-        fault = FAULTS.get(self._leg.fault or "")
+        train, number = parts.hooks.training_step, 0
 
         def step(model: Any, batch: Any, num_items: Any) -> Any:
-            noted = self._steps.setdefault(self._step, {"samples": [], "items": []})
+            nonlocal number
+            number = 1 if self._step not in self._samples else number + 1
             if self._leg.precision == "fp64":
                 batch = map_tensors(batch, lambda each: each.double() if each.is_floating_point() else each)
-            noted["samples"].append(_fingerprints(batch))
-            noted["items"].append(None if num_items is None else float(num_items))
-            self._note_masks(batch)
-            if fault is not None:
-                batch = fault(batch, len(noted["samples"]), self._accumulation)
-                if batch is None:
-                    return torch.zeros(())
+            self._samples.setdefault(self._step, []).extend(_fingerprints(batch))
+            self._keep("item count", {"": num_items})
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            self._facts["has_padding"] |= isinstance(mask, torch.Tensor) and bool((mask == 0).any())
+            if self._leg.fault in FAULTS:
+                batch = FAULTS[self._leg.fault](batch, number, self._accumulation)
             with self._computing():
-                return train(model, batch, num_items)
+                return torch.zeros(()) if batch is None else train(model, batch, num_items)
 
         return replace(parts, hooks=replace(parts.hooks, training_step=step))
 
     def _computing(self) -> AbstractContextManager[Any]:
         return _InDouble() if self._leg.precision == "fp64" else nullcontext()
 
-    def _note_masks(self, batch: Any) -> None:
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if isinstance(mask, torch.Tensor):
-            self._facts["has_padding"] = self._facts.get("has_padding", False) or bool((mask == 0).any())
-
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
 
-    def _keep(self, kind: str, tensors: Mapping[str, Any]) -> None:
-        for name, each in tensors.items():
+    def _keep(self, kind: str, values: Mapping[str, Any]) -> None:
+        for name, each in values.items():
             whole = each.full_tensor() if isinstance(each, DTensor) else each
-            if isinstance(whole, torch.Tensor):
-                self._tensors[f"{kind}/{self._step}/{name}"] = whole.detach().cpu().contiguous().clone()
+            if isinstance(whole, (torch.Tensor, int, float)) and not getattr(
+                whole, "is_meta", False
+            ):  # of other stages
+                kept = torch.as_tensor(whole, dtype=torch.float64, device="cpu")
+                self._numbers[f"{kind}/{self._step}/{name}"] = kept.detach().contiguous().clone()
+
+    def _keep_weights(self) -> None:
+        self._keep("weights", dict(self._named()))
+        if self._leg.strategy == "single":
+            states = ((name, getattr(self._optimizer, "state", {}).get(each, {})) for name, each in self._named())
+            self._keep("optimizer", {f"{name}.{key}": value for name, state in states for key, value in state.items()})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the weights that training begins with, and the optimizer's state of a resumed one."""
+        """Keep what training begins with."""
         self._accumulation = args.gradient_accumulation_steps
         self._model, self._optimizer, self._step = kwargs["model"], kwargs["optimizer"], state.global_step
-        self._keep("weights", dict(self._named()))
-        self._keep_optimizer()
-
-    def _keep_optimizer(self) -> None:
-        if self._leg.strategy == "single" and self._step == SAVED_STEP:
-            states = [(name, getattr(self._optimizer, "state", {}).get(each, {})) for name, each in self._named()]
-            found = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
-            self._keep("optimizer", {name: each for name, each in found.items() if isinstance(each, torch.Tensor)})
+        self._keep_weights()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step."""
         self._step = state.global_step + 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the weights after it, of the last one."""
-        self._keep_optimizer()
-        if state.global_step == self._leg.steps:
-            self._keep("weights", dict(self._named()))
+        """Keep the weights where training may end or continue."""
+        if state.global_step in (SAVED_STEP, self._leg.steps):
+            self._keep_weights()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Note what a step logs."""
-        if "loss" in logs and state.global_step in self._steps:
-            names = ("loss", "grad_norm", "learning_rate")
-            self._steps[state.global_step] |= {name: float(logs[name]) for name in names if name in logs}
+        """Keep what a step logs."""
+        names = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+        for name in names.keys() & logs.keys() if "loss" in logs else ():
+            self._keep(names[name], {"": logs[name]})
 
     def write(self, trainer: Any) -> None:
         """Evaluate and predict if the leg does, and write the files of this process."""
+        args, strategy = trainer.args, trainer.strategy
         if self._leg.evaluates and trainer.eval_dataset is not None:
             with self._computing():
                 self._evaluate(trainer)
         self._facts |= {
-            "leg": vars(self._leg), "steps": self._steps, "notes": self._notes,
-            "data_rank": trainer.strategy.data.rank, "data_ranks": trainer.strategy.data.world_size,
-            "processes": trainer.strategy.world_size, "batch": trainer.args.per_device_train_batch_size,
-            "accumulation": trainer.args.gradient_accumulation_steps,
+            "data_rank": strategy.data.rank, "data_ranks": strategy.data.world_size, "processes": strategy.world_size,
+            "batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
+            "samples": self._samples,
         }  # fmt: skip
-        path = self._folder / f"rank{trainer.strategy.rank}"
-        save_file(self._tensors, path.with_suffix(".safetensors"))
+        path = self._folder / f"rank{strategy.rank}"
+        save_file(self._numbers, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(self._facts, indent=1), encoding="utf-8")
 
     def _evaluate(self, trainer: Any) -> None:
-        timing = ("_runtime", "_per_second", "epoch", "_time")
-        metrics = trainer.evaluate()
-        self._facts["metrics"] = {
-            name: float(value) for name, value in metrics.items()
-            if isinstance(value, (int, float)) and not any(part in name for part in timing)
-        }  # fmt: skip
+        measured = trainer.evaluate().items()
+        timing = re.compile(r"epoch|.*(_runtime|_per_second|_time)")
+        self._keep("metric", {name: value for name, value in measured if not timing.fullmatch(name)})
         data = trainer.eval_dataset
-        self._step = self._leg.steps
-        for name, each in data.items() if isinstance(data, Mapping) else [("eval", data)]:
+        for name, each in data.items() if isinstance(data, Mapping) else [("", data)]:
             found = trainer.predict(each)
             flat = _flat(name, {"outputs": found.predictions, "labels": found.label_ids})
             labels = flat.get(f"{name}.labels")
-            for key, value in flat.items():
+            for value in flat.values():
                 if labels is not None and value.shape[: labels.dim()] == labels.shape:
                     value[labels == -100] = 0  # such as padding, which depends on who shares the batch
-                self._keep("predictions", {key: value})
+            self._keep("predictions", flat)
 
 
 def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
     """Return the arrays of nested outputs as tensors, by their path."""
-    if isinstance(tree, Mapping):
-        return {k: v for key, each in tree.items() for k, v in _flat(f"{name}.{key}", each).items()}
     if isinstance(tree, (tuple, list)):
-        return _flat(name, dict(enumerate(tree)))
-    return {} if tree is None or getattr(tree, "dtype", None) == object else {name: torch.as_tensor(tree).clone()}
+        tree = dict(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return {path: value for key, each in tree.items() for path, value in _flat(f"{name}.{key}", each).items()}
+    return {} if getattr(tree, "dtype", object) == object else {name: torch.as_tensor(tree).clone()}
 
 
 def _fingerprints(batch: Any) -> list[str]:
     """Return a number for each sample that depends on its values without padding; one for a batch without samples."""
-    size = batch_size_of(batch)
-    tensors = [each.detach().cpu() for each in tensors_of(batch)]
+    size, tensors = batch_size_of(batch), tensors_of(batch)
     if not size or not all(each.dim() and len(each) == size for each in tensors):
         return [_digest(tensors)]
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    found = []
-    for row in range(size):
-        own = [each[row] for each in tensors]
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            kept = mask[row].bool().cpu()
-            own = [each[kept] if each.shape[:1] == kept.shape else each for each in own]
-        found.append(_digest(own))
-    return found
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return [_digest([each[row] for each in tensors]) for row in range(size)]
+    kept = mask.bool()
+    return [
+        _digest([each[row][kept[row]] if each.shape[:2] == kept.shape else each[row] for each in tensors])
+        for row in range(size)
+    ]
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
     whole = hashlib.sha256()
     for each in tensors:
-        whole.update(as_array(each.contiguous()).tobytes())
+        whole.update(as_array(each.detach().cpu().contiguous()).tobytes())
     return whole.hexdigest()[:16]
