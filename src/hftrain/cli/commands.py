@@ -187,9 +187,8 @@ def _add_proof(add: _Adder, file: object) -> None:
     what = "prove that a script trains the same on several processes as on one, divided otherwise, and resumed"
     part = add("prove", "prove:show_prove", what, "The exit status is 1 if it does not.")
     _complete(part.add_argument("script", help="a Python file that trains"), file)
-    part.add_argument(
-        "--strategy", metavar="NAME", default="ddp", help="default: ddp; own: the script's own; fsdp_tp,tp_size=2"
-    )
+    names = "with options behind commas, as in fsdp_tp,tp_size=2; own: the script's own; default: ddp"
+    part.add_argument("--strategy", metavar="NAME", default="ddp", help=names)
     part.add_argument("--processes", type=int, metavar="N", default=2, help="default: 2")
     part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
     part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and beside it the same as JSON")

@@ -25,7 +25,6 @@ from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
-from hftrain.core.preserve import temporarily
 from hftrain.extras.flight.ledger import FlightLog
 from hftrain.extras.flight.observing import Observer, first_not_finite
 from hftrain.extras.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def compare(
     for step in one.steps:
         if step not in two.steps:
             continue
-        if sorted(sum(one.samples(step), [])) != sorted(sum(two.samples(step), [])):
+        if sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
             return Difference(step, "the samples", "are others")
         for kind in kinds:
             mine, other = (each.numbers.get((kind, step), {}) for each in (one, two))
@@ -105,7 +106,7 @@ def _difference(
         return "is in one training only"
     if value.shape != expected.shape:
         return f"has the shape {[*value.shape]}, not {[*expected.shape]}"
-    if torch.equal(value, expected) or torch.equal(value.isnan(), expected.isnan()) and value.isnan().all():
+    if torch.equal(value, expected) or (value.isnan().all() and expected.isnan().all()):
         return None
     if bound and _size(value - expected) <= bound * max(_size(expected), least):
         return None

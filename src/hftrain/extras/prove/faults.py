@@ -34,7 +34,7 @@ def _repeat_sample(batch: Any, number: int, last: int) -> Any:
     return map_tensors(batch, repeat) if size > 1 else batch
 
 
-def untie(model: nn.Module) -> None:
+def untie(model: Any) -> None:
     """Give the second name of the first shared parameter a copy of its own."""
     seen = set()
     for name, each in model.named_parameters(remove_duplicate=False):

@@ -127,7 +127,8 @@ def _fewer(data: Any, notes: list[str]) -> Any:
 
 def _small(model: Any, notes: list[str]) -> Any:
     """Return a smaller model of the same class, if it is large and its configuration says how large."""
-    number, config = sum(each.numel() for each in model.parameters()), copy.deepcopy(getattr(model, "config", None))
+    number = sum(each.numel() for each in model.parameters())
+    config: Any = copy.deepcopy(getattr(model, "config", None))
     if number <= _SMALL or not hasattr(config, "to_dict"):
         return model
     for name, value in config.to_dict().items():
@@ -297,7 +298,8 @@ def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
         tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):
         return {path: value for key, each in tree.items() for path, value in _flat(f"{name}.{key}", each).items()}
-    return {} if getattr(tree, "dtype", object) == object else {name: torch.as_tensor(tree).clone()}
+    is_numeric = getattr(getattr(tree, "dtype", None), "kind", "") in ("b", "i", "u", "f")
+    return {name: torch.as_tensor(tree).clone()} if is_numeric else {}
 
 
 def _fingerprints(batch: Any) -> list[str]:
