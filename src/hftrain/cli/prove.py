@@ -47,24 +47,33 @@ def show_prove(
     Raises:
         ConfigError: There is no such file, or it does not train.
     """
-    if not Path(script).is_file():
-        raise ConfigError(f"Cannot prove {script!r}.", "There is no such file.", "Check the path.")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        proof = Proof(folder, f"{strategy} on {processes} processes")
-        meshed = legs_on_mesh(None if strategy == "own" else strategy, is_full=is_full)
-        _run_apart(folder, script, arguments, meshed, processes)
-        try:
-            facts = proof.recording("mesh").ranks[0]
-        except LookupError as error:
+    for path, exists in ((script, Path(script).is_file()), (output, output is None or Path(output).parent.is_dir())):
+        if not exists:
             raise ConfigError(
-                f"Cannot train {script!r} with strategy={strategy!r} on {processes} processes.",
-                str(error),
+                f"Cannot prove {script!r}.", f"There is no {path!r}, or not its folder.", "Check the path."
+            )
+    with tempfile.TemporaryDirectory() as name:
+        for precision in ("fp64", "fp32"):  # a script may keep something in float32, such as a second model
+            folder = Path(name, precision)
+            proof = Proof(folder, f"{strategy} on {processes} processes", precision)
+            how: dict[str, Any] = {"precision": precision, "is_full": is_full}
+            _run_apart(folder, script, arguments, legs_on_mesh(strategy, **how), processes)
+            error = proof.error("mesh")
+            if not error:
+                facts = proof.recording("mesh").ranks[0]
+                how |= {name: facts[name] for name in ("batch", "accumulation", "data_ranks")}
+                _run_apart(folder, script, arguments, legs_alone(**how), 1)
+                error = proof.error("one")
+            if not error:
+                break
+        else:
+            raise ConfigError(
+                f"Cannot train {script!r} with strategy={strategy!r} on {processes} processes and alone.",
+                error,
                 "Mend that first, or name another strategy.",
-            ) from None
-        sizes = {name: facts[name] for name in ("batch", "accumulation", "data_ranks")}
-        _run_apart(folder, script, arguments, legs_alone(is_full=is_full, **sizes), 1)
+            )
         claims, limits = list(proof.claims()), proof.limits()
+        limits += ["In float32, to a thousandth, because it cannot be in float64."] if precision == "fp32" else []
         samples = [proof.recording("one").samples(step) for step in proof.recording("one").steps]
     data = {
         "script": script, "arguments": list(arguments), "strategy": strategy, "processes": processes,
@@ -96,6 +105,7 @@ def _page(data: dict[str, Any], claims: Sequence[Claim]) -> str:
 
 def _run_apart(folder: Path, script: str, arguments: Sequence[str], legs: Sequence[Leg], processes: int) -> None:
     """Run trainings of a script in new processes, which write into the folder."""
+    folder.mkdir(exist_ok=True)
     plan = {"script": script, "arguments": list(arguments), "legs": [asdict(leg) for leg in legs]}
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone", "--no-python"]
@@ -132,7 +142,9 @@ def _run_leg(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> N
         callbacks, stops = trainer.callback_handler.callbacks, extra("early_stopping").EarlyStoppingCallback
         callbacks[:] = [each for each in extra("trackers").without_trackers(callbacks) if not isinstance(each, stops)]
         if not leg.drops and (names := calm(trainer.task)):
-            notes.append(f"Dropout was off in {len(names)} places, except when resuming to the bit.")
+            notes.append(
+                f"Dropout was off in {len(names)} places, except when resuming to the bit; its masks were not compared."
+            )
         recorder = Recorder(leg, own, notes)
         trainer.add_callback(recorder)
         if leg.unit:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-# Relative to the largest number of a tensor, or to a part of the largest of its kind: rounding in another order, also
-# of what a script computes in float32 whatever its inputs are.
-BOUND = 1e-6
+# By precision, relative to the largest number of a tensor, or to a part of the largest of its kind: rounding in another
+# order. In float64, that of what a script computes in float32 whatever its inputs are; metrics are always such.
+BOUNDS = {"fp64": 1e-6, "fp32": 1e-3, "metric": 1e-5}
 _PART = 1e-4
 # What comes about in a step, in this order.
-STEP = ("item count", "loss", "gradient", "gradient norm", "weights", "optimizer", "learning rate")
+STEP = ("loss", "gradient", "gradient norm", "weights", "optimizer", "learning rate")
 EVALUATION = ("metric", "predictions")
 
 
@@ -69,7 +69,7 @@ class Recording:
 
 
 def compare(
-    one: Recording, two: Recording, counts: Mapping[str, float], *, bound: float = BOUND, kinds: Iterable[str] = STEP
+    one: Recording, two: Recording, counts: Mapping[str, float], *, bound: float, kinds: Iterable[str] = STEP
 ) -> Difference | None:
     """Return in what the first training differs first from the second, in the steps that both did; None if in nothing.
 
@@ -112,15 +112,15 @@ def _difference(
         return None
     square = float((expected * expected).sum())
     ratio = float((value * expected).sum()) / square if square else math.nan
-    told = [what for what, number in counts.items() if number != 1 and math.isclose(ratio, number, rel_tol=BOUND)]
+    told = [what for what, number in counts.items() if number != 1 and math.isclose(ratio, number, rel_tol=1e-6)]
     told += [
         f"1 / {what}"
         for what, number in counts.items()
-        if number != 1 and math.isclose(ratio * number, 1, rel_tol=BOUND)
+        if number != 1 and math.isclose(ratio * number, 1, rel_tol=1e-6)
     ]
     reason = f" ({told[0]})" if told else ""
     if value.numel() == 1:
         return f"is {float(value):.9g}, not {float(expected):.9g}" + (f": {ratio:.6g} times{reason}" if told else "")
-    if abs(ratio - 1) > 1e-3 and _size(value - ratio * expected) <= BOUND * _size(value):
+    if abs(ratio - 1) > 1e-3 and _size(value - ratio * expected) <= bound * _size(value):
         return f"is {ratio:.6g} times what it should be{reason}"
     return f"differs by {float((value - expected).norm()) / math.sqrt(square) if square else math.inf:.1e} of its norm"

@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.errors import HFTrainError
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.extras.prove.faults import FAULTS, UNTIED, untie
 from hftrain.strategies.base import Strategy
@@ -93,12 +94,15 @@ def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> 
     if leg.precision != "own":
         changes |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
         given["precision"] = leg.precision
+    if hasattr(args, "predict_with_generate"):
+        changes["predict_with_generate"] = False  # whose padding depends on who shares the batch
     if leg.strategy is not None:
         changes |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
         given["strategy"] = _strategy(leg.strategy)
     kind = type(args)
     given["args"] = kind(**{**changed_settings(args.to_dict(), kind), **changes})
-    given["eval_dataset"] = _fewer(given.get("eval_dataset"), notes)
+    if not args.dataloader_drop_last:  # which may leave no batch of fewer
+        given["eval_dataset"] = _fewer(given.get("eval_dataset"), notes)
     model = given.get("model")
     if model is not None and not leg.is_full and (given.get("optimizers") or (None, None)) == (None, None):
         given["model"] = _small(model, notes)
@@ -174,7 +178,7 @@ class _InDouble(TorchFunctionMode):
 
 
 class Recorder(TrainerCallback):
-    """Write down the steps of a leg: samples, items, losses, gradients before clipping, norms, weights.
+    """Write down the steps of a leg: samples, losses, gradients before clipping, norms, weights.
 
     ``rank0.safetensors`` holds what is compared, by ``kind/step/name``; ``rank0.json`` what else is known. Sharded
     tensors are kept whole, so all processes call it alike.
@@ -210,7 +214,6 @@ class Recorder(TrainerCallback):
             if self._leg.precision == "fp64":
                 batch = map_tensors(batch, lambda each: each.double() if each.is_floating_point() else each)
             self._samples.setdefault(self._step, []).extend(_fingerprints(batch))
-            self._keep("item count", {"": num_items})
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             self._facts["has_padding"] |= isinstance(mask, torch.Tensor) and bool((mask == 0).any())
             if self._leg.fault in FAULTS:
@@ -283,8 +286,13 @@ class Recorder(TrainerCallback):
         self._keep("metric", {name: value for name, value in measured if not timing.fullmatch(name)})
         data = trainer.eval_dataset
         for name, each in data.items() if isinstance(data, Mapping) else [("", data)]:
-            found = trainer.predict(each)
-            flat = _flat(name, {"outputs": found.predictions, "labels": found.label_ids})
+            try:
+                found = trainer.predict(each)
+            except HFTrainError as error:
+                self._facts["notes"].append(f"Predictions were not proved: {error}")
+                return
+            outputs = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+            flat = _flat(name, {"outputs": outputs, "labels": found.label_ids})
             labels = flat.get(f"{name}.labels")
             for value in flat.values():
                 if labels is not None and value.shape[: labels.dim()] == labels.shape:
@@ -307,14 +315,11 @@ def _fingerprints(batch: Any) -> list[str]:
     size, tensors = batch_size_of(batch), tensors_of(batch)
     if not size or not all(each.dim() and len(each) == size for each in tensors):
         return [_digest(tensors)]
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return [_digest([each[row] for each in tensors]) for row in range(size)]
-    kept = mask.bool()
-    return [
-        _digest([each[row][kept[row]] if each.shape[:2] == kept.shape else each[row] for each in tensors])
-        for row in range(size)
-    ]
+    if isinstance(batch, Mapping) and {"attention_mask", "input_ids", "labels"} <= batch.keys():
+        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+        if ids.shape == mask.shape:
+            return [_digest([ids[row][mask[row].bool()], labels[row][labels[row] != -100]]) for row in range(size)]
+    return [_digest([each[row] for each in tensors]) for row in range(size)]
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
