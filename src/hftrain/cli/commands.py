@@ -29,6 +29,9 @@ _HEADINGS = {
     "completion": "other",
 }
 
+# What a script's own words, after --, are called.
+_AFTER = {"prove": "arguments", "replay": "script"}
+
 
 class _Formatter(argparse.HelpFormatter):
     """Write a heading above the first command of each group."""
@@ -62,8 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The arguments after ``hftrain``; None takes those of the process.
     """
     parser = make_parser()
-    given = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    # argparse would not give what stands after -- to positional arguments that come after options.
+    after = _AFTER.get(next((word for word in words if word[:1] != "-"), ""))
+    number = words.index("--") if after and "--" in words else len(words)
+    given = parser.parse_args(words[:number])
     options = {name: value for name, value in vars(given).items() if name not in ("command", "debug", "show", "json")}
+    options |= {after: words[number + 1 :]} if after else {}
     if given.command is None:
         parser.print_help()
         return
@@ -109,6 +117,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _complete(part.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FILE ..."), file)
     _add_views(add, folder)
     _add_faults(add, folder)
+    _add_proof(add, file)
     _add_checkpoints(add, folder)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
@@ -174,6 +183,18 @@ def _add_views(add: _Adder, folder: object) -> None:
     part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
 
 
+def _add_proof(add: _Adder, file: object) -> None:
+    what = "prove that a script trains the same on several processes as on one, divided otherwise, and resumed"
+    part = add("prove", "prove:show_prove", what, "The exit status is 1 if it does not.")
+    _complete(part.add_argument("script", help="a Python file that trains"), file)
+    names = "with options behind commas, as in fsdp_tp,tp_size=2; own: the script's own; default: ddp"
+    part.add_argument("--strategy", metavar="NAME", default="ddp", help=names)
+    part.add_argument("--processes", type=int, metavar="N", default=2, help="default: 2")
+    part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
+    part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and beside it the same as JSON")
+    part.epilog = "The script's own arguments come after --."
+
+
 def _add_faults(add: _Adder, folder: object) -> None:
     what = "prove in two minutes what this machine does right: numbers, resumes, processes, waits"
     part = add("check", "check:show_check", what, "Also under torchrun or srun. The exit status is 1 if a proof fails.")
@@ -194,7 +215,7 @@ def _add_faults(add: _Adder, folder: object) -> None:
     what = "change an argument, such as args.bf16=false; may be repeated"
     part.add_argument("--with", dest="changes", action="append", default=[], metavar="args.NAME=VALUE", help=what)
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: replay-step<N>")
-    part.add_argument("script", nargs="*", metavar="SCRIPT", help="another script, with its arguments, after --")
+    part.epilog = "Another script, with its arguments, comes after --."
     what = "find the first step, and the first module in it, in which two runs differ"
     part = add.of_run("bisect", what, folder, nargs=2)
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")

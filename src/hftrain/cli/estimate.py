@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -42,6 +43,19 @@ def until_training(act: Callable[..., object]) -> Iterator[None]:
         yield
 
 
+def changed_construction(change: Callable[[dict[str, Any]], object]) -> AbstractContextManager[None]:
+    """Give every Trainer that is made in the context other arguments: `change` gets them by name, and changes them."""
+    build = Trainer.__init__
+    signature = inspect.signature(build)
+
+    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(trainer, *args, **kwargs)
+        change(bound.arguments)
+        build(*bound.args, **bound.kwargs)
+
+    return temporarily(Trainer, __init__=init)
+
+
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
     """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
 
@@ -62,7 +76,7 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
     """
     if not Path(script).is_file():
         reason = "There is no such file."
-        raise ConfigError(f"Cannot estimate the memory of {str(script)!r}.", reason, "Check the path.")
+        raise ConfigError(f"Cannot run {str(script)!r}.", reason, "Check the path.")
     found: list[T] = []
     try:
         with redirect_stderr(StringIO()) as said, until_training(lambda trainer, *_, **__: found.append(act(trainer))):
@@ -73,7 +87,7 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
         raise
     if not found:
         raise ConfigError(
-            f"Cannot estimate the memory of {str(script)!r}.",
+            f"Cannot run {str(script)!r}.",
             "The script ended without a call of Trainer.train.",
             "After its name, give the arguments with which it trains.",
         )

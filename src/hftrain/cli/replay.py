@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 import runpy
@@ -20,13 +19,12 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
-from hftrain.cli.estimate import until_training
+from hftrain.cli.estimate import changed_construction, until_training
 from hftrain.cli.rounding import Perturb
 from hftrain.cli.sample_losses import SampleObserver
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
-from hftrain.core.preserve import temporarily
 from hftrain.extras.flight.ledger import FlightLog
 from hftrain.extras.flight.observing import Observer, first_not_finite
 from hftrain.extras.flight.reading import FOLDER, Lines, first_parting, lines_of, read_ledger, read_sessions
@@ -229,23 +227,19 @@ def _train(
 
 def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Give every Trainer changed arguments, which write into a folder and report to nobody."""
-    build = Trainer.__init__
-    signature = inspect.signature(build)
 
-    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(trainer, *args, **kwargs)
-        given = bound.arguments.get("args") or TrainingArguments(str(folder))
+    def change(arguments: dict[str, Any]) -> None:
+        given = arguments.get("args") or TrainingArguments(str(folder))
         kind = type(given)
         if changes:
             given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
-        given = bound.arguments["args"] = copy.copy(given)
+        given = arguments["args"] = copy.copy(given)
         given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
         given.load_best_model_at_end = False
         if given.save_strategy != "no":
             given.save_strategy = type(given.save_strategy)("epoch")  # saves nothing at the end of the run
-        build(*bound.args, **bound.kwargs)
 
-    return temporarily(Trainer, __init__=init)
+    return changed_construction(change)
 
 
 @contextmanager

@@ -1,0 +1,219 @@
+"""What is proved of a script: the trainings that it takes, and the claims about their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.extras.prove.comparing import BOUNDS, EVALUATION, Difference, Recording, compare
+from hftrain.extras.prove.faults import FAULTS
+from hftrain.extras.prove.recording import STEPS, Leg
+
+# A unit in the last place of 1 in bfloat16. Rounding may move a training ten times as far as such a change does.
+_UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-4
+# What hftrain says of a setting that it does not support.
+_REFUSALS = ("CheckpointError", "ConfigError", "StrategyError", "TaskError")
+_DIVIDED = (
+    "; a mean of means, or a loss that depends on who shares the micro-batch, as contrastive ones and batch "
+    "normalization do, is another loss in each division"
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of a certificate.
+
+    Args:
+        name: What was to be proved.
+        status: ``"PASS"``, ``"FAIL"``, or ``"not here"`` if it cannot be proved with this script.
+        found: What was seen.
+    """
+
+    name: str
+    status: str
+    found: str
+
+
+def legs_on_mesh(strategy: str, *, precision: str, is_full: bool) -> list[Leg]:
+    """Return the trainings on several processes; the strategy ``"own"`` is the script's."""
+    mesh = Leg(
+        name="mesh",
+        strategy=None if strategy == "own" else strategy,
+        precision=precision,
+        evaluates=True,
+        is_full=is_full,
+    )
+    return [mesh, replace(mesh, name="mesh resumed", resume="mesh", evaluates=False)]
+
+
+def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, accumulation: int) -> list[Leg]:
+    """Return the trainings of one process: the step of the mesh, other divisions of it, precisions and faults.
+
+    Args:
+        precision: Of those that are compared with the mesh.
+        is_full: Whether the model keeps its size.
+        data_ranks: How many processes of the mesh read samples of their own.
+        batch: The samples of their micro-batches.
+        accumulation: The micro-batches of a step on each of them.
+    """
+    one = Leg(name="one", precision=precision, accumulation=accumulation * data_ranks, evaluates=True, is_full=is_full)
+    quiet, total = replace(one, evaluates=False), batch * accumulation * data_ranks
+    total = total if total % 4 == 0 else 4
+    own = replace(quiet, name="own", precision="own", accumulation=accumulation, drops=True)
+    fp32 = replace(quiet, name="fp32", precision="fp32")
+    return [
+        one,
+        replace(quiet, name="mesh's checkpoint", resume="mesh"),
+        replace(one, name="whole", batch=total, accumulation=1, eval_batch=8),
+        replace(one, name="divided", batch=total // 4, accumulation=4, eval_batch=1),
+        own,
+        replace(own, name="own resumed", resume="own"),
+        fp32,
+        replace(fp32, name="fp32 perturbed", unit=_UNIT),
+        replace(fp32, name="bf16", precision="bf16"),
+        *(replace(quiet, name=fault, fault=fault, steps=1) for fault in FAULTS),
+    ]
+
+
+class Proof:
+    """The claims about the recorded trainings of a script.
+
+    Args:
+        folder: Holds a folder for each leg.
+        many: How the processes are called in the claims.
+        precision: ``"fp64"``, or ``"fp32"`` if the script cannot be trained so.
+    """
+
+    def __init__(self, folder: Path, many: str, precision: str) -> None:
+        self._folder, self._many, self._bound = folder, many, BOUNDS[precision]
+        self._read: dict[str, Recording] = {}
+
+    def error(self, name: str) -> str:
+        """Return why a leg did not come to its end; empty if it did."""
+        errors = sorted((self._folder / name).glob("error-rank*.txt"))
+        unfinished = "" if (self._folder / name / "rank0.json").exists() else "Its training did not end."
+        return errors[0].read_text(encoding="utf-8") if errors else unfinished
+
+    def recording(self, name: str) -> Recording:
+        """Return a leg's numbers; `LookupError` with the reason if it did not come to its end."""
+        if name not in self._read:
+            if error := self.error(name):
+                raise LookupError(error)
+            self._read[name] = Recording(self._folder / name)
+        return self._read[name]
+
+    def claims(self) -> Iterator[Claim]:
+        """Yield the claims, in the order of a certificate."""
+        proofs: dict[str, Callable[[], Difference | str | None]] = {
+            "five steps change the weights": self._moves,
+            f"{self._many}: five steps as in one": partial(self._compare, "mesh", "one"),
+            f"{self._many}: the same weights on each": lambda: self.recording("mesh").apart,
+            f"{self._many}: each reads its own samples": self._shares,
+            f"{self._many}: evaluation and predictions": partial(self._evaluations, "mesh", "one"),
+            f"{self._many}: resumed there": partial(self._compare, "mesh resumed", "mesh"),
+            f"{self._many}: resumed in one process": partial(self._compare, "mesh's checkpoint", "one"),
+            "one micro-batch as four": partial(self._compare, "divided", "whole"),
+            "evaluation in batches of 1 and 8": partial(self._evaluations, "divided", "whole"),
+            "resumed, with dropout, to the bit": partial(self._compare, "own resumed", "own", bound=0.0),
+            "bf16 as fp32, up to rounding": self._rounding,
+        }
+        for name, proof in proofs.items():
+            try:
+                found = proof()
+            except LookupError as error:
+                is_refused = str(error).partition(":")[0] in _REFUSALS
+                found = str(error) if is_refused else Difference(0, "it", f"could not be run: {error}")
+            status = "not here" if isinstance(found, str) else "FAIL" if found else "PASS"
+            why = _DIVIDED if found and "divided" in getattr(proof, "args", ()) else ""
+            yield Claim(name, status, f"{found or ''}{why}")
+        for fault in FAULTS:
+            seen = self._seen(fault)
+            yield Claim(
+                f"would see on one side: {fault}",
+                "PASS" if isinstance(seen, Difference) else "not here",
+                str(seen),
+            )
+
+    def _moves(self) -> Difference | None:
+        one = self.recording("one")
+        driven = {
+            name for step in one.steps for name, each in one.numbers.get(("gradient", step), {}).items() if each.any()
+        }
+        if lost := [name for name in self._unmoved() if name in driven]:
+            how = "are as at the beginning, in spite of their gradients: build the optimizer when the model is complete"
+            return Difference(STEPS, f"weights {_listed(lost)}", how)
+        return None if driven else Difference(STEPS, "gradients", "are 0 or missing in all steps")
+
+    def _unmoved(self) -> list[str]:
+        """Return the names of the parameters that five steps do not change."""
+        first, last = (self.recording("one").numbers.get(("weights", step), {}) for step in (0, STEPS))
+        return [name for name in first if torch.equal(first[name], last.get(name, first[name]))]
+
+    def _compare(self, one: str, two: str, **options: Any) -> Difference | None:
+        facts = self.recording("mesh").ranks[0]
+        counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
+        counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"] if one == "mesh" else 4
+        return compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
+
+    def _evaluations(self, one: str, two: str) -> Difference | str | None:
+        if ("metric", STEPS) not in self.recording(two).numbers:
+            return "The script has no evaluation set."
+        bound = max(self._bound, BOUNDS["metric"])
+        return self._compare(one, two, kinds=EVALUATION, bound=bound)
+
+    def _shares(self) -> Difference | str | None:
+        mesh = self.recording("mesh")
+        if mesh.ranks[0]["data_ranks"] == 1:
+            return "All of them read the same samples, because they share one model."
+        for step in mesh.steps:
+            read, expected = Counter(chain(*mesh.samples(step))), Counter(chain(*self.recording("one").samples(step)))
+            if common := set.intersection(*map(set, mesh.samples(step))) & (read - expected).keys():
+                return Difference(step, f"samples: {len(common)}", "are read by every process")
+        return None
+
+    def _rounding(self) -> Difference | None:
+        fp32, moved, bf16 = (self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16"))
+        limit = dict.fromkeys(("loss", "gradient norm"), _LEAST)
+        size = dict.fromkeys(limit, 0.0)
+        for step in fp32.steps:
+            for kind in limit:
+                values = [each.numbers.get((kind, step), {}).get("") for each in (fp32, moved, bf16)]
+                if any(each is None for each in values):
+                    continue
+                exact, other, rounded = map(float, values)  # type: ignore[arg-type]
+                size[kind] = max(size[kind], abs(exact))  # a gradient that vanishes is a difference of large ones
+                limit[kind] = max(limit[kind], _FACTOR * abs(other - exact) / size[kind])
+                if not abs(rounded - exact) <= limit[kind] * size[kind]:
+                    how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains {limit[kind] * size[kind]:.1e}"
+                    return Difference(step, kind, how)
+        return None
+
+    def _seen(self, fault: str) -> Difference | str:
+        """Return in what a training with a planted fault differs, or why that cannot be seen."""
+        try:
+            found = compare(self.recording(fault), self.recording("one"), {}, bound=self._bound)
+            return found or "It changes nothing in the first step."
+        except LookupError as error:
+            return str(error)
+
+    def limits(self) -> list[str]:
+        """Return what the proof does not cover, in sentences."""
+        one = self.recording("one")
+        found = ["hftrain's Trainer was compared with itself: what both sides do wrong is not seen."]
+        found += dict.fromkeys(note for leg in ("mesh", "one") for note in self.recording(leg).ranks[0]["notes"])
+        if still := self._unmoved():
+            found.append(f"Not proved, because five steps do not change them: {_listed(still)}.")
+        if not one.ranks[0]["has_padding"]:
+            found.append("No batch has padding, so masks were not proved.")
+        return found
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,111 @@
+"""`hftrain prove` on scripts that are right, and on scripts with one fault each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hftrain.cli.commands import main
+from hftrain.extras.prove.comparing import Recording, compare
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+from hftrain import Trainer, TrainingArguments
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+class Faulty(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss * FACTOR
+        return (loss, outputs) if return_outputs else loss
+
+rows = [{"x": torch.randn(4), "labels": number % 3} for number in range(100)]
+args = TrainingArguments("run", per_device_train_batch_size=4, learning_rate=float(sys.argv[1]), report_to="none")
+Faulty(Net(), args, train_dataset=rows, eval_dataset=rows[:70]).train()
+"""
+
+
+def prove(tmp_path: Path, factor: str) -> tuple[int, dict[str, tuple[str, str]], list[str]]:
+    """Return the exit status, what was found of each claim, and the limits."""
+    script, page = tmp_path / "train.py", tmp_path / "proof.md"
+    script.write_text(SCRIPT.replace("FACTOR", factor), encoding="utf-8")
+    status = 0
+    try:
+        main(["prove", str(script), "--output", str(page), "--", "0.01"])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    found = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    assert [each["name"] in page.read_text(encoding="utf-8") for each in found["claims"]] == [True] * 16
+    return status, {each["name"]: (each["status"], each["found"]) for each in found["claims"]}, found["limits"]
+
+
+def test_a_right_script_holds_and_the_proof_says_what_it_would_not_see(tmp_path: Path) -> None:
+    status, claims, limits = prove(tmp_path, "1")
+    assert status == 0
+    assert [name for name, (state, _) in claims.items() if state != "PASS"] == [
+        "would see on one side: the mask of one sample for all",
+        "would see on one side: tied weights that are untied",
+    ]
+    assert limits[1:] == [
+        "Only the first 61 of 70 samples were evaluated.",
+        "Dropout was off in 1 places, except when resuming to the bit; its masks were not compared.",
+        "No batch has padding, so masks were not proved.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factor", "claim", "found"),
+    [
+        ("(1 + int(os.environ.get('RANK', 0)))", "ddp on 2 processes: five steps as in one", "step 1: loss is "),
+        ("len(inputs['labels'])", "one micro-batch as four", "step 1: loss is "),
+    ],
+)
+def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, found: str) -> None:
+    status, claims, _ = prove(tmp_path, factor)
+    assert status == 1
+    assert claims[claim][0] == "FAIL"
+    assert found in claims[claim][1]
+
+
+def record(folder: Path, **numbers: torch.Tensor) -> Recording:
+    folder.mkdir()
+    facts = {"samples": {"1": ["a", "b"]}, "data_rank": 0}
+    (folder / "rank0.json").write_text(json.dumps(facts), encoding="utf-8")
+    kinds = {"loss": "loss/1/", "gradient": "gradient/1/net.weight", "metric": "metric/1/accuracy"}
+    save_file({kinds[kind]: value.double() for kind, value in numbers.items()}, folder / "rank0.safetensors")
+    return Recording(folder)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "found"),
+    [
+        ([2.0, 4.0], "is 2 times what it should be (the number of processes)"),
+        ([0.25, 0.5], "is 0.25 times what it should be (1 / the number of micro-batches)"),
+        ([3.0, 6.0], "is 3 times what it should be"),
+        ([1.0, 2.001], "differs by 4.5e-04 of its norm"),
+        ([1.0, 2.0, 0.0], "has the shape [3], not [2]"),
+        ([1.0, 2.0 + 1e-7], None),
+    ],
+)
+def test_how_a_tensor_differs_is_said(tmp_path: Path, gradient: list[float], found: str | None) -> None:
+    loss = torch.tensor(1.0)
+    one = record(tmp_path / "one", loss=loss, gradient=torch.tensor(gradient, dtype=torch.float64))
+    two = record(tmp_path / "two", loss=loss, gradient=torch.tensor([1.0, 2.0]))
+    difference = compare(one, two, {"the number of processes": 2, "the number of micro-batches": 4})
+    assert difference == (found and (1, "gradient net.weight", found))
