@@ -179,7 +179,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
             if isinstance(parameter, DTensor):
                 continue  # placed by the user
             if id(parameter) not in known:
-                new = place(parameter, ranks.mesh, placing.dims.get(name), parameter.device)
+                new = place(parameter, ranks.mesh, placing.dims.get(name))
                 new.__dict__.update(vars(parameter))
                 known[id(parameter)] = new
             placed[name] = known[id(parameter)]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
 from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart
@@ -302,19 +302,11 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     module.register_forward_hook(end, always_call=True)
 
 
-def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None, device: torch.device) -> nn.Parameter:
-    """Return a parameter of which each rank holds its part along `dim`, or the whole with None; no communication.
-
-    Raises:
-        ConfigError: The ranks cannot share the dimension equally.
-    """
+def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Return a parameter of which each rank holds its part along `dim`, or the whole with None; no communication."""
     local = parameter.detach()
     if dim is not None:
-        if parameter.shape[dim] % mesh.size():
-            reason = f"{mesh.size()} ranks cannot share a parameter of shape {list(parameter.shape)} along {dim}."
-            raise ConfigError("Cannot place the model on the mesh.", reason, "Change tp_size, or the plan.")
-        local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())]
-    local = local if local.is_meta else local.to(device, copy=dim is not None)
+        local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())].clone()
     placement: Placement = Replicate() if dim is None else Shard(dim)
     held = DTensor.from_local(
         local.contiguous(),
