@@ -47,8 +47,6 @@ def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mappin
     """Raise if a state does not fit the object that it is for.
 
     Args:
-        path: The file.
-        state: Its content.
         owner: The object that the state is for; its attributes outside the state must not be overwritten.
         own: The owner's current state. Its names must be present, except those that begin with an underscore.
     """

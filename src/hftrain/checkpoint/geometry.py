@@ -57,9 +57,7 @@ def check_equal(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: i
     """Raise if a run differs from that of the checkpoint in a value that must not change.
 
     Args:
-        saved: The checkpoint's ``geometry``.
         current: Values of this run, such as ``optimizer``.
-        step: The checkpoint's step, for the message.
 
     Raises:
         CheckpointError: Values differ or were not recorded; the message names all of them.
@@ -83,10 +81,8 @@ def check_resumable(
     """Raise if a run cannot continue where the checkpoint was saved; return what else has changed.
 
     Args:
-        saved: The checkpoint's ``geometry``.
         current: The ``geometry`` of this run; missing entries are not compared.
         is_within_epoch: Whether the checkpoint was saved in the middle of an epoch.
-        step: The checkpoint's step, for the message.
 
     Returns:
         Allowed differences, such as ``"batch_size 2 -> 4"``.

@@ -111,7 +111,6 @@ def training_entries(
     """Return the entries of an optimizer and of a precision's loss scale, if it has one; a load mutates them.
 
     Args:
-        model: As the strategy wrapped it.
         read_precision: Returns the name of a checkpoint's precision, None if it is not known. In another precision, a
             run starts with its own loss scale.
         check: Called with a checkpoint's folder and the optimizer's state before that is loaded; raises if it does not

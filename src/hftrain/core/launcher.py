@@ -168,7 +168,6 @@ def _is_in_shell() -> bool:
 
 
 def _first_machine(launch: Launch) -> str | None:
-    """Return the address of rank 0's machine, or None if unknown."""
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
     nodes = os.environ.get("SLURM_STEP_NODELIST" if launch.launcher == _SLURM.launcher else "SLURM_JOB_NODELIST")

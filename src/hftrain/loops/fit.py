@@ -169,7 +169,6 @@ class FitLoop(Loop[FitParts]):
     end_step: Callable[[], None]
 
     def attach(self, parts: FitParts) -> None:
-        """Set the parts of a run before it starts."""
         super().attach(parts)
         self.is_within_epoch = False
         self.num_batches, self._batches_per_epoch = parts.config.num_batches, 1
@@ -315,7 +314,6 @@ class FitLoop(Loop[FitParts]):
         parts.stepper.zero_grad()
 
     def _finish_step(self, window: list[Any]) -> None:
-        """Count the step, call the callbacks, and perform the requested actions."""
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         for batch in window:
             progress.samples += (batch_size_of(batch) or 0) * parts.config.world_size

@@ -31,7 +31,6 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
     Args:
         optimizer: An optimizer or its class.
         strategy: Launched or not.
-        precision: The precision.
         accumulation: Micro-steps per update.
 
     Raises:
@@ -61,9 +60,7 @@ def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *
     """Raise if the loss is multiplied before an optimizer of Opacus clips the gradients of its samples.
 
     Args:
-        optimizer: The optimizer that trains.
         strategy: After its launch.
-        precision: The precision.
         accumulation: By how many micro-batches a loss is divided; None checks nothing.
 
     Raises:
@@ -135,7 +132,6 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
     """Return why a kind of device cannot run a precision, None if it can.
 
     Args:
-        policy: The precision.
         device_type: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         capability: The compute capability of a CUDA device; None for other devices.
     """

@@ -386,7 +386,6 @@ class Strategy(Ranks, Shown):
         return Board()
 
     def _take(self, device: torch.device) -> None:
-        """Set `device` as this process's device."""
         self._device = device = use_device(device)
         # Copies to a device may overlap with host work; copies to the host must be complete before use.
         non_blocking = has_own_queue(device.type) if self.non_blocking is None else self.non_blocking

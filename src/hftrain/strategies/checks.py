@@ -20,7 +20,6 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
     Args:
         model: The model without a wrapper that belongs to the strategy.
         name: The name of the strategy that will train it.
-        world_size: The number of processes.
 
     Raises:
         ConfigError: FSDP or ZeRO-3 has sharded it.

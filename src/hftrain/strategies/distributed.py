@@ -207,7 +207,6 @@ class DistributedStrategy(GroupRanks, Strategy):
         return self._own_device()
 
     def _meet(self) -> torch.device:
-        """Form the group that the launcher describes."""
         from accelerate import PartialState
 
         announce_launch()
@@ -262,7 +261,6 @@ class DistributedStrategy(GroupRanks, Strategy):
         return {"store": place, "rank": self.rank, "world_size": self.world_size}
 
     def _stay_alone(self) -> torch.device:
-        """Form a group of one."""
         get_logger(__name__).info(
             "strategy=%r runs as one process; start more with `torchrun --nproc_per_node=N script.py` or "
             "`accelerate launch --num_processes=N script.py`.",

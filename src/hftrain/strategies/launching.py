@@ -121,7 +121,6 @@ def _first_failure(notes: str) -> tuple[int, str] | None:
 
 
 def _reported(error: Any) -> tuple[int, str]:
-    """Return the rank and traceback that torch's launcher reports for a failure."""
     rank, failure = error.get_first_failure()
     message = failure.message
     return rank, message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
@@ -161,7 +160,6 @@ def _has_used_gpu() -> bool:
 
 @contextmanager
 def _preserved_environment() -> Iterator[None]:
-    """Remove the environment variables that torch's launcher adds in this process."""
     names = set(os.environ)
     try:
         yield

@@ -81,7 +81,6 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
 
     Args:
         name: A registry name, or ``"auto"``: ``"ddp"`` if a launcher started several processes, else ``"single"``.
-        **options: The strategy's keyword arguments.
 
     Raises:
         ConfigError: The name is unknown, or the strategy does not accept an option.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.environment import is_set, launched
@@ -74,12 +74,18 @@ class Compiler:
         self._compiled: list[nn.Module] = []
         self._environment: dict[str, str | None] = {}
         if config is not None:
-            try:  # nothing is compiled before the first call
-                torch.compile(torch.nn.Identity(), backend=config.backend, mode=config.mode)
+            from torch._dynamo import lookup_backend
+            from torch._inductor import list_mode_options
+
+            try:
+                lookup_backend(config.backend)
             except RuntimeError as error:
-                asked = f"Cannot use torch_compile_backend={config.backend!r} with torch_compile_mode={config.mode!r}."
-                remedy = f"Back-ends here: {', '.join(torch.compiler.list_backends())}; other packages register more."
+                remedy = f"Known here: {', '.join(torch.compiler.list_backends())}; other packages register more."
+                asked = f"Cannot use torch_compile_backend={config.backend!r}."
                 raise ConfigError(asked, str(error), remedy) from error
+            if config.mode is not None and config.backend == "inductor":
+                asked = f"Cannot use torch_compile_mode={config.mode!r}."
+                check_known(config.mode, list_mode_options(), asked, "inductor has no such mode.")
 
     def open(self) -> None:
         """Set the documented environment variables from which accelerate's own objects read what to compile.

@@ -174,7 +174,7 @@ def test_arguments_and_launcher_choose(
     ("options", "told"),
     [
         ({"torch_compile_backend": "nvfuser"}, "Invalid backend: 'nvfuser'.*inductor"),  # which torch had once
-        ({"torch_compile_mode": "fast"}, "Unrecognized mode=fast.*max-autotune"),
+        ({"torch_compile_mode": "fast"}, "torch_compile_mode='fast'.*max-autotune"),
     ],
 )
 def test_backend_or_mode_that_torch_does_not_know_is_refused(tmp_path: Path, options: Any, told: str) -> None:

@@ -33,8 +33,6 @@ def join(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sums: bool) -> torch.Te
 
     Args:
         x: This rank's part, as long on all ranks.
-        mesh: The one-dimensional mesh of the ranks.
-        dim: The dimension that is split.
         sums: Whether the ranks use the result differently, or each for a loss of its own: gradients are summed before
             they are split. Otherwise all have the same gradient, which is only split.
     """

@@ -65,8 +65,6 @@ def candidates(
     """Return what fits, the best first (see `Candidate.cost`), and why the rest does not, by name.
 
     Args:
-        model: The model.
-        gpus: The number of processes.
         machine: How many of them one machine has at most.
         memory: The memory of a device, in bytes.
         as_set: Keep the micro-batch and checkpointing of the script, and do not offload.
@@ -214,7 +212,6 @@ def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _offloads(name: str, options: dict[str, Any], *, is_asked: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of a strategy that offloads if that is asked."""
     if not is_asked:
         return name, options
     return ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})

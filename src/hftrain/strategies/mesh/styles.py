@@ -33,7 +33,6 @@ class TensorRanks:
         mesh: Their mesh, of one dimension.
         apart: Their random numbers where they hold different parts.
         sequence: Whether they also share the activations between the layers now, along the sequence.
-        length: The length of that sequence.
         proof: What is noted of gradients up to the first update.
     """
 
@@ -260,14 +259,7 @@ def uncalled(module: nn.Module) -> list[nn.Module]:
 
 
 def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Mapping[str, nn.Parameter]) -> None:
-    """Give a module its sharded parameters and the hooks that compute with them. Mutates the module.
-
-    Args:
-        module: The module itself, without its children.
-        style: How the ranks share it.
-        ranks: The ranks.
-        placed: The new parameters by name.
-    """
+    """Give a module its sharded parameters and the hooks that compute with them. Mutates the module."""
     for name, parameter in placed.items():
         setattr(module, name, parameter)
     held = [(module, name) for name in placed]
