@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -168,24 +169,12 @@ def lazy_init(own: Any) -> None:
     own.head = nn.LazyLinear(3)
 
 
-class NoLabels(Net):
-    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
-        return self.layers(x)
+def computing(forward: Callable[..., Any]) -> Net:
+    return type("Own", (Net,), {"forward": forward})()
 
 
-class Vector(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return (F.cross_entropy(self.layers(x), labels, reduction="none"),)  # type: ignore[arg-type]
-
-
-class Silent(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        """Forget to return."""
-
-
-class LossAlone(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return (F.cross_entropy(self.layers(x), labels),)  # type: ignore[arg-type]
+def loss_alone(own: Any, x: torch.Tensor, labels: Any = None, reduction: str = "mean") -> Any:
+    return (F.cross_entropy(own.layers(x), labels, reduction=reduction),)
 
 
 def bert(**batch: Any) -> Callable[[Path], Any]:
@@ -291,11 +280,13 @@ MODELS = [
     ),
     Mistake("plain list", lambda folder: train(folder, Listed()), "nn.ModuleList"),
     Mistake("frozen path", lambda folder: train(folder, Frozen(), max_steps=1), "requires_grad=True", TaskError),
-    Mistake("takes no labels", lambda folder: train(folder, NoLabels()), "NoLabels.forward takes x. ", TypeError),
-    Mistake("vector of a model", lambda folder: train(folder, Vector()), "no scalar loss", TaskError),
-    Mistake("returns nothing", lambda folder: train(folder, Silent()), "returned None", TaskError),
+    training("takes no labels", "Own.forward takes x. ", TypeError, computing(lambda own, x: own.layers(x))),
+    training("vector of a model", "no scalar loss", TaskError, computing(partialmethod(loss_alone, reduction="none"))),
+    training("returns nothing", "returned None", TaskError, computing(lambda own, x, labels=None: None)),
     training("no labels", "Add the labels to each sample", TaskError, train_dataset=UNLABELED),
-    training("labels are None", "The batch: x float32 (4, 4).", TypeError, LossAlone(), train_dataset=UNLABELED),
+    training(
+        "labels are None", "The batch: x float32 (4, 4).", TypeError, computing(loss_alone), train_dataset=UNLABELED
+    ),
     training("no such input", "tokenize", TaskError, train_dataset=[{"text": "a", "labels": 0}] * 4),
 ]
 

@@ -55,7 +55,6 @@ class Launch:
     Args:
         launcher: Its name; None without a launcher, or if it started a single process (except torchrun).
         rank: The global rank of this process.
-        world_size: The number of processes.
         local_rank: The rank of this process on its machine; None if unknown.
         local_world_size: The number of processes on this machine; None if unknown.
     """

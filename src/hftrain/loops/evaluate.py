@@ -103,9 +103,6 @@ class EvaluateParts:
     """Parts of an evaluation, created by the Trainer for each evaluation.
 
     Args:
-        config: What to keep.
-        hooks: The functions to call.
-        group: The ranks.
         events: Sends `on_prediction_step` to callbacks.
     """
 

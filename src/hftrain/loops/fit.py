@@ -120,7 +120,6 @@ class FitParts:
 
     Args:
         config: Length of the training and size of a step.
-        hooks: The functions to call.
         feed: Source of each epoch's batches.
         dataset: The Trainer's training dataset, or None.
         stepper: Runs backward, clips and updates.
@@ -131,7 +130,6 @@ class FitParts:
         device: The device of the losses.
         progress, state, control: The progress of the run; mutated.
         events: Sends events to callbacks.
-        losses: Sums the losses.
         pending: Functions to call at the end of each step, until they remove themselves; those that change its result
             come first. Another thread or a signal handler may change the list at any time. Empty costs nothing.
     """

@@ -324,11 +324,7 @@ def _launchers_store(address: str, port: str, rank: int, world_size: int, timeou
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Raise if torch's backend cannot exchange tensors of a device type; creates no group.
-
-    Raises:
-        ConfigError: This torch build lacks the backend, or the backend does not support the device.
-    """
+    """Raise `ConfigError` if torch's backend cannot exchange tensors of a device type; creates no group."""
     serves = {name: dist.Backend.backend_capability.get(name, [device_type]) for name in dist.Backend.backend_list}
     usable = [
         name
