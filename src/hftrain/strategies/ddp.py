@@ -27,15 +27,15 @@ class DDPStrategy(DistributedStrategy):
     """Train with torch's `DistributedDataParallel`.
 
     Args:
+        use_cpu, backend, timeout_s, place_model: See `DistributedStrategy`.
         find_unused_parameters: Allow parameters without a gradient; traverses the graph in every micro-step.
         bucket_cap_mb: The size of one gradient bucket; None for torch's default.
         broadcast_buffers: Whether rank 0's buffers are sent before each forward pass; None for torch's default.
         static_graph: Assert that every micro-step runs the same operations.
         gradient_as_bucket_view: Avoid a second copy of the gradients, which must then not be detached in place.
-        **ranks: See `DistributedStrategy`.
 
     Units:
-        bucket_cap_mb: mebibytes.
+        bucket_cap_mb: mebibytes. timeout_s: seconds.
 
     Source: the documented `ddp_find_unused_parameters`, `ddp_bucket_cap_mb`, `ddp_broadcast_buffers`, `ddp_backend`
     and `ddp_timeout`.
@@ -46,14 +46,17 @@ class DDPStrategy(DistributedStrategy):
     def __init__(
         self,
         *,
+        use_cpu: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800,
+        place_model: bool = True,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
-        **ranks: Any,
     ) -> None:
-        super().__init__(**ranks)
+        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
         options = {
             "find_unused_parameters": find_unused_parameters,
             "bucket_cap_mb": bucket_cap_mb,

@@ -52,7 +52,7 @@ class ManyFolds(Folds):
         (lambda: create_strategy("single"), "SingleDeviceStrategy()"),
         (
             lambda: create_strategy("ddp_find_unused", use_cpu=True),
-            "DDPStrategy(find_unused_parameters=True, use_cpu=True)",
+            "DDPStrategy(use_cpu=True, find_unused_parameters=True)",
         ),
         (
             lambda: FSDPStrategy(sharding="hybrid_shard", shard_size=2),
