@@ -65,8 +65,8 @@ def test_package_that_is_a_public_name_holds_what_its_registry_does(name: str) -
     ("module", "names"),
     [
         ("strategies", ("Strategy", "SingleDeviceStrategy", "MPSStrategy", "DDPStrategy", "DataParallelStrategy")),
-        ("strategies", ("FSDPStrategy", "FSDP1Strategy", "MeshStrategy", "DeepSpeedStrategy", "XLAStrategy")),
-        ("strategies.fsdp", ("FSDPStrategy", "FSDP1Strategy")),
+        ("strategies", ("FSDPStrategy", "MeshStrategy", "DeepSpeedStrategy", "XLAStrategy")),
+        ("strategies.fsdp", ("FSDPStrategy",)),
         ("strategies.deepspeed", ("DeepSpeedStrategy",)),
         ("loggers", ("Logger", "WandbLogger", "TensorBoardLogger", "CometLogger", "DVCLiveLogger")),
     ],

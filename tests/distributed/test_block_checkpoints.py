@@ -19,8 +19,8 @@ from hftrain.checkpoint.layout import OPTIMIZER
 from hftrain.checkpoint.state_files import capture_shards, restore_optimizer, whole_state
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.storage import shards
-from hftrain.storage.shards import find_shards
-from hftrain.storage.tensors import load_tensors, save_containers
+from hftrain.storage.shards import find_shards, load_tensors
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.single import SingleDeviceStrategy
 

@@ -52,11 +52,10 @@ class Spread(Net):
     hf_device_map = {"layers.0": 0, "layers.1": 1, "layers.4": "cpu"}  # noqa: RUF012
 
 
-class Parallelized(Net):
-    is_parallelizable = model_parallel = True
+PARALLELIZED = type("Parallelized", (Net,), {"is_parallelizable": True, "model_parallel": True})
 
 
-@pytest.mark.parametrize("model", [Spread, Parallelized])
+@pytest.mark.parametrize("model", [Spread, PARALLELIZED])
 def test_spread_model_is_left_where_it_is(tmp_path: Path, model: type[Net]) -> None:
     trainer = make(tmp_path, model(), max_steps=1)
     assert trainer.is_model_parallel
@@ -65,24 +64,16 @@ def test_spread_model_is_left_where_it_is(tmp_path: Path, model: type[Net]) -> N
     trainer.train()
 
 
-class LeavesItThere(TrainingArguments):
-    @property
-    def place_model_on_device(self) -> bool:
-        return False
-
-
-class LeavesItToo(Trainer):
-    @property
-    def place_model_on_device(self) -> bool:
-        return False
+def leaving_it(base: Any) -> Any:
+    return type("LeavesIt", (base,), {"place_model_on_device": property(lambda _: False)})
 
 
 def test_placing_is_refused_by_the_arguments_or_by_the_trainer(tmp_path: Path) -> None:
-    arguments = LeavesItThere(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no")
+    arguments = leaving_it(TrainingArguments)(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no")
     by_arguments = Trainer(Net(), arguments)
     assert not by_arguments.place_model_on_device
     assert not by_arguments.strategy.place_model
-    assert not make(tmp_path, kind=LeavesItToo).strategy.place_model
+    assert not make(tmp_path, kind=leaving_it(Trainer)).strategy.place_model
     given = SingleDeviceStrategy(use_cpu=True, place_model=False)
     assert not Trainer(Net(), make_arguments(tmp_path), strategy=given).place_model_on_device
 

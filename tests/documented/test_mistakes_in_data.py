@@ -115,18 +115,6 @@ def calling(name: str, says: str, error: Any = TaskError, bases: Any = (TrainerC
     return Mistake(name, make, says, error)
 
 
-class Patient(TrainerCallback):
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-
-def asks_to_stop(own: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-    control.should_stop_training = True
-
-
 EXPORTED = (TrainerCallback, ExportableState)
 
 DATA = [
@@ -177,7 +165,12 @@ CALLBACKS = [
     calling("no keywords", "**kwargs", on_log=lambda s, args, state, control: None),
     calling("returns True", "'should_training_stop'", on_step_end=lambda *a, **k: True),
     calling("flag", "'should_training_stop'", on_log=lambda *a, **k: {"stop": True}),
-    calling("control", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop),
+    calling(
+        "control",
+        "'should_training_stop'",
+        error=UserWarning,
+        on_step_end=lambda s, args, state, control, **k: setattr(control, "should_stop_training", True),
+    ),
     calling(
         "Lightning's flag",
         "Did you mean 'should_training_stop'",
@@ -194,7 +187,7 @@ CALLBACKS = [
         state=lambda s: {"args": {}, "attributes": {"f": print}},
     ),
     Mistake("text", lambda folder: train(folder, None, "early"), "TrainerCallback", TaskError),
-    Mistake("nested", lambda folder: train(folder, None, [Patient(1)]), "flat list", TaskError),
+    Mistake("nested", lambda folder: train(folder, None, [EarlyStoppingCallback()]), "flat list", TaskError),
 ]
 
 PARTS = [
@@ -236,19 +229,15 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise LookupError("of the user's own")
 
 
-def raise_key(*args: Any, **kwargs: Any) -> Any:
-    return kwargs["accuracy"]
-
-
-def fails_late(index: int) -> Any:
-    return make_rows(8)[index]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "note"),
     [
         ({"train_dataset": Own(fail)}, LookupError, "Raised while reading sample 6 of Own."),
-        ({"train_dataset": Own(fails_late, 9)}, IndexError, "Raised while reading sample 8 of Own. Its __len__ is 9."),
+        (
+            {"train_dataset": Own(make_rows(8).__getitem__, 9)},
+            IndexError,
+            "Raised while reading sample 8 of Own. Its __len__ is 9.",
+        ),
         (
             {"train_dataset": Own(fail), "dataloader_num_workers": 1},
             LookupError,
@@ -279,7 +268,11 @@ def fails_late(index: int) -> Any:
             "Raised in on_log of the ",
         ),
         (
-            {"callbacks": [type("Mine", (TrainerCallback,), {"on_log": raise_key})()]},
+            {
+                "callbacks": [
+                    type("Mine", (TrainerCallback,), {"on_log": lambda *args, logs, **kwargs: logs["accuracy"]})()
+                ]
+            },
             KeyError,
             "There is no such key in logs: loss, grad_norm",
         ),

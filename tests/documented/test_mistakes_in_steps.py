@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from hftrain import StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
+from hftrain import ConfigError, StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
 from hftrain.extras.mistakes import hint_for
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -31,9 +32,28 @@ def stepping(name: str, step: Callable[[Any, Any], Any], says: str, **options: A
     return Mistake(name, lambda folder: train(folder, task(step), max_steps=2, **options), says, Exception)
 
 
+def training(
+    name: str, says: str, error: type[BaseException] = ConfigError, model: Any = None, **parts: Any
+) -> Mistake:
+    """Make the mistake of training with these parts and settings."""
+    return Mistake(name, lambda folder: make_trainer(folder, model, **parts).train(), says, error)
+
+
+def evaluating(name: str, step: Callable[[Any, Any], Any], says: str, error: type[BaseException]) -> Mistake:
+    """Make the mistake of evaluating with a step."""
+    options: dict[str, Any] = {"eval_dataset": make_rows(4)}
+    return Mistake(
+        name, lambda folder: make_trainer(folder, task(evaluation_step=step), **options).evaluate(), says, error
+    )
+
+
+def own_trainer(**methods: Any) -> type[Trainer]:
+    return type("Mine", (Trainer,), methods)
+
+
 def optimizing(name: str, configure: Callable[[Any], Any], says: str, error: Any = TaskError) -> Mistake:
     """Make the mistake of training with what `configure_optimizers` returns."""
-    return Mistake(name, lambda folder: train(folder, task(configure_optimizers=configure), max_steps=1), says, error)
+    return training(name, says, error, task(configure_optimizers=configure), max_steps=1)
 
 
 def overriding(name: str, method: str, function: Callable[..., Any], says: str, verb: str = "train") -> Mistake:
@@ -149,24 +169,12 @@ def lazy_init(own: Any) -> None:
     own.head = nn.LazyLinear(3)
 
 
-class NoLabels(Net):
-    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
-        return self.layers(x)
+def computing(forward: Callable[..., Any]) -> Net:
+    return type("Own", (Net,), {"forward": forward})()
 
 
-class Vector(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return (F.cross_entropy(self.layers(x), labels, reduction="none"),)  # type: ignore[arg-type]
-
-
-class Silent(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        """Forget to return."""
-
-
-class LossAlone(Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return (F.cross_entropy(self.layers(x), labels),)  # type: ignore[arg-type]
+def loss_alone(own: Any, x: torch.Tensor, labels: Any = None, reduction: str = "mean") -> Any:
+    return (F.cross_entropy(own.layers(x), labels, reduction=reduction),)
 
 
 def bert(**batch: Any) -> Callable[[Path], Any]:
@@ -181,30 +189,16 @@ def bert(**batch: Any) -> Callable[[Path], Any]:
     return make
 
 
+TWO_PARTS: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2}
 STEPS = [
     Mistake("no super", lambda _: no_super(), "super().__init__() in its first", TaskError),
     stepping("no_grad", no_grad, "torch.no_grad()"),
     stepping("detached", lambda s, b: loss_of(s, b).detach(), "detach()"),
     stepping("accuracy as loss", lambda s, b: (scores_of(s, b).argmax(-1) == b["labels"]).float().mean(), "argmax()"),
     stepping("own backward", backward, "without calling backward()"),
-    Mistake(
-        "own backward, too",
-        lambda folder: make_trainer(folder, task(backward_too), max_steps=1).train(),
-        "Return the loss without calling",
-        UserWarning,
-    ),
-    Mistake(
-        "own backward in compute_loss",
-        lambda folder: make_trainer(folder, kind=OwnBackward, max_steps=1, gradient_accumulation_steps=2).train(),
-        "Return the loss",
-        UserWarning,
-    ),
-    Mistake(
-        "zero_grad",
-        lambda folder: make_trainer(folder, task(zero_first), max_steps=1, gradient_accumulation_steps=2).train(),
-        "Remove zero_grad()",
-        UserWarning,
-    ),
+    training("own backward, too", "Return the loss without calling", UserWarning, task(backward_too), max_steps=1),
+    training("own backward in compute_loss", "Return the loss", UserWarning, kind=OwnBackward, **TWO_PARTS),
+    training("zero_grad", "Remove zero_grad()", UserWarning, task(zero_first), **TWO_PARTS),
     stepping("Lightning's attribute", lambda s, b: loss_of(s, b) * s.current_epoch, "self.epoch"),
     stepping("own optimizer", lambda s, b: s.optimizer.step(), "the Trainer steps the"),
     stepping("self.log", lambda s, b: s.log("a", 1), "StepOutput(loss=loss, logs="),
@@ -267,22 +261,8 @@ STEPS = [
         UserWarning,
     ),
     stepping("layer of a tuple", lambda s, b: F.relu(s.model(**b)), "outputs[0]"),
-    Mistake(
-        "vector in evaluation",
-        lambda folder: make_trainer(
-            folder, task(evaluation_step=lambda s, b: scores_of(s, b).mean(1)), eval_dataset=make_rows(4)
-        ).evaluate(),
-        "Return its mean",
-        TaskError,
-    ),
-    Mistake(
-        "training mode",
-        lambda folder: make_trainer(
-            folder, task(evaluation_step=lambda s, b: s.train().training_step(b)), eval_dataset=make_rows(4)
-        ).evaluate(),
-        "Remove .train()",
-        UserWarning,
-    ),
+    evaluating("vector in evaluation", lambda s, b: scores_of(s, b).mean(1), "Return its mean", TaskError),
+    evaluating("training mode", lambda s, b: s.train().training_step(b), "Remove .train()", UserWarning),
     Mistake(
         "no predictions",
         lambda folder: make_trainer(folder, task(lambda s, b: loss_of(s, b))).predict(make_rows(4)),
@@ -291,6 +271,7 @@ STEPS = [
     ),
 ]
 
+UNLABELED = [{"x": torch.zeros(4)}] * 4
 MODELS = [
     Mistake(
         "lazy",
@@ -299,27 +280,14 @@ MODELS = [
     ),
     Mistake("plain list", lambda folder: train(folder, Listed()), "nn.ModuleList"),
     Mistake("frozen path", lambda folder: train(folder, Frozen(), max_steps=1), "requires_grad=True", TaskError),
-    Mistake("takes no labels", lambda folder: train(folder, NoLabels()), "NoLabels.forward takes x. ", TypeError),
-    Mistake("vector of a model", lambda folder: train(folder, Vector()), "no scalar loss", TaskError),
-    Mistake("returns nothing", lambda folder: train(folder, Silent()), "returned None", TaskError),
-    Mistake(
-        "no labels",
-        lambda folder: train(folder, train_dataset=[{"x": torch.zeros(4)}] * 4),
-        "Add the labels to each sample",
-        TaskError,
+    training("takes no labels", "Own.forward takes x. ", TypeError, computing(lambda own, x: own.layers(x))),
+    training("vector of a model", "no scalar loss", TaskError, computing(partialmethod(loss_alone, reduction="none"))),
+    training("returns nothing", "returned None", TaskError, computing(lambda own, x, labels=None: None)),
+    training("no labels", "Add the labels to each sample", TaskError, train_dataset=UNLABELED),
+    training(
+        "labels are None", "The batch: x float32 (4, 4).", TypeError, computing(loss_alone), train_dataset=UNLABELED
     ),
-    Mistake(
-        "labels are None",
-        lambda folder: train(folder, LossAlone(), train_dataset=[{"x": torch.zeros(4)}] * 4),
-        "The batch: x float32 (4, 4).",
-        TypeError,
-    ),
-    Mistake(
-        "no such input",
-        lambda folder: train(folder, train_dataset=[{"text": "a", "labels": 0}] * 4),
-        "tokenize",
-        TaskError,
-    ),
+    training("no such input", "tokenize", TaskError, train_dataset=[{"text": "a", "labels": 0}] * 4),
 ]
 
 
@@ -329,11 +297,7 @@ def one_cycle(own: Any) -> Any:
 
 
 OPTIMIZERS = [
-    Mistake(
-        "short schedule",
-        lambda folder: train(folder, task(configure_optimizers=one_cycle), max_steps=4),
-        "Make it with total_steps=4",
-    ),
+    training("short schedule", "with total_steps=4", model=task(configure_optimizers=one_cycle), max_steps=4),
     optimizing("Lightning's dict", lightnings_dict, "Say 'step'"),
     optimizing("lists", lambda s: ([], []), "(optimizer, schedule)"),
     optimizing("two", two_optimizers, "several optimizers by name"),
@@ -352,14 +316,7 @@ OPTIMIZERS = [
         "configure_optimizers(self)",
         TaskError,
     ),
-    Mistake(
-        "part of the model",
-        lambda folder: make_trainer(
-            folder, task(configure_optimizers=lambda s: SGD(s.model.layers[0].parameters(), lr=1))
-        ).train(),
-        "requires_grad_(False)",
-        UserWarning,
-    ),
+    optimizing("part", lambda s: SGD(s.model.layers[0].parameters(), lr=1), "requires_grad_(False)", UserWarning),
 ]
 
 OVERRIDES = [
@@ -417,69 +374,20 @@ OVERRIDES = [
     ),
     overriding("no metrics", "evaluate", lambda s, *a, **k: None, "return metrics"),
     overriding("no loader", "get_train_dataloader", lambda s: None, "return a loader"),
-    Mistake(
-        "no backward",
-        lambda folder: make_trainer(
-            folder,
-            kind=type("Mine", (Trainer,), {"training_step": lambda s, m, i, n=None: s.compute_loss(m, i).detach()}),
-            max_steps=1,
-        ).train(),
-        "super().training_step",
-        UserWarning,
-    ),
-    Mistake(
-        "no optimizer",
-        lambda folder: train(folder, kind=type("Mine", (Trainer,), {"create_optimizer": lambda s: None})),
-        "create_optimizer must set self.optimizer",
-    ),
-    Mistake(
-        "Trainer without super",
-        lambda folder: train(folder, kind=type("Mine", (Trainer,), {"__init__": lambda s, *a, **k: None})),
-        "super().__init__(...)",
-        AttributeError,
-    ),
-    Mistake(
-        "Trainer without super that sets args",
-        lambda folder: train(folder, kind=type("Mine", (Trainer,), {"__init__": set_args})),
-        "super().__init__(...)",
-        AttributeError,
-    ),
-    Mistake(
-        "loss function None",
-        lambda folder: train(folder, compute_loss_func=lambda outputs, labels: None),
-        "Return a tensor",
-        TaskError,
-    ),
-    Mistake(
-        "loss function's arguments",
-        lambda folder: train(folder, compute_loss_func=lambda outputs: outputs),
-        "(outputs, labels, num_items_in_batch=None)",
-        TaskError,
-    ),
-    Mistake(
-        "loss class",
-        lambda folder: train(folder, compute_loss_func=nn.CrossEntropyLoss),
-        "Pass CrossEntropyLoss()",
-        TaskError,
-    ),
-    Mistake(
-        "loss of a tuple",
-        lambda folder: train(folder, compute_loss_func=nn.CrossEntropyLoss()),
-        "outputs[0], or outputs['logits']",
-        TypeError,
-    ),
-    Mistake(
-        "preprocess",
-        lambda folder: make_trainer(
-            folder,
-            compute_metrics=share,
-            preprocess_logits_for_metrics=lambda logits: logits,
-            eval_dataset=make_rows(4),
-        ).train(),
-        "(logits, labels)",
-        TaskError,
-    ),
-]
+    training("no backward", "super().training_step", UserWarning, max_steps=1,
+             kind=own_trainer(training_step=lambda s, m, i, n=None: s.compute_loss(m, i).detach())),
+    training("no optimizer", "must set self.optimizer", kind=own_trainer(create_optimizer=lambda s: None)),
+    training("no super of a Trainer's", "super().__init__(...)", AttributeError,
+             kind=own_trainer(__init__=lambda s, *a, **k: None)),
+    training("no super, but args", "super().__init__(...)", AttributeError, kind=own_trainer(__init__=set_args)),
+    training("loss None of a function", "Return a tensor", TaskError, compute_loss_func=lambda outputs, labels: None),
+    training("loss function's arguments", "(outputs, labels, num_items_in_batch=None)", TaskError,
+             compute_loss_func=lambda outputs: outputs),
+    training("loss class", "Pass CrossEntropyLoss()", TaskError, compute_loss_func=nn.CrossEntropyLoss),
+    training("loss of a tuple", "outputs['logits']", TypeError, compute_loss_func=nn.CrossEntropyLoss()),
+    training("preprocess", "(logits, labels)", TaskError, compute_metrics=share, eval_dataset=make_rows(4),
+             preprocess_logits_for_metrics=lambda logits: logits),
+]  # fmt: skip
 
 
 @table([*STEPS, *MODELS, *OPTIMIZERS, *OVERRIDES])

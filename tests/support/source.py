@@ -25,8 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("trainer",),
     ("extras",),
-    ("cli",),
     ("compat",),
+    ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -206,5 +206,4 @@ def _parse(name: str, text: str) -> dict[str, Any]:
 
 
 def _flag(value: Any) -> Any:
-    """Convert the texts "true" and "false" to booleans, and return other values unchanged."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value

@@ -11,7 +11,8 @@ import torch
 from hftrain.checkpoint.fitting import misfit
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import preserved_rng
-from hftrain.storage.tensors import load_containers, load_tensors, tensor_identity
+from hftrain.storage.shards import load_tensors
+from hftrain.storage.tensors import load_containers, tensor_identity
 
 _WEIGHTS, _BIN_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 

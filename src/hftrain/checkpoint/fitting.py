@@ -38,7 +38,8 @@ def restoring(path: Path) -> Iterator[None]:
     except (HFTrainError, MemoryError):
         raise
     except Exception as error:
-        if _is_no_fault_of_the_file(error):
+        is_of_group = isinstance(error, getattr(torch.distributed, "DistError", ()))
+        if is_of_group or any(words in str(error) for words in ("out of memory", "can't allocate memory")):
             raise
         raise misfit(path, f"It cannot be restored ({type(error).__name__}: {error})") from error
 
@@ -47,8 +48,6 @@ def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mappin
     """Raise if a state does not fit the object that it is for.
 
     Args:
-        path: The file.
-        state: Its content.
         owner: The object that the state is for; its attributes outside the state must not be overwritten.
         own: The owner's current state. Its names must be present, except those that begin with an underscore.
     """
@@ -120,8 +119,3 @@ def misfit(
 ) -> CheckpointError:
     """Return the error for a file that does not fit the run."""
     return CheckpointError(f"Cannot restore {path}.", f"{reason.rstrip('.')}.", remedy)
-
-
-def _is_no_fault_of_the_file(error: Exception) -> bool:
-    is_of_group = isinstance(error, getattr(torch.distributed, "DistError", ()))
-    return is_of_group or any(words in str(error) for words in ("out of memory", "can't allocate memory"))

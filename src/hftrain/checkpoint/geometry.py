@@ -54,15 +54,10 @@ class BatchGrid:
 
 
 def check_equal(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
-    """Raise if a run differs from that of the checkpoint in a value that must not change.
+    """Raise `CheckpointError` if a run differs from that of the checkpoint in a value that must not change.
 
     Args:
-        saved: The checkpoint's ``geometry``.
         current: Values of this run, such as ``optimizer``.
-        step: The checkpoint's step, for the message.
-
-    Raises:
-        CheckpointError: Values differ or were not recorded; the message names all of them.
     """
     differing = [
         f"{name}={value!r} (the checkpoint has {saved.get(name)!r})"
@@ -80,19 +75,14 @@ def check_equal(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: i
 def check_resumable(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int
 ) -> list[str]:
-    """Raise if a run cannot continue where the checkpoint was saved; return what else has changed.
+    """Raise `CheckpointError` if a run cannot continue where the checkpoint was saved; return what else has changed.
 
     Args:
-        saved: The checkpoint's ``geometry``.
         current: The ``geometry`` of this run; missing entries are not compared.
         is_within_epoch: Whether the checkpoint was saved in the middle of an epoch.
-        step: The checkpoint's step, for the message.
 
     Returns:
         Allowed differences, such as ``"batch_size 2 -> 4"``.
-
-    Raises:
-        CheckpointError: A value differs that the position or the optimizer's state depends on.
     """
     fixed = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
     if saved.get("weights_dtype") is not None and saved["weights_dtype"] == current.get("weights_dtype"):

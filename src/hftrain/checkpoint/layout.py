@@ -59,12 +59,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoint_names(output_dir: str | Path, *, with_links: bool = True) -> list[str]:
-    """List the names of folders that have names of checkpoints, sorted by step.
-
-    Args:
-        output_dir: Where they are.
-        with_links: Whether to include links to folders.
-    """
+    """List the names of folders that have names of checkpoints, sorted by step."""
     if not os.path.isdir(output_dir):
         return []
     with os.scandir(output_dir) as entries:  # distinguishes folders from files without a stat call each

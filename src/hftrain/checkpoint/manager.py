@@ -39,14 +39,12 @@ class CheckpointManager:
     """Write, find, verify and rotate the checkpoints of one run, which owns its output folder.
 
     Args:
-        output_dir: The folder of the checkpoints.
         group: The processes that call `save` together.
         save_total_limit: How many are kept; None, or a number below 1, keeps all.
         only_model: Whether to leave out what only a resume needs.
         on_each_node: Whether each machine writes to its own storage.
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
         keep_best: How many with the best metrics are kept in addition to the newest; without a limit, no others are.
-        is_greater_better: Whether a higher metric is better.
         uploads: Transfers files if machines do not share the mirror of a remote folder.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_on_each_node`.
@@ -94,7 +92,6 @@ class CheckpointManager:
         step is replaced.
 
         Args:
-            step: The optimizer updates done.
             writers: What this process writes, in files of its own; each is called with the folder to write to.
                 Collective ones come first: no process may wait for one that has failed.
             facts: What the manifest records in addition to the files: numbers, text, lists and dictionaries.
@@ -226,7 +223,6 @@ class CheckpointManager:
         return self._here(best, self._publishted) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
 
     def _here(self, *paths: Path | None) -> set[str]:
-        """Return the names of the paths that are in the output folder."""
         folder = self.output_dir.resolve()
         return {path.name for path in paths if path is not None and path.resolve().parent == folder}
 

@@ -30,7 +30,6 @@ class Manifest:
             `check_resumable`).
         versions: Versions of the libraries that wrote it.
         files: Size in bytes and SHA-256 of each file, by its path inside the folder.
-        format_version: The version of this format.
     """
 
     step: int

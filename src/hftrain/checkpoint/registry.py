@@ -33,13 +33,11 @@ class Entry:
     """A part of the state.
 
     Args:
-        scope: Where it is.
         state_dict: Returns the state, None if there is none to save; all processes call it. For the manifest it returns
             values by names that no other entry has.
         load: Restores what `state_dict` returned; None restores nothing. Of the manifest it gets all values, and for a
             file of its own the checkpoint's folder.
         default: Given to `load` if the processes' files have no such entry.
-        write: Writes the state into the entry's file.
     """
 
     scope: Scope
@@ -111,7 +109,6 @@ def training_entries(
     """Return the entries of an optimizer and of a precision's loss scale, if it has one; a load mutates them.
 
     Args:
-        model: As the strategy wrapped it.
         read_precision: Returns the name of a checkpoint's precision, None if it is not known. In another precision, a
             run starts with its own loss scale.
         check: Called with a checkpoint's folder and the optimizer's state before that is loaded; raises if it does not

@@ -95,16 +95,13 @@ class LocalCheckpoints(Checkpoints):
         self.folder = folder
 
     def names(self) -> list[str]:
-        """List the folders with names of checkpoints, and the links to such."""
         return checkpoint_names(self.folder)
 
     def read(self, name: str) -> Manifest | None:
-        """Return a checkpoint's manifest, None if it is missing, damaged or of another step."""
         manifest = readable(self.folder / name)
         return manifest if manifest is not None and manifest.step == checkpoint_step(name) else None
 
     def remove(self, name: str, run_id: str) -> None:
-        """Delete a checkpoint; failures only warn."""
         discard(self.folder / name)
 
     def own(self, run_id: str) -> dict[str, Manifest]:
@@ -173,12 +170,7 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
 
 
 class Uncommitted:
-    """Checkpoints that an override of `_save_checkpoint` writes without the base method, and so without a manifest.
-
-    Args:
-        output_dir: Where they are.
-        deletes: Whether this process deletes the oldest.
-    """
+    """Checkpoints that an override of `_save_checkpoint` writes without the base method, and so without a manifest."""
 
     def __init__(self, output_dir: Path, *, deletes: bool) -> None:
         self._output_dir, self._deletes = output_dir, deletes

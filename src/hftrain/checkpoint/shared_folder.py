@@ -17,10 +17,6 @@ def check_shared_folder(folder: Path, strategy: Strategy, *, on_each_node: bool)
 
     The first process of each machine writes a file there and looks for the files of the others.
 
-    Args:
-        folder: Where this process writes checkpoints.
-        on_each_node: Whether each machine keeps its own checkpoints.
-
     Raises:
         ConfigError: Raised on all processes; it names two machines and their folders.
     """

@@ -83,8 +83,6 @@ def save_trainer_state(state: TrainerState, folder: Path, history: HistoryText |
     """Write the documented, human-readable state; raises `CheckpointError` if a callback's state is not plain data.
 
     Args:
-        state: What to write.
-        folder: Where.
         history: The text of the log history to write; None writes that of the state.
     """
     try:

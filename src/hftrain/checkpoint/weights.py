@@ -24,11 +24,10 @@ from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import call_with
 from hftrain.storage.files import read_json, unreadable
-from hftrain.storage.shards import find_shards, open_shards, open_tensors, read_whole
+from hftrain.storage.shards import find_shards, load_tensors, open_shards, open_tensors, read_whole
 from hftrain.storage.tensors import (
     check_tensors,
     load_containers,
-    load_tensors,
     plain_containers,
     save_containers,
     save_tensors,
@@ -50,7 +49,6 @@ def save_weights(
 
     Args:
         model: The model without wrappers.
-        folder: An existing folder.
         state_dict: The weights to write instead of the model's own; an empty one writes only the configuration.
         safe: Write safetensors instead of torch's zip format.
 
@@ -99,7 +97,6 @@ def load_weights(
     """Overwrite a model's weights in place with those of a folder, in any supported format.
 
     Args:
-        model: The model without wrappers.
         folder: What `save_weights` or `save_pretrained` wrote.
         strict: Raise, instead of warning, if names are missing or unexpected.
         strategy: Loads the weights, if the model's parameters are split among processes.

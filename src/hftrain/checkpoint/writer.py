@@ -72,12 +72,9 @@ class CheckpointWriter:
         return tree
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise if no checkpoint of this size fits. Collective.
+        """Raise `ConfigError` if no checkpoint of this size fits. Collective.
 
         A resumed run that already has a checkpoint may continue, unless its policy is to stop when the disk is full.
-
-        Raises:
-            ConfigError: There is not enough space.
         """
         manager, is_enough, free = self.manager, True, 0
         if manager.is_committer:

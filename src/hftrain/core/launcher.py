@@ -55,7 +55,6 @@ class Launch:
     Args:
         launcher: Its name; None without a launcher, or if it started a single process (except torchrun).
         rank: The global rank of this process.
-        world_size: The number of processes.
         local_rank: The rank of this process on its machine; None if unknown.
         local_world_size: The number of processes on this machine; None if unknown.
     """
@@ -168,7 +167,6 @@ def _is_in_shell() -> bool:
 
 
 def _first_machine(launch: Launch) -> str | None:
-    """Return the address of rank 0's machine, or None if unknown."""
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
     nodes = os.environ.get("SLURM_STEP_NODELIST" if launch.launcher == _SLURM.launcher else "SLURM_JOB_NODELIST")

@@ -39,8 +39,9 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     handed_on = {name for name, home in home_of.items() if home.startswith("transformers.")}
     absent = tuple(
         modules
-        for package_needed, modules in _NEEDED.items()
-        if handed_on and not (sys.modules.get(package_needed) or _is_found(package_needed))
+        for needed, modules in _NEEDED.items()
+        # In `sys.modules`, None forbids an import.
+        if handed_on and not sys.modules.get(needed, needed not in sys.modules and importlib.util.find_spec(needed))
     )
     public = {*own, *(name for name, home in home_of.items() if not home.startswith(absent))}
 
@@ -67,10 +68,6 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *public})
 
     return get, list_names, sorted(public)
-
-
-def _is_found(package: str) -> bool:
-    return package not in sys.modules and importlib.util.find_spec(package) is not None
 
 
 def _from_transformers(home: str, name: str) -> Any:

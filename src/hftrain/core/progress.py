@@ -74,16 +74,6 @@ class TrainerControl:
         for name, value in changes.items():
             setattr(self, name, bool(value))
 
-    def _new_training(self) -> None:
-        """Clear the flag that stops training; like the next two, for code copied from transformers."""
-        self.should_training_stop = False
-
-    def _new_epoch(self) -> None:
-        self.should_epoch_stop = False
-
-    def _new_step(self) -> None:
-        self.should_save = self.should_evaluate = self.should_log = False
-
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores, in the documented form."""
         return {"args": dict(self.__dict__), "attributes": {}}

@@ -34,7 +34,6 @@ class Registry(Generic[T]):
         kind: The kind of object, as shown in error messages (``"strategy"``).
         group: The entry-point group that other packages use.
         elsewhere: Other libraries' names and the corresponding names here, for the error about an unknown name.
-        gone: Removed names, each with the reason and what to do instead.
 
     Example:
         >>> registry = Registry[dict]("box", group="hftrain.boxes")
@@ -49,12 +48,10 @@ class Registry(Generic[T]):
         *,
         group: str,
         elsewhere: Mapping[str, str] | None = None,
-        gone: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self.kind = kind
         self.group = group
         self._elsewhere = elsewhere or {}
-        self._gone = gone or {}
         self._entries: dict[str, _Entry] = {}
         self._has_entry_points = False
 
@@ -109,8 +106,6 @@ class Registry(Generic[T]):
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             self._load_entry_points()
-        if name not in self._entries and name in self._gone:
-            raise ConfigError(f"Cannot use {self.kind}={name!r}:", *self._gone[name])
         if name not in self._entries:
             raise ConfigError(
                 f"Cannot use {self.kind}={name!r}.",

@@ -161,7 +161,6 @@ class Hooks:
     `hooks.wrap_model` is the present `_wrap_model` of the Trainer, and so are the others with a private name.
 
     Args:
-        owner: The Trainer.
         defined: Returns what its class defines; whatever else a subclass, an instance or a library has, is an override.
             A function of a module, because a search sends Trainers to other processes.
 

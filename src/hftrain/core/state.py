@@ -110,13 +110,8 @@ class TrainerState:
         return [before, _NO_HISTORY[:-1], "\n    ", *entries, "\n  ]", after]
 
     @classmethod
-    def from_json(cls, text: str) -> TrainerState:
-        """Build the state from JSON text; keys this version does not know are dropped."""
-        return cls.from_dict(json.loads(text))
-
-    @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TrainerState:
-        """Build the state from its decoded JSON."""
+        """Build the state from its decoded JSON; keys this version does not know are dropped."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
 
@@ -127,7 +122,7 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
         """Read the state from a file."""
-        return cls.from_json(Path(json_path).read_text(encoding="utf-8"))
+        return cls.from_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Turn the arguments' intervals into optimizer updates.

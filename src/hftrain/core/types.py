@@ -34,7 +34,6 @@ class PrecisionPolicy:
     """The precision settings that a strategy sees.
 
     Args:
-        param_dtype: The dtype of parameters.
         compute_dtype: The dtype of matrix products.
         reduce_dtype: The dtype in which gradients are reduced.
         loss_scaling: Whether a gradient scaler is used.
@@ -146,7 +145,6 @@ class BestRun(NamedTuple):
     Args:
         run_id: The backend's identifier of the trial; for Optuna the trial's number as a string.
         objective: The trial's objective; a list for several objectives.
-        hyperparameters: The trial's hyper-parameters, by name.
         run_summary: Ray Tune's `ExperimentAnalysis`; None with the other backends.
 
     Source: the documented `BestRun`.

@@ -22,7 +22,8 @@ from hftrain.core.tree import is_cache
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.storage.files import check_url, is_url, local_folder, read_json, write_text
-from hftrain.storage.tensors import load_tensors, save_tensors
+from hftrain.storage.shards import load_tensors
+from hftrain.storage.tensors import save_tensors
 
 _OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
-
-import torch
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
@@ -15,29 +13,6 @@ Stage = Literal["fit", "evaluate", "predict"]
 Parts = TypeVar("Parts")
 
 logger = get_logger(__name__)
-
-
-class Group(Protocol):
-    """The collectives that gathering needs; every rank must call them."""
-
-    world_size: int
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which tensors are exchanged."""
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's rows."""
-
-    def gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's plain data."""
-
-    def reduce(self, tensor: torch.Tensor, op: Literal["sum", "mean", "max"] = "sum") -> torch.Tensor:
-        """Return the sum, mean or maximum over ranks."""
 
 
 class Loop(Shown, Generic[Parts]):

@@ -17,9 +17,10 @@ from hftrain.core.notes import keep_facts
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.data.datasets import has_length
-from hftrain.loops.contract import Group, Loop, Stage
+from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.window import LogWindow
+from hftrain.strategies.base import Ranks
 from hftrain.task.items import OWN_ITEMS, known_count
 from hftrain.task.module import checked_count
 
@@ -103,15 +104,12 @@ class EvaluateParts:
     """Parts of an evaluation, created by the Trainer for each evaluation.
 
     Args:
-        config: What to keep.
-        hooks: The functions to call.
-        group: The ranks.
         events: Sends `on_prediction_step` to callbacks.
     """
 
     config: EvaluateConfig
     hooks: EvaluateHooks
-    group: Group
+    group: Ranks
     events: Events
 
 
@@ -133,7 +131,6 @@ class EvaluateLoop(Loop[EvaluateParts]):
     stage: ClassVar[Stage] = "evaluate"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Set the parts of an evaluation before it starts."""
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
         self._kept: dict[str, Any] = {}
@@ -186,7 +183,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
             reports.append(hooks.read_metrics())
         kept = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
         predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
-        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
+        num_samples = int(self.parts.group.reduce(torch.tensor(self._num_samples, device=self.parts.group.device)))
         if predictions is not None and config.joins_batches and num_samples:
             extra("predictions").check_rows(predictions, labels, num_samples)
         is_complete = predictions is not None and labels is not None
@@ -214,7 +211,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         hooks, metrics = self.parts.hooks, self._batch_metrics
         is_watched = self.stops_early or metrics is not None or hooks.repeat_batch is not None
         takes_turns = self.parts.group.world_size > 1 and is_watched
-        agree: Callable[[bool], bool] = self._all_true if takes_turns else bool
+        agree: Callable[[bool], bool] = self.parts.group.all_true if takes_turns else bool
         upcoming, last = next(batches, _END), None
         if takes_turns and hooks.repeat_batch is not None and not agree(upcoming is not _END):
             raise ConfigError(
@@ -268,7 +265,6 @@ class EvaluateLoop(Loop[EvaluateParts]):
             self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
     def _fire_prediction_step(self, output: StepOutput) -> None:
-        """Call the callbacks after a batch."""
         self.parts.events.fire("on_prediction_step")
 
     def run_batch(self, batch: Any) -> StepOutput:
@@ -340,16 +336,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         hooks, device = self.parts.hooks, self.parts.group.device
         pairs = [number for each in self._loss_sums.values() for number in (each.total, each.num_items)]
         sums = torch.stack([torch.as_tensor(number, dtype=self._sum_dtype, device=device) for number in pairs])
-        per_kind = zip(hooks.kinds, self._sum_over_ranks(sums).reshape(-1, 2).tolist(), strict=True)
+        per_kind = zip(hooks.kinds, self.parts.group.reduce(sums).reshape(-1, 2).tolist(), strict=True)
         means = {kind: total / num_items for kind, (total, num_items) in per_kind if num_items}
         loss = means.get(hooks.kinds[0]) if hooks.choose_mean is None else hooks.choose_mean(means)
         return {} if loss is None else {"loss": loss}
-
-    def _all_true(self, flag: bool) -> bool:
-        return not self._sum_over_ranks(torch.tensor(int(not flag), device=self.parts.group.device))
-
-    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.parts.group.reduce(tensor, op="sum") if self.parts.group.world_size > 1 else tensor
 
 
 class PredictLoop(EvaluateLoop):
@@ -358,12 +348,10 @@ class PredictLoop(EvaluateLoop):
     stage = "predict"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Set the parts of a prediction before it starts."""
         config = replace(parts.config, keeps_predictions=True)
         super().attach(replace(parts, config=config))
 
     def _fire_prediction_step(self, output: StepOutput) -> None:
-        """Also pass the batch's predictions to callbacks, such as writers."""
         self.parts.events.fire("on_prediction_step", outputs=output.outputs, labels=output.labels)
 
 
@@ -387,7 +375,6 @@ def _main_input(batch: Any, name: str) -> Any:
 
 
 def _check_complete(output: StepOutput, batch: Any) -> None:
-    """Raise if `compute_metrics` would never be called."""
     for what, value in (("predictions", output.outputs), ("labels", output.labels)):
         if value is None:
             raise TaskError(

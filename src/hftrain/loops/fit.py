@@ -120,7 +120,6 @@ class FitParts:
 
     Args:
         config: Length of the training and size of a step.
-        hooks: The functions to call.
         feed: Source of each epoch's batches.
         dataset: The Trainer's training dataset, or None.
         stepper: Runs backward, clips and updates.
@@ -131,7 +130,6 @@ class FitParts:
         device: The device of the losses.
         progress, state, control: The progress of the run; mutated.
         events: Sends events to callbacks.
-        losses: Sums the losses.
         pending: Functions to call at the end of each step, until they remove themselves; those that change its result
             come first. Another thread or a signal handler may change the list at any time. Empty costs nothing.
     """
@@ -169,7 +167,6 @@ class FitLoop(Loop[FitParts]):
     end_step: Callable[[], None]
 
     def attach(self, parts: FitParts) -> None:
-        """Set the parts of a run before it starts."""
         super().attach(parts)
         self.is_within_epoch = False
         self.num_batches, self._batches_per_epoch = parts.config.num_batches, 1
@@ -315,7 +312,6 @@ class FitLoop(Loop[FitParts]):
         parts.stepper.zero_grad()
 
     def _finish_step(self, window: list[Any]) -> None:
-        """Count the step, call the callbacks, and perform the requested actions."""
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         for batch in window:
             progress.samples += (batch_size_of(batch) or 0) * parts.config.world_size

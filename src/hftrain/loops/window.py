@@ -112,7 +112,6 @@ class LossWindow(WindowState):
         return torch.where(self.num_finite > 0, self.sum * factor, float("nan"))  # type: ignore[operator]
 
     def _count_nonfinite(self, num_finite: int) -> None:
-        """Count the losses since the last count that were not finite."""
         self.num_nonfinite += self.num_micro_steps - num_finite
         self.num_finite = self.num_micro_steps = 0
 
@@ -180,7 +179,6 @@ class LogWindow:
         """Add one step's numbers; tensors are detached and stay on their device.
 
         Args:
-            logs: Numbers by name.
             weight: Their weight in the mean: the number of samples.
         """
         if not isinstance(logs, Mapping):

@@ -26,12 +26,6 @@ def can_fuse(
     To be set in the parameter groups: as an argument of the class it would also hand the unscaling of fp16 to the
     kernel, which fails with the scaler of FSDP.
 
-    Args:
-        cls: The optimizer's class.
-        settings: Its keyword arguments.
-        model: The parameters' model.
-        parameters: What is trained, on its device.
-
     Example:
         >>> model = nn.Linear(2, 1)
         >>> can_fuse(torch.optim.AdamW, {"lr": 0.1}, model, model.parameters())

@@ -42,8 +42,6 @@ def get_parameter_names(
     """List parameter names except those in layers of given types and those that match a pattern.
 
     Args:
-        model: The model.
-        forbidden_layer_types: The types.
         forbidden_layer_names: Regular expressions, searched for in lower-cased paths.
 
     Source: the documented `get_parameter_names`.
@@ -71,7 +69,6 @@ def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int
     """Count a model's parameters; with DeepSpeed stage 3, over all ranks.
 
     Args:
-        model: The model.
         trainable_only: Leave out frozen ones.
 
     Source: the documented `get_model_param_count`.

@@ -54,7 +54,6 @@ class Precision(Shown):
         Mutates torch's TF32 flags if the policy sets `matmul`; `close` restores them.
 
         Args:
-            device: The device that the model runs on.
             scaler_factory: Makes the strategy's gradient scaler; called only if the loss is scaled.
 
         Raises:

@@ -25,7 +25,6 @@ class PurePrecision(Precision):
     allows, and `bf16_true` to `fp16_true`, whose unscaled gradients underflow or overflow.
 
     Args:
-        name: The registry name.
         dtype: The dtype of parameters, operations and optimizer state.
 
     Example:

@@ -31,13 +31,6 @@ precisions: Registry[Precision] = Registry(
         "torch.float16": "fp16",
         "torch.float32": "fp32",
     },
-    gone={
-        f"apex_o{level}": (
-            "NVIDIA removed amp from Apex in May 2025; torch's own mixed precision is its successor.",
-            f"Use precision={successor!r}.",
-        )
-        for level, successor in enumerate(("fp32", "fp16", "fp16", "fp16_true"))
-    },
 )
 
 _FULL, _PURE = "base:FullPrecision", "pure:PurePrecision"

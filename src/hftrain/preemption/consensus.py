@@ -77,7 +77,6 @@ class Consensus:
     Args:
         act: Called by the loop at each step boundary while there is a request; calls `due`.
         pending: Functions that the loop calls at the end of each step, see `FitParts`; mutated.
-        group: The processes.
         board: Where they exchange notes; must be new.
         progress: The progress of this process; read by the thread.
         timeout_s: How many seconds a background save waits for the other processes.
@@ -324,7 +323,6 @@ class Consensus:
         return self._hear(topic, turn, 0, gives_up)
 
     def _hear(self, key: str, turn: int, of: int, gives_up: Callable[[int], bool]) -> Any:
-        """Return the note of a process, or None if it posts none."""
         pause_s = _FIRST_PAUSE_S
         while True:
             # Checked first: a process that has left posts nothing afterwards.

@@ -28,8 +28,6 @@ class TrainingStopped(SystemExit):
     """Raised by `train()` when SIGTERM has stopped it: the process exits with 128 + the signal's number.
 
     Args:
-        message: What happened.
-        signum: The signal.
         is_early: Whether it was raised within a step, instead of at a step boundary.
     """
 
@@ -55,7 +53,6 @@ class SignalHandlers:
     the main thread, and only for signals without a handler of the program; previous handlers are restored.
 
     Args:
-        consensus: Receives the requests.
         listen: Returns a descriptor on which a thread receives signals that the main thread cannot handle; called if
             SIGTERM is handled here. None for no such thread.
     """

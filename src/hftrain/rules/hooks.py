@@ -39,7 +39,6 @@ def check_hooks(
         base: The class that calls the hooks; the package's own subclasses of it are not checked.
         defined: What the base class itself defines; whatever else it has, a library has assigned.
         given: The attributes that a subclass set before it called the base class's ``__init__``.
-        attributes: The current attributes of the Trainer.
     """
     # A class that calls a newer hook itself has its own helper of that name, older than the hook of transformers.
     documented, newer = names_elsewhere("trainer_hooks"), names_elsewhere("newer_trainer_hooks")

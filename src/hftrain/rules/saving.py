@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,10 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import ExportableState
 from hftrain.checkpoint.fitting import group_settings
-from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.state_files import check_complete
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError, refuse
 from hftrain.core.notes import describe
-from hftrain.core.parameters import whole_shape
-from hftrain.storage.shards import open_tensors
 from hftrain.storage.tensors import plain_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
@@ -62,29 +57,6 @@ def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Str
             ),
         )
     )
-
-
-def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_overridden: Callable[[str], bool]) -> None:
-    """Raise if a checkpoint has weights of other shapes; missing weights are only detected when it is loaded.
-
-    Args:
-        folder: The checkpoint; None for a new run.
-        is_split: Whether layers are split across processes.
-    """
-    if folder is not None:
-        check_complete(folder, OPTIMIZER)
-    if folder is None or not (folder / WEIGHTS).is_file() or is_overridden("_load_from_checkpoint"):
-        return
-    found = {name: tuple(tensor.shape) for name, tensor in open_tensors(folder / WEIGHTS).items()}
-    # A parameter that ZeRO-3 has split, in an earlier evaluation or training, is empty itself.
-    own = {name: tuple(whole_shape(value)) for name, value in model.named_parameters()}
-    others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
-    if others and not is_split:
-        raise CheckpointError(
-            f"Cannot resume from {folder}.",
-            f"It holds another model than this {type(model).__name__}: {'; '.join(others[:3])}.",
-            "Build the model as it was, or name another checkpoint.",
-        )
 
 
 def watch_states(

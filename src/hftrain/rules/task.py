@@ -123,7 +123,6 @@ def _check_names(kind: type[TaskModule]) -> None:
 
 
 def _check_signatures(task: TaskModule) -> None:
-    """Raise if a step cannot be called with only the batch, or another method with its arguments."""
     calls = {**dict.fromkeys(_STEPS, ("batch",)), "configure_optimizers": (), "metrics": ("stage",)}
     for name, parameters in calls.items():
         step = getattr(task, name)

@@ -20,7 +20,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.fused import can_fuse
 from hftrain.step.stepper import Stepper, average_gradients
-from hftrain.storage.tensors import load_tensors
+from hftrain.storage.shards import load_tensors
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 

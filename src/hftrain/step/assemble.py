@@ -114,7 +114,6 @@ def _checked(stepper: Stepper, follower: Follower) -> Stepper:
 
 
 def _assemble_in_backward(precision: Precision, optimizer: Any, max_norm: float, unheld: list[torch.Tensor]) -> Stepper:
-    """Let the optimizer run the backward pass; its `step` does the rest."""
     if max_norm > 0 and not optimizer.clips:
         logger.warning(
             "max_grad_norm=%s has no effect with %s: no gradient is left to clip.", max_norm, type(optimizer).__name__
@@ -158,7 +157,6 @@ def _clip(
 
 
 def _measure_and_clip(clip: Callable[[], Any], precision: Precision, optimizer: Any) -> Any:
-    """Note the norms of several optimizers, and clip."""
     precision.unscale(optimizer)
     optimizer.measure()
     return clip()
@@ -177,7 +175,6 @@ def _zero_grad_of(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:
-    """Raise if the strategy's `owns` is inconsistent."""
     owns = strategy.owns
     both = Owns.BACKWARD | Owns.STEP
     reason = None

@@ -26,16 +26,12 @@ _DEVICES: tuple[tuple[str, Capability | None], ...] = (
 
 
 def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precision, accumulation: int) -> None:
-    """Raise if the optimizer updates during the backward pass but the gradients are needed afterwards.
+    """Raise `ConfigError` if the optimizer updates during the backward pass but the gradients are needed afterwards.
 
     Args:
         optimizer: An optimizer or its class.
         strategy: Launched or not.
-        precision: The precision.
         accumulation: Micro-steps per update.
-
-    Raises:
-        ConfigError: Gradients would have to be averaged over processes, accumulated or unscaled.
     """
     cls: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not hasattr(cls, "update_in_backward") or (cls.takes_ranks and strategy.world_size > 1):
@@ -58,16 +54,11 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
 
 
 def check_per_sample(optimizer: Any, strategy: Strategy, precision: Precision, *, accumulation: int | None) -> None:
-    """Raise if the loss is multiplied before an optimizer of Opacus clips the gradients of its samples.
+    """Raise `ConfigError` if the loss is multiplied before an optimizer of Opacus clips the gradients of its samples.
 
     Args:
-        optimizer: The optimizer that trains.
         strategy: After its launch.
-        precision: The precision.
         accumulation: By how many micro-batches a loss is divided; None checks nothing.
-
-    Raises:
-        ConfigError: Accumulation, several processes or the scale of fp16 change the loss.
     """
     private = next((each for each in members_of(optimizer) if hasattr(each, "signal_skip_step")), None)
     if private is None or accumulation is None:
@@ -111,12 +102,9 @@ class LegalityRow(NamedTuple):
 
 
 def check_legal(strategy: Strategy, precision: Precision) -> None:
-    """Raise unless a strategy and a precision work together on the device that the strategy will use.
+    """Raise `ConfigError` unless a strategy and a precision work together on the device that the strategy will use.
 
     Call before `Strategy.launch`: allocates nothing on a device, though torch queries the driver about a GPU.
-
-    Raises:
-        ConfigError: They do not work together, or the strategy was created in another process.
     """
     strategy.check_processes()
     policy, kind = precision.policy, strategy.device_type
@@ -135,7 +123,6 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
     """Return why a kind of device cannot run a precision, None if it can.
 
     Args:
-        policy: The precision.
         device_type: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         capability: The compute capability of a CUDA device; None for other devices.
     """

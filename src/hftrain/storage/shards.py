@@ -26,9 +26,6 @@ class StoredBlock(NamedTuple):
     """A block of a tensor, in a file.
 
     Args:
-        path: The file.
-        file: Its open reader.
-        name: The block's name in the file.
         dtype: The file format's name of its dtype.
         sizes: The block's shape.
         offsets: The index of its first element in each dimension of the whole tensor.
@@ -60,7 +57,6 @@ class FileTensor(StoredTensor):
     """A tensor in one or more files, read on demand.
 
     Args:
-        shape: The shape of the whole tensor.
         blocks: Its blocks, which cover it without overlap.
     """
 
@@ -117,6 +113,11 @@ def read_whole(state: Mapping[str, Any]) -> dict[str, Any]:
     """Read every `FileTensor` of a state whole, each once; other values are returned unchanged."""
     read = functools.cache(FileTensor.read)
     return {name: read(value) if isinstance(value, FileTensor) else value for name, value in state.items()}
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file; names that shared a tensor when saved share one again."""
+    return read_whole(open_tensors(path))
 
 
 # -- one file per process ----------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 
 from hftrain.core.devices import has_own_queue, to_host
@@ -83,20 +82,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` if `save_tensors` would; writes nothing and reads no tensor data."""
     _header(tensors.items(), {})
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file; names that shared a tensor when saved share one again."""
-    try:
-        check_header(path)
-        with safe_open(path, framework="pt") as file:
-            # the reader returns memory-mapped tensors, which change when the file is overwritten
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
-        tensors.update({alias: tensors[name] for alias, name in aliases.items()})
-    except Exception as error:
-        raise unreadable_tensors(path, error) from error
-    return tensors
 
 
 def save_containers(tree: Any, path: Path) -> None:

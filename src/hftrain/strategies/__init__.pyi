@@ -4,7 +4,6 @@ from hftrain.strategies.base import Strategy as Strategy
 from hftrain.strategies.data_parallel import DataParallelStrategy as DataParallelStrategy
 from hftrain.strategies.ddp import DDPStrategy as DDPStrategy
 from hftrain.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
-from hftrain.strategies.fsdp import FSDP1Strategy as FSDP1Strategy
 from hftrain.strategies.fsdp import FSDPStrategy as FSDPStrategy
 from hftrain.strategies.mesh import MeshStrategy as MeshStrategy
 from hftrain.strategies.registry import strategies

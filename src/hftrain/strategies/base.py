@@ -192,11 +192,7 @@ class Strategy(Ranks, Shown):
         return {"cpu": True} if self.device_type == "cpu" else {}
 
     def check_processes(self) -> None:
-        """Raise if the strategy was created in another process.
-
-        Raises:
-            ConfigError: It was created before a launcher started this process, so its rank is wrong.
-        """
+        """Raise `ConfigError` if the strategy was created in another process."""
         launch = read_launch()
         rank, world_size = launch.rank, launch.world_size
         if self._made_in != (rank, world_size):
@@ -308,8 +304,6 @@ class Strategy(Ranks, Shown):
         """Scale gradients in place, without synchronising, so that their norm over all processes is at most `max_norm`.
 
         Args:
-            parameters: The parameters whose gradients are clipped.
-            max_norm: The maximum norm.
             norm_type: The p of the p-norm.
 
         Returns:
@@ -386,7 +380,6 @@ class Strategy(Ranks, Shown):
         return Board()
 
     def _take(self, device: torch.device) -> None:
-        """Set `device` as this process's device."""
         self._device = device = use_device(device)
         # Copies to a device may overlap with host work; copies to the host must be complete before use.
         non_blocking = has_own_queue(device.type) if self.non_blocking is None else self.non_blocking

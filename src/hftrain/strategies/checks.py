@@ -15,15 +15,11 @@ _UNUSED = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
-    """Raise if another strategy has sharded a model, because this one would treat the shards as full tensors.
+    """Raise `ConfigError` if another strategy has sharded a model: this one would take the shards for full tensors.
 
     Args:
         model: The model without a wrapper that belongs to the strategy.
         name: The name of the strategy that will train it.
-        world_size: The number of processes.
-
-    Raises:
-        ConfigError: FSDP or ZeRO-3 has sharded it.
     """
     # In a group of one, FSDP's shards are full tensors; ZeRO-3 leaves empty parameters there too.
     by_fsdp = world_size > 1 and any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
@@ -37,11 +33,7 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
 
 
 def check_trainable(model: nn.Module, *, name: str) -> None:
-    """Raise if a model has no gradients that a strategy could exchange or shard.
-
-    Raises:
-        ConfigError: No parameter requires a gradient.
-    """
+    """Raise `ConfigError` if a model has no gradients that a strategy could exchange or shard."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"Cannot train {type(model).__name__} with strategy={name!r}:",

@@ -107,7 +107,6 @@ class DataParallelStrategy(Strategy):
         return None if device_type == "cuda" else "DataParallel copies the model to several CUDA devices"
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Place a model on the first device, wrap it and create its optimizer. Mutates the model."""
         model, optimizer = super().setup(model, make_optimizer, policy)
         return (model if make_optimizer is None else self.wrap(model)), optimizer
 
@@ -130,9 +129,7 @@ def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device)
     """Join the outputs of several replicas.
 
     Args:
-        parts: The outputs, which have the same structure.
         shares: Each replica's share of the batch; they sum to 1.
-        device: The device of the result.
 
     Raises:
         StrategyError: The outputs hold an object that has no rows.

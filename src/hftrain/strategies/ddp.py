@@ -27,10 +27,7 @@ class DDPStrategy(DistributedStrategy):
     """Train with torch's `DistributedDataParallel`.
 
     Args:
-        use_cpu: See `DistributedStrategy`.
-        backend: See `DistributedStrategy`.
-        timeout_s: See `DistributedStrategy`.
-        place_model: See `DistributedStrategy`.
+        use_cpu, backend, timeout_s, place_model: See `DistributedStrategy`.
         find_unused_parameters: Allow parameters without a gradient; traverses the graph in every micro-step.
         bucket_cap_mb: The size of one gradient bucket; None for torch's default.
         broadcast_buffers: Whether rank 0's buffers are sent before each forward pass; None for torch's default.

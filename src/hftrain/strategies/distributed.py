@@ -207,7 +207,6 @@ class DistributedStrategy(GroupRanks, Strategy):
         return self._own_device()
 
     def _meet(self) -> torch.device:
-        """Form the group that the launcher describes."""
         from accelerate import PartialState
 
         announce_launch()
@@ -262,7 +261,6 @@ class DistributedStrategy(GroupRanks, Strategy):
         return {"store": place, "rank": self.rank, "world_size": self.world_size}
 
     def _stay_alone(self) -> torch.device:
-        """Form a group of one."""
         get_logger(__name__).info(
             "strategy=%r runs as one process; start more with `torchrun --nproc_per_node=N script.py` or "
             "`accelerate launch --num_processes=N script.py`.",
@@ -326,11 +324,7 @@ def _launchers_store(address: str, port: str, rank: int, world_size: int, timeou
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Raise if torch's backend cannot exchange tensors of a device type; creates no group.
-
-    Raises:
-        ConfigError: This torch build lacks the backend, or the backend does not support the device.
-    """
+    """Raise `ConfigError` if torch's backend cannot exchange tensors of a device type; creates no group."""
     serves = {name: dist.Backend.backend_capability.get(name, [device_type]) for name in dist.Backend.backend_list}
     usable = [
         name

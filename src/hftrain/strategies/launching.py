@@ -85,7 +85,10 @@ def launch(
                 raise KeyboardInterrupt(str(error)) from None
             raise
         except ChildFailedError as error:
-            rank, told = _first_failure(notes) or _reported(error)
+            rank, failure = error.get_first_failure()
+            message: Any = failure.message
+            told = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
+            rank, told = _first_failure(notes) or (rank, told)
             raise StrategyError(
                 f"Cannot finish launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}).",
                 f"The process of rank {rank} failed: {told}",
@@ -118,13 +121,6 @@ def _first_failure(notes: str) -> tuple[int, str] | None:
     """Return the first rank that failed with its own error, and the traceback; None if none was recorded."""
     first = min(Path(notes).iterdir(), key=lambda note: int(note.name.split()[0]), default=None)
     return None if first is None else (int(first.name.split()[1]), first.read_text(encoding="utf-8"))
-
-
-def _reported(error: Any) -> tuple[int, str]:
-    """Return the rank and traceback that torch's launcher reports for a failure."""
-    rank, failure = error.get_first_failure()
-    message = failure.message
-    return rank, message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
 
 
 def _check(num_processes: int, *, method: str) -> None:
@@ -161,7 +157,6 @@ def _has_used_gpu() -> bool:
 
 @contextmanager
 def _preserved_environment() -> Iterator[None]:
-    """Remove the environment variables that torch's launcher adds in this process."""
     names = set(os.environ)
     try:
         yield

@@ -37,7 +37,6 @@ class Links:
 
     Args:
         board: The board on which rank 0 posts its address.
-        rank: This process's rank.
         timeout_s: How long a machine may be silent.
         on_lost: Called in a thread with a message about the first unreachable rank; at most once.
     """

@@ -28,7 +28,6 @@ class Lockstep:
     last pass, or of another rank's if it had none, and discards the output: neither the task nor its metrics see it.
 
     Args:
-        model: The outermost unit.
         casting: Returns the context in which a forward pass is repeated.
     """
 
@@ -112,12 +111,7 @@ def described(tree: Any, other: Callable[[Any], Any] = lambda leaf: None) -> Any
 
 
 def restored(form: Any, kind: Any = dict) -> Any:
-    """Return what was described, with tensors on the meta device.
-
-    Args:
-        form: The description.
-        kind: The type of the outermost mapping.
-    """
+    """Return what was described, with tensors on the meta device."""
     what, value, *more = form
     if what == "tensor":
         return torch.empty(more[0], dtype=getattr(torch, value), device="meta", requires_grad=more[1])
@@ -150,7 +144,6 @@ class SplittingStrategy(DistributedStrategy):
     def _start_lockstep(
         self, model: nn.Module, casting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Track a model's forward passes if there are several ranks."""
         if self.world_size > 1:
             SplittingStrategy.after_evaluation(self, model)
             self._lockstep = Lockstep(model, self, casting)

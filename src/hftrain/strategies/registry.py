@@ -41,7 +41,7 @@ _BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("fsdp", _FSDP, "parameters, gradients and optimizer state sharded over processes", {}),
     ("fsdp_offload", _FSDP, "fsdp with the shards in host memory", _OFFLOAD),
     ("fsdp_hybrid", _FSDP, "fsdp within each machine, replicas across machines", {"sharding": "hybrid_shard"}),
-    ("fsdp1", "fsdp:FSDP1Strategy", "another name of fsdp", {}),
+    ("fsdp1", _FSDP, "another name of fsdp", {}),
     ("deepspeed", _DEEPSPEED, "DeepSpeed with the configuration in deepspeed=", {}),
     ("deepspeed_stage_1", _DEEPSPEED, "ZeRO stage 1: optimizer state sharded", {"stage": 1}),
     ("deepspeed_stage_2", _DEEPSPEED, "ZeRO stage 2: gradients sharded too", {"stage": 2}),
@@ -81,7 +81,6 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
 
     Args:
         name: A registry name, or ``"auto"``: ``"ddp"`` if a launcher started several processes, else ``"single"``.
-        **options: The strategy's keyword arguments.
 
     Raises:
         ConfigError: The name is unknown, or the strategy does not accept an option.

@@ -24,12 +24,6 @@ def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta)
     several machines count separately. Instead each process posts a random name, rank 0 proposes the list of names that
     it finds, and all ranks use the prefix derived from a list once each of them has found its own name in it.
 
-    Args:
-        store: The launcher's store.
-        rank: This process's rank.
-        world_size: The number of processes.
-        timeout: How long to wait for the others.
-
     Raises:
         StrategyError: Not all processes arrived in time.
     """

@@ -40,8 +40,12 @@ class SingleDeviceStrategy(Strategy):
                 world_size=read_launch().world_size,
             )
         planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
-        reason = "use_cpu=True forbids it." if use_cpu and planned.type != "cpu" else _absence(planned)
-        if reason:
+        num_seen = torch.accelerator.device_count() if planned.type == find_device_type() else 0
+        is_there = planned.type in ("cpu", "meta", "xla") or (planned.index or 0) < num_seen
+        if not is_there or (use_cpu and planned.type != "cpu"):
+            reason = (
+                "use_cpu=True forbids it." if use_cpu else f"torch sees {num_seen} devices of type {planned.type!r}."
+            )
             raise ConfigError(f"Cannot use device={str(device)!r}.", reason, "Choose another.", use_cpu=use_cpu)
         super().__init__(planned, place_model=place_model)
 
@@ -67,11 +71,3 @@ class MPSStrategy(SingleDeviceStrategy):
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
         return None if device_type == "mps" else "it runs on Apple GPUs only"
-
-
-def _absence(device: torch.device) -> str | None:
-    """Return why torch cannot use a device here; None if it can."""
-    num_seen = torch.accelerator.device_count() if device.type == find_device_type() else 0
-    if device.type in ("cpu", "meta", "xla") or (device.index or 0) < num_seen:
-        return None
-    return f"torch sees {num_seen} devices of type {device.type!r}."

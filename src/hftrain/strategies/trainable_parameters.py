@@ -42,7 +42,6 @@ class Trained:
         self._is_stale |= id(new) not in self._known
 
     def _follow(self, model: nn.Module) -> None:
-        """Act if the set of trainable parameters has changed."""
         if not self._is_stale and list(map(_REQUIRES_GRAD, self._parameters)) == self._flags:
             return
         named = self._named(model)

@@ -46,8 +46,6 @@ class RankWatch:
 
     Args:
         make_board: Returns a board that only this group's watches use; then one for each `Agreement`.
-        rank: This process's rank.
-        world_size: The number of processes.
         link_timeout_s: How long another machine may be silent before this process is ended; 0 disables it. See `Links`.
 
     Attributes:
@@ -286,7 +284,6 @@ class Agreement:
     rank that has continued without a change, the watch's thread answers.
 
     Args:
-        watch: That of the ranks.
         board: One that only this agreement uses, on all ranks.
         position: This rank's position, which increases in the same way on every rank.
         problem: What is wrong if the changes differ.

@@ -96,11 +96,6 @@ class XLAStrategy(Strategy):
         return None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise if a model cannot be sharded as requested; touches no device.
-
-        Raises:
-            ConfigError: The model has no layer of a named class, or none to recompute.
-        """
         if self.recomputes and not self._units(model):
             raise ConfigError(
                 "Cannot use fsdp_config={'xla_fsdp_grad_ckpt': True}.",
@@ -195,7 +190,6 @@ class XLAStrategy(Strategy):
         return undo
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device and keep the identity of its parameters. Mutates the model."""
         if not self.place_model:
             return model
         model = move(model, self.device)
@@ -274,7 +268,6 @@ class XLAStrategy(Strategy):
         return sent
 
     def _split(self, model: nn.Module) -> None:
-        """Shard a model's parameters over the devices; sharded ones are unchanged."""
         if self.shards:
             for parameter in model.parameters():
                 self._split_tensor(parameter)

@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.strategies.environment import is_set, launched
 from hftrain.task.model_call import ModelCall
 
-# Documented back-ends that torch has dropped since, and their successors.
-_SUCCESSORS = {
-    "nvfuser": "'inductor'",
-    "aot_nvfuser": "'inductor'",
-    "aot_cudagraphs": "'cudagraphs'",
-    "ofi": "'ts'",
-    "fx2trt": "'tensorrt', which the package torch_tensorrt registers",
-    "onnxrt": "torch.onnx.export and ONNX Runtime itself: the back-end was for inference",
-    "ipex": "'inductor', which compiles for Intel's processors and GPUs itself",
-}
 _PREFIX = "ACCELERATE_DYNAMO_"
 
 
@@ -84,7 +74,18 @@ class Compiler:
         self._compiled: list[nn.Module] = []
         self._environment: dict[str, str | None] = {}
         if config is not None:
-            _check_backend(config)
+            from torch._dynamo import lookup_backend
+            from torch._inductor import list_mode_options
+
+            try:
+                lookup_backend(config.backend)
+            except RuntimeError as error:
+                remedy = f"Known here: {', '.join(torch.compiler.list_backends())}; other packages register more."
+                asked = f"Cannot use torch_compile_backend={config.backend!r}."
+                raise ConfigError(asked, str(error), remedy) from error
+            if config.mode is not None and config.backend == "inductor":
+                asked = f"Cannot use torch_compile_mode={config.mode!r}."
+                check_known(config.mode, list_mode_options(), asked, "inductor has no such mode.")
 
     def open(self) -> None:
         """Set the documented environment variables from which accelerate's own objects read what to compile.
@@ -141,33 +142,3 @@ def _with_short_batches(model: nn.Module, compiled: Callable[..., Any], as_writt
         return compiled(*args, **kwargs)
 
     return call
-
-
-def _check_backend(config: CompileConfig) -> None:
-    from torch._dynamo import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
-
-    try:
-        lookup_backend(config.backend)
-    except InvalidBackend as error:
-        successor = _SUCCESSORS.get(config.backend)
-        known = ", ".join(torch.compiler.list_backends())
-        reason = (
-            f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
-        )
-        raise ConfigError(
-            f"Cannot use torch_compile_backend={config.backend!r}.",
-            reason,
-            f"Known here: {known}; other packages register more.",
-        ) from error
-    if config.mode is None or config.backend != "inductor":
-        return
-    from torch._inductor import list_mode_options
-
-    modes = list_mode_options()
-    if config.mode not in modes:
-        raise ConfigError(
-            f"Cannot use torch_compile_mode={config.mode!r}.",
-            "inductor has no such mode.",
-            f"Use one of: {', '.join(modes)}.",
-        )

@@ -26,7 +26,7 @@ from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
 from hftrain.rules.functions import check_step
-from hftrain.rules.saving import check_fits, check_save_policy, check_saves
+from hftrain.rules.saving import check_save_policy, check_saves
 from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
@@ -86,7 +86,6 @@ def check_before_training(
     if replaced.watched:
         replaced.warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, hooks, data, folder)
-    check_fits(trainer.model, folder, is_split=trainer.get_tp_size() > 1, is_overridden=hooks.is_overridden)
     return folder
 
 

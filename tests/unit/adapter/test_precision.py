@@ -12,7 +12,6 @@ from hftrain import ConfigError
 from hftrain.adapter.precision import precision_request
 from hftrain.precision.autocast import AutocastPrecision
 from hftrain.precision.base import FullPrecision
-from hftrain.precision.registry import precisions
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,3 @@ def test_backend_of_half_precision_without_any_warns(tmp_path: Path, backend: st
 def test_level_of_apex_warns_that_it_has_no_effect(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="fp16_opt_level has no effect"):
         precision_request(make_arguments(tmp_path, fp16_opt_level="O2"), None)
-
-
-@pytest.mark.parametrize("level", ["o0", "o1", "o2", "o3"])
-def test_apex_is_refused_with_its_successor(level: str) -> None:
-    with pytest.raises(ConfigError, match=r"removed amp from Apex.*Use precision="):
-        precisions.resolve(f"apex_{level}")

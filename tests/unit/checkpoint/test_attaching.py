@@ -16,7 +16,8 @@ from torch import nn
 from hftrain import CheckpointError, ConfigError, HFTrainError, TaskModule, Trainer, attach_weights
 from hftrain.core.meta import stored_in
 from hftrain.core.types import PrecisionPolicy
-from hftrain.storage.tensors import load_tensors, save_tensors
+from hftrain.storage.shards import load_tensors
+from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.single import SingleDeviceStrategy
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from support.loading import build as build_any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -13,16 +10,8 @@ from hftrain.core.errors import CheckpointError
 from hftrain.data.states import begin_at
 
 
-def build(dataset: Any, batch_size: int = 2, **options: Any) -> Any:
-    return build_any(dataset, batch_size=batch_size, **options)
-
-
 def test_what_cannot_begin_at_a_sample_is_refused() -> None:
     with pytest.raises(CheckpointError, match="list, which iterates in its own way"):
         begin_at([[1, 2]], offset=1)
     with pytest.raises(CheckpointError, match="DistributedSampler, which batches or shards the data itself"):
-        begin_at(shared_by_torch(), offset=1)
-
-
-def shared_by_torch() -> Any:
-    return DataLoader(list(range(8)), batch_size=2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0))
+        begin_at(DataLoader(range(8), sampler=DistributedSampler(range(8), num_replicas=2, rank=0)), offset=1)

@@ -42,6 +42,9 @@ class ThreadGroup:
     def gather_object(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self._exchange(json.dumps(value))]
 
+    def all_true(self, flag: bool) -> bool:
+        return all(self._exchange(flag))
+
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         stacked = torch.stack(self._exchange(tensor))
         return {"sum": stacked.sum, "mean": stacked.mean, "max": stacked.amax}[op](0)

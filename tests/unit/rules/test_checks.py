@@ -14,8 +14,6 @@ from hftrain import TaskModule, Trainer
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.rules.functions import read_optimizers
 
-# -- model -----------------------------------------------------------------------------------------------------------
-
 
 def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None:
     given, made = Net(), []
@@ -32,14 +30,7 @@ def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None
     assert [trainer.model] == made
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
 sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
-
-
-# -- optimizers ------------------------------------------------------------------------------------------------------
-
 
 schedule_of_sgd = torch.optim.lr_scheduler.StepLR(sgd, 1)
 
@@ -66,9 +57,6 @@ class Own(TaskModule):
 )
 def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
     assert read_optimizers(Own(made)) == expected
-
-
-# -- the metric that picks the best model ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -49,22 +49,16 @@ def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
         Mine(Net(), make_arguments(tmp_path))
 
 
-class TakesMethod(Trainer):
-    def _make_callbacks(self, *dataset: Any) -> Any:
-        return dataset
-
-
-class TakesAttribute(Trainer):
-    def _session(self) -> None: ...
-
-
 class SetsBefore(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._session = "sft"
         super().__init__(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [TakesMethod, TakesAttribute, SetsBefore])
+TAKEN = [type("Takes", (Trainer,), {name: lambda *_: None}) for name in ("_make_callbacks", "_session")]
+
+
+@pytest.mark.parametrize("kind", [*TAKEN, SetsBefore])
 def test_names_that_are_taken_are_refused(tmp_path: Path, kind: type[Trainer]) -> None:
     with pytest.raises(ConfigError, match="Choose another name"):
         kind(Net(), make_arguments(tmp_path))

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from support import hostile
 
 from hftrain.core.errors import CheckpointError
-from hftrain.storage.tensors import check_tensors, load_containers, load_tensors, save_containers, save_tensors
+from hftrain.storage.shards import load_tensors
+from hftrain.storage.tensors import check_tensors, load_containers, save_containers, save_tensors
 
 Pair = namedtuple("Pair", "a b")
 

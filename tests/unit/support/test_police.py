@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,67 +19,28 @@ from support import police
 from support.police import Snapshot
 
 
-def _leak_env(folder: Path) -> None:
-    os.environ["HFTRAIN_TEST_LEAK"] = "1"
-
-
-def _leak_dtype(folder: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-def _leak_grad_mode(folder: Path) -> None:
-    torch.set_grad_enabled(False)
-
-
-def _leak_matmul_precision(folder: Path) -> None:
-    torch.set_float32_matmul_precision("high")
-
-
-def _leak_determinism(folder: Path) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _leak_cudnn(folder: Path) -> None:
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
-
-
-def _leak_handler(folder: Path) -> None:
-    logging.getLogger("hftrain").addHandler(logging.NullHandler())
-
-
-def _leak_signal_handler(folder: Path) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)
-
-
-def _leak_file(folder: Path) -> None:
-    (folder / "left.txt").touch()
-
-
-def _leak_run(folder: Path) -> None:
-    (folder / "runs/left").mkdir(parents=True)
-
-
-def _leak_process_group(folder: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/.store", rank=0, world_size=1)
-
-
 @pytest.mark.parametrize(
     ("leak", "named"),
     [
-        (_leak_env, "environment variable HFTRAIN_TEST_LEAK"),
-        (_leak_dtype, "default dtype"),
-        (_leak_grad_mode, "grad mode"),
-        (_leak_matmul_precision, "matmul precision"),
-        (_leak_determinism, "deterministic"),
-        (_leak_cudnn, "cudnn.benchmark"),
-        (_leak_handler, "handler"),
-        (_leak_signal_handler, "SIGTERM"),
-        (_leak_file, "left.txt"),
-        (_leak_run, "runs/left"),
-        (_leak_process_group, "process group"),
+        (lambda _: os.environ.update(HFTRAIN_TEST_LEAK="1"), "environment variable HFTRAIN_TEST_LEAK"),
+        (lambda _: torch.set_default_dtype(torch.float64), "default dtype"),
+        (lambda _: torch.set_grad_enabled(False), "grad mode"),
+        (lambda _: torch.set_float32_matmul_precision("high"), "matmul precision"),
+        (lambda _: torch.use_deterministic_algorithms(True, warn_only=True), "deterministic"),
+        (lambda _: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark), "cudnn.benchmark"),
+        (lambda _: logging.getLogger("hftrain").addHandler(logging.NullHandler()), "handler"),
+        (lambda _: signal.signal(signal.SIGTERM, lambda *_: None), "SIGTERM"),
+        (lambda folder: (folder / "left.txt").touch(), "left.txt"),
+        (lambda folder: (folder / "runs/left").mkdir(parents=True), "runs/left"),
+        (
+            lambda folder: torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{folder}/.store", rank=0, world_size=1
+            ),
+            "process group",
+        ),
     ],
 )
-def test_police_names_a_leak_and_mends_it(leak: Callable[[Path], None], named: str, tmp_path: Path) -> None:
+def test_police_names_a_leak_and_mends_it(leak: Callable[[Path], Any], named: str, tmp_path: Path) -> None:
     before = Snapshot.take(tmp_path)
     assert before.leaks(tmp_path) == []
     leak(tmp_path)

@@ -171,32 +171,15 @@ def test_arguments_and_launcher_choose(
 
 
 @pytest.mark.parametrize(
-    ("backend", "successor"),
+    ("options", "told"),
     [
-        ("nvfuser", "'inductor'"),
-        ("aot_nvfuser", "'inductor'"),
-        ("aot_cudagraphs", "'cudagraphs'"),
-        ("ofi", "'ts'"),
-        ("fx2trt", "torch_tensorrt"),
-        ("onnxrt", "torch.onnx.export"),
-        ("ipex", "'inductor'"),
+        ({"torch_compile_backend": "nvfuser"}, "Invalid backend: 'nvfuser'.*inductor"),  # which torch had once
+        ({"torch_compile_mode": "fast"}, "torch_compile_mode='fast'.*max-autotune"),
     ],
 )
-def test_dropped_backend_names_its_successor(tmp_path: Path, backend: str, successor: str) -> None:
-    if backend in torch._dynamo.list_backends(exclude_tags=()):
-        pytest.skip("this torch has it still")
-    with pytest.raises(ConfigError, match=f"torch_compile_backend='{backend}'.*dropped it.*{successor}"):
-        Trainer(Net(), make_arguments(tmp_path, torch_compile_backend=backend))
-
-
-def test_backend_that_torch_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch knows no such back-end.*inductor"):
-        Trainer(Net(), make_arguments(tmp_path, torch_compile_backend="nonesuch"))
-
-
-def test_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch_compile_mode='fast'.*max-autotune"):
-        Trainer(Net(), make_arguments(tmp_path, torch_compile_mode="fast"))
+def test_backend_or_mode_that_torch_does_not_know_is_refused(tmp_path: Path, options: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Trainer(Net(), make_arguments(tmp_path, **options))
 
 
 @pytest.mark.slow

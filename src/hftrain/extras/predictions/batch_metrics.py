@@ -14,7 +14,7 @@ from hftrain.core.notes import add_note, describe
 from hftrain.core.tree import detach, pytree, tensors_of
 from hftrain.core.types import EvalPrediction
 from hftrain.extras.predictions.gather import Kept, as_tensors
-from hftrain.loops.contract import Group
+from hftrain.strategies.base import Ranks
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class BatchMetrics:
     """
 
     compute: Callable[..., Mapping[str, Any] | None]
-    group: Group
+    group: Ranks
     takes_objects: bool = False
     finish_outputs: Callable[[Any], Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.tree import as_array, detach, is_cache, map_tensors, pytree
 from hftrain.extras.predictions.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.extras.predictions.objects import Objects, decode, encode, to_plain
-from hftrain.loops.contract import Group
+from hftrain.strategies.base import Ranks
 
 # How much all ranks together send at once.
 _CHUNK_BYTES = 1 << 22
@@ -76,7 +76,7 @@ class KeptBatches(_Keeper):
     def _store(self, tree: Any) -> None:
         self._batches.append(map_tensors(tree, as_array))
 
-    def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> list[Any] | None:
+    def joined(self, group: Ranks, *, is_interleaved: bool, order: Any = None) -> list[Any] | None:
         """Return all ranks' batches as NumPy arrays, one entry each; None if nothing was kept. Collective.
 
         Args:
@@ -115,7 +115,7 @@ class Kept(_Keeper):
         for rows, leaf in zip(self._rows, leaves, strict=True):
             rows.append(leaf)
 
-    def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
+    def joined(self, group: Ranks, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
 
         Lengths that differ beyond the first dimension are padded on the right with -100. Collective.
@@ -262,7 +262,7 @@ def _in_order(places: list[Array], order: Any) -> list[Array]:
     return [place[rows // per_sample] * per_sample + rows % per_sample for rows in places]
 
 
-def _gather_rows(mine: Array | None, group: Group, places: list[Array]) -> Array:
+def _gather_rows(mine: Array | None, group: Ranks, places: list[Array]) -> Array:
     """Join all ranks' rows chunk by chunk, each at its position in the data; collective."""
     own = None if mine is None else torch.from_numpy(mine)
     kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])
@@ -277,7 +277,7 @@ def _gather_rows(mine: Array | None, group: Group, places: list[Array]) -> Array
     return joined
 
 
-def _gather_objects(mine: list[Any], group: Group, places: list[Array]) -> list[Any]:
+def _gather_objects(mine: list[Any], group: Ranks, places: list[Array]) -> list[Any]:
     joined: list[Any] = [None] * sum(map(len, places))
     step = max(1, _CHUNK_OBJECTS // group.world_size)
     for start in range(0, max(map(len, places)), step):

@@ -72,17 +72,6 @@ class AnyPrecisionAdamW(Optimizer):
         parameter.add_(missing)
         missing.add_(before.sub_(parameter))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state; unlike in torch's optimizers, the averages keep their dtypes."""
-        super().load_state_dict(state_dict)
-        keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        members = (parameter for group in self.param_groups for parameter in group["params"])
-        for key, parameter in zip(keys, members, strict=True):
-            for name, dtype in self._dtypes.items():
-                if name in state_dict["state"].get(key, {}):
-                    saved = state_dict["state"][key][name]
-                    self.state[parameter][name] = saved.to(device=parameter.device, dtype=dtype, copy=True)
-
 
 def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Return `AnyPrecisionAdamW`; dtypes are written by name."""

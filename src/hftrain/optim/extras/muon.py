@@ -39,7 +39,6 @@ class Muon(Optimizer):
         params: Parameters or groups, as for every optimizer.
         targets: Those of them to orthogonalise, of shape ``[rows, columns]``; they become groups of their own, with
             ``"use_muon": True``.
-        lr: The learning rate.
         betas, eps: AdamW's.
         weight_decay: Of groups that name none.
         muon_lr: The rate of the matrices, which follows the same schedule; None is `lr`.

@@ -35,11 +35,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_offload(config: Mapping[str, Any]) -> None:
-    """Raise if the ZeRO stage does not support a requested offload.
-
-    Raises:
-        ConfigError: DeepSpeed would silently keep it in memory or offload it elsewhere.
-    """
+    """Raise `ConfigError` if the ZeRO stage does not support an offload, which DeepSpeed would silently ignore."""
     stage = int(find(config, "zero_optimization.stage") or 0)
     for part, least in zip(_OFFLOADS, (1, 3), strict=True):
         device = find(config, f"zero_optimization.{part}.device")
@@ -97,11 +93,7 @@ def _check_nvme(config: Mapping[str, Any]) -> None:
 
 
 def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
-    """Raise if a process's shard of a parameter does not fit the buffers for NVMe offload.
-
-    Raises:
-        ConfigError: `buffer_size` is too small.
-    """
+    """Raise `ConfigError` if a process's shard of a parameter does not fit the buffers for NVMe offload."""
     offload = find(config, "zero_optimization.offload_param")
     if not offload or offload.get("device") != "nvme":
         return

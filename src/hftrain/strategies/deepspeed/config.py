@@ -27,7 +27,6 @@ class Fill:
 
     Args:
         key: The key; nested keys are joined by dots (``"optimizer.params.lr"``).
-        value: The value in this run.
         name: The argument that sets it, for the error.
         must_match: Whether a different value in the config is an error; otherwise the config's value is kept.
         creates: Whether the key is added if the config does not have it.

@@ -113,7 +113,6 @@ class DeepSpeedStrategy(SplittingStrategy):
         """Fill the original config with a run's values; replaces `config`.
 
         Args:
-            values: The run's values.
             half: ``"bf16"`` or ``"fp16"`` if the run computes in it.
 
         Raises:
@@ -358,7 +357,6 @@ class DeepSpeedStrategy(SplittingStrategy):
         return engine
 
     def _cast_floats_to(self, dtype: torch.dtype) -> None:
-        """Cast the floating-point tensors of batches to the dtype of the engine's parameters."""
         move = self._move
 
         def move_and_cast(tensor: torch.Tensor) -> torch.Tensor:

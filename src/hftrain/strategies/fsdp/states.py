@@ -25,7 +25,6 @@ def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
 
     Args:
         tree: The same structure on every process; a tensor that appears twice appears twice in the result.
-        device: The device of the communication.
         keeps: Whether this process needs the result; otherwise sharded tensors become None to save memory.
     """
 
@@ -156,10 +155,6 @@ def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of gradients that are sharded over one mesh, or plain. Collective.
 
     Computes with local tensors: what torch derives for operations on several mesh dimensions takes seconds.
-
-    Args:
-        grads: One or more.
-        norm_type: The p of the p-norm.
     """
     local = [local_part(grad) for grad in grads]
     # A rank without parts of its own would have a norm of the default dtype.

@@ -323,7 +323,6 @@ class FSDPStrategy(SplittingStrategy):
         """Share the model in other ways before it is sharded. Mutates it."""
 
     def _held_elsewhere(self, model: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters of which this process holds nothing."""
         return set()
 
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:

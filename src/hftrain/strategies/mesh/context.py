@@ -49,8 +49,6 @@ def split_context(
     the ranks. Call this before the layers are wrapped for checkpointing or sharding.
 
     Args:
-        model: The whole model.
-        mesh: The one-dimensional mesh of the ranks.
         kind: How attention sees the whole sequence; see `SplitAttention`.
         layer_classes: Class names of the repeated layers; None uses the model's own hint, `_no_split_modules`.
         device: The device that random numbers are drawn on.

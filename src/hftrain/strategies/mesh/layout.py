@@ -113,7 +113,6 @@ def layout_of(
     """Return the layout for a number of processes.
 
     Args:
-        world_size: The number of processes.
         given: Sizes by dimension; None where none was named.
         uses: The dimensions that the strategy's name promises. The one without a size takes the processes that are
             left; what is left without such a dimension are shards.
@@ -150,6 +149,5 @@ def layout_of(
 
 
 def _refusal(given: Mapping[str, Any], reason: str, remedy: str) -> ConfigError:
-    """Return the error for the sizes that are given."""
     shown = {ARGUMENTS[dim]: size for dim, size in given.items() if size is not None}
     return ConfigError("Cannot use these sizes of a mesh.", reason, remedy, **shown)

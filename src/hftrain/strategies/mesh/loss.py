@@ -49,8 +49,6 @@ def share_loss(
     While it trains with labels, its outputs have no `logits`.
 
     Args:
-        model: A causal language model of transformers.
-        head: Its head.
         vocabulary: The ranks that have parts of the head's outputs, if any.
         sequence: The ranks that share each sequence, if any.
     """

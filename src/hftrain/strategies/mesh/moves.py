@@ -28,20 +28,17 @@ def split(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return _move(x, mesh, Replicate(), Shard(dim % x.dim()), grad=None)
 
 
-def join(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sums: bool, size: int | None = None) -> torch.Tensor:
+def join(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sums: bool) -> torch.Tensor:
     """Return the parts of all ranks, put together, to all of them.
 
     Args:
-        x: This rank's part.
-        mesh: The one-dimensional mesh of the ranks.
-        dim: The dimension that is split.
+        x: This rank's part, as long on all ranks.
         sums: Whether the ranks use the result differently, or each for a loss of its own: gradients are summed before
             they are split. Otherwise all have the same gradient, which is only split.
-        size: The length of the dimension; None if all parts have the same length.
     """
     dim %= x.dim()
     shape = list(x.shape)
-    shape[dim] = x.shape[dim] * mesh.size() if size is None else size
+    shape[dim] *= mesh.size()
     return _move(x, mesh, Shard(dim), Replicate(), grad=Partial() if sums else Replicate(), shape=shape)
 
 

@@ -66,9 +66,6 @@ class Placing:
     """One module of a model and how the ranks share it.
 
     Args:
-        name: The module's name.
-        module: The module.
-        style: How it is shared.
         dims: The dimension along which each of its own parameters is sharded; None where it is held whole.
         opens: Whether what follows it differs by rank, up to the next module that closes.
         closes: Whether what follows it is the same on all ranks again.
@@ -86,7 +83,6 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
     """Return the styles by pattern of module names, in which ``*`` stands for one part of a name.
 
     Args:
-        model: The whole model.
         given: The user's plan, whose patterns replace those of the model's own (`tp_plan`), or of the one for its type.
 
     Raises:
@@ -125,9 +121,7 @@ def placings(model: nn.Module, plan: Mapping[str, Style], num_ranks: int, named:
     """Return how every module is shared; unplanned ones are held whole by each rank.
 
     Args:
-        model: The whole model.
         plan: The styles by pattern; see `find_plan`.
-        num_ranks: How many ranks share it.
         named: The patterns that a user wrote, each of which must match.
 
     Raises:
@@ -163,10 +157,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
     A parameter with several names stays one parameter.
 
     Args:
-        found: All modules of the model.
-        ranks: The ranks.
         inner: The same ranks in the layers, between which they may share the activations along the sequence.
-        layers: These layers.
     """
     known: dict[int, nn.Parameter] = {}
     modules = {placing.name: placing.module for placing in found}
@@ -179,7 +170,7 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
             if isinstance(parameter, DTensor):
                 continue  # placed by the user
             if id(parameter) not in known:
-                new = place(parameter, ranks.mesh, placing.dims.get(name), parameter.device)
+                new = place(parameter, ranks.mesh, placing.dims.get(name))
                 new.__dict__.update(vars(parameter))
                 known[id(parameter)] = new
             placed[name] = known[id(parameter)]

@@ -53,7 +53,10 @@ class Proof:
             self.is_open = False
             names = {module: name for name, module in model().named_modules()}
             same = {f"inputs of {names[module]}": norm for module, norm in self.inputs.items()}
-            same.update({f"gradients of {name}": norm for name, norm in _whole_parameters(model())})
+            for name, parameter in model().named_parameters():
+                grad = parameter.grad
+                if isinstance(grad, DTensor) and isinstance(grad.placements[-1], Replicate):
+                    same[f"gradients of {name}"] = grad.to_local().detach().double().norm()
             same.update({f"gradients of the output of {names[module]}": norm for module, norm in self.same.items()})
             unequal = [name for name, (least, most) in _ranges(same, group) if most - least > 1e-3 * abs(most)]
             if unequal:
@@ -73,13 +76,6 @@ class Proof:
                 )
 
         handle = optimizer.register_step_pre_hook(check)
-
-
-def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and isinstance(grad.placements[-1], Replicate):
-            yield name, grad.to_local().detach().double().norm()
 
 
 def _ranges(norms: dict[str, torch.Tensor], group: dist.ProcessGroup) -> Iterator[tuple[str, tuple[float, float]]]:

@@ -65,8 +65,6 @@ def candidates(
     """Return what fits, the best first (see `Candidate.cost`), and why the rest does not, by name.
 
     Args:
-        model: The model.
-        gpus: The number of processes.
         machine: How many of them one machine has at most.
         memory: The memory of a device, in bytes.
         as_set: Keep the micro-batch and checkpointing of the script, and do not offload.
@@ -85,8 +83,7 @@ def candidates(
         settings = [(model.micro_batch, model.recomputes, False)] if as_set else _settings(model, layout)
         way = partial(measure, model, saved=traced[layout.tp], machine=machine, layout=layout, cut=cut)
         each_stage = (
-            [way(*_offloads(name, options, is_asked=s[2]), setting=s, stage=stage) for stage in range(layout.pp)]
-            for s in settings
+            [way(name, options, setting=setting, stage=stage) for stage in range(layout.pp)] for setting in settings
         )
         tried = [max(stages, key=lambda each: each.device) for stages in each_stage]
         least = min(tried, key=lambda each: each.device)
@@ -112,6 +109,8 @@ def measure(
 ) -> Candidate:
     """Return the memory and communication of one way to train, in one stage of a pipeline; see `Candidate`."""
     micro_batch, checkpointing, offload = setting
+    if offload:
+        name, options = ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})
     scale = micro_batch / model.micro_batch
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
@@ -211,13 +210,6 @@ def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
     for offload in (False, True) if layout.dp_shard > 1 and layout.pp == 1 else (False,):
         for checkpointing in (False, True) if model.units else (False,):
             yield from ((size, checkpointing, offload) for size in batches)
-
-
-def _offloads(name: str, options: dict[str, Any], *, is_asked: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of a strategy that offloads if that is asked."""
-    if not is_asked:
-        return name, options
-    return ("fsdp_offload", options) if name == "fsdp" else (name, {**options, "offload": True})
 
 
 def _traffic(

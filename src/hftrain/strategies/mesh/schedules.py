@@ -28,9 +28,6 @@ class Run:
     """One batch's way through the pipeline, as this stage sees it.
 
     Args:
-        stage: This rank's stage.
-        args: The model's arguments.
-        kwargs: Its arguments by name.
         num_micro_batches: How many micro-batches the batch is cut into, at most.
         interleaves: Whether backward passes run as soon as they can.
     """
@@ -347,5 +344,4 @@ def sharded(model: nn.Module) -> list[FSDPModule]:
 
 
 def _only_loss(outputs: Any, loss: torch.Tensor) -> Any:
-    """Return outputs of the same type with the loss alone."""
     return type(outputs)({"loss": loss})

@@ -31,7 +31,6 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None) -> tuple[nn.Mod
     """Find a model's repeated layers, and the module whose forward pass calls them.
 
     Args:
-        model: The whole model.
         classes: Class names of the layers; None uses the model's own hint, `_no_split_modules`.
 
     Raises:
@@ -67,8 +66,6 @@ class SequenceSplit:
 
     Args:
         owner: The module whose forward pass calls the layers.
-        layers: The layers in order.
-        parts: The number of ranks.
         cut: Returns this rank's part of a tensor along a dimension; the ranks divide its length.
         join: Returns all ranks' parts, put together along a dimension.
         region: Makes, from the length of the whole sequence, what the layers compute in.

@@ -53,8 +53,6 @@ def share_sequence(
 
     Args:
         owner: The module whose forward pass calls the layers.
-        layers: The layers.
-        blocks: Their blocks.
         ranks: The ranks in the layers, which get to know whether they share a sequence now.
     """
     for block in blocks:
@@ -95,7 +93,6 @@ def _sharing(ranks: TensorRanks, length: int, layer: nn.Module) -> Iterator[None
 
 
 def _gather(ranks: TensorRanks, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give a block the whole sequence."""
     if not ranks.sequence:
         return args, kwargs
     if args:

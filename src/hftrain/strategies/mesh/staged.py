@@ -26,7 +26,6 @@ def optimizer_pieces(pipeline: Pipeline, optimizer: Optimizer, *, is_writer: boo
     """Return an optimizer's groups with what is not a tensor, and this process's part of its state. Collective.
 
     Args:
-        pipeline: The pipeline.
         optimizer: Its optimizer, over the parameters of all stages in their order.
         is_writer: Whether this process writes what all ranks of its stage hold whole, such as the number of steps.
     """

@@ -25,8 +25,6 @@ class Stage:
 
     Args:
         model: The whole model; its parameters of other stages may be on the meta device.
-        cut: The cut.
-        links: The stage's connections.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, links: Links) -> None:
@@ -195,7 +193,6 @@ class _Hollow(_StandIn):
 
 @contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put stand-ins into a model, and its own modules back at the end."""
     real = {name: model.get_submodule(name) for name in stand_ins}
     try:
         for name, module in stand_ins.items():

@@ -309,7 +309,6 @@ class MeshStrategy(FSDPStrategy):
             share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
 
     def _place_layers(self, model: nn.Module) -> list[Placing]:
-        """Return how the tensor ranks share each module."""
         given = self.plan_by_name
         if given is None and self.parallelize is not None:
             given = self.parallelize(self._meshes.parameters["tp"])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
 from hftrain.strategies.mesh.proof import Proof
 from hftrain.strategies.mesh.randomness import Apart
@@ -33,7 +33,6 @@ class TensorRanks:
         mesh: Their mesh, of one dimension.
         apart: Their random numbers where they hold different parts.
         sequence: Whether they also share the activations between the layers now, along the sequence.
-        length: The length of that sequence.
         proof: What is noted of gradients up to the first update.
     """
 
@@ -260,14 +259,7 @@ def uncalled(module: nn.Module) -> list[nn.Module]:
 
 
 def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Mapping[str, nn.Parameter]) -> None:
-    """Give a module its sharded parameters and the hooks that compute with them. Mutates the module.
-
-    Args:
-        module: The module itself, without its children.
-        style: How the ranks share it.
-        ranks: The ranks.
-        placed: The new parameters by name.
-    """
+    """Give a module its sharded parameters and the hooks that compute with them. Mutates the module."""
     for name, parameter in placed.items():
         setattr(module, name, parameter)
     held = [(module, name) for name in placed]
@@ -302,19 +294,11 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     module.register_forward_hook(end, always_call=True)
 
 
-def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None, device: torch.device) -> nn.Parameter:
-    """Return a parameter of which each rank holds its part along `dim`, or the whole with None; no communication.
-
-    Raises:
-        ConfigError: The ranks cannot share the dimension equally.
-    """
+def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Return a parameter of which each rank holds its part along `dim`, or the whole with None; no communication."""
     local = parameter.detach()
     if dim is not None:
-        if parameter.shape[dim] % mesh.size():
-            reason = f"{mesh.size()} ranks cannot share a parameter of shape {list(parameter.shape)} along {dim}."
-            raise ConfigError("Cannot place the model on the mesh.", reason, "Change tp_size, or the plan.")
-        local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())]
-    local = local if local.is_meta else local.to(device, copy=dim is not None)
+        local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())].clone()
     placement: Placement = Replicate() if dim is None else Shard(dim)
     held = DTensor.from_local(
         local.contiguous(),

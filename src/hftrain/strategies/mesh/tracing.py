@@ -31,7 +31,6 @@ class Saved:
         largest: Bytes of the largest tensor of each layer, then of what is outside.
         reduced: Bytes that the tensor ranks sum in a forward and backward pass.
         exchanged: Bytes of queries, keys, values and results of attention.
-        found: How the tensor ranks share the modules.
     """
 
     layers: list[list[int]] = field(default_factory=list)

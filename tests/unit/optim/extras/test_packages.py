@@ -13,6 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.optional import is_available
+from hftrain.core.parameters import load_optimizer_state
 from hftrain.optim.extras import packaged
 from hftrain.optim.extras.anyprecision import AnyPrecisionAdamW
 from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizers
@@ -303,7 +304,7 @@ def test_anyprecision_state_keeps_its_dtypes() -> None:
     first, second = (build_optimizer(config, model) for model in models)
     models[0](torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     first.step()
-    second.load_state_dict(first.state_dict())
+    load_optimizer_state(second, first.state_dict())
     state = second.state[models[1].weight]
     assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq", "compensation")] == [
         torch.float32,
