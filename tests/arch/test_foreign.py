@@ -57,7 +57,7 @@ FOREIGN = {
         *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
         "_swappable_optimizer_subgroup",
     },
-    "strategies/fsdp/changes.py": {"_fsdp_param_group", "_get_fsdp_state", "_training_state"},
+    "strategies/fsdp/units.py": {"_fsdp_param_group", "_get_fsdp_state", "_training_state"},
     "strategies/lockstep.py": {"_dynamo"},
     "strategies/mesh/blocks.py": {"_buffers"},
     "strategies/mesh/cutting.py": {"_pp_plan"},
@@ -391,7 +391,7 @@ TRICKS = {
     "f_locals": "extras/mistakes.py",  # an error in a dataset or a collator does not name the samples
     "_compiled_call_impl": "task/model_call.py",  # a compiled model has no other place for its call
     "pthread_kill": "preemption/signals.py",  # a blocking call of the main thread goes on otherwise
-    "os._exit": "preemption/exits.py",  # a collective whose partner is gone never ends
+    "os._exit": "preemption/grace.py",  # a collective whose partner is gone never ends
     "_shared_state": "core/accelerate_state.py",  # accelerate's state cannot be read without creating it
 }
 

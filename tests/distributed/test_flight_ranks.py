@@ -20,7 +20,7 @@ from unit.cli.test_replay import SCRIPT
 
 from hftrain import FlightLog, Trainer, TrainerCallback, default_data_collator, set_seed
 from hftrain.cli.bisect import show_bisect
-from hftrain.cli.sample_losses import SampleObserver
+from hftrain.cli.replay import SampleObserver
 from hftrain.extras.flight.fingerprint import Fingerprint
 from hftrain.extras.flight.reading import read_ledger
 

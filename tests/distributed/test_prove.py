@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hftrain.cli.commands import main
-from hftrain.extras.prove.comparing import Recording, compare
+from hftrain.extras.prove.claims import Recording, compare
 
 pytestmark = pytest.mark.distributed
 

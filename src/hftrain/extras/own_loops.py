@@ -11,10 +11,9 @@ from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, a_kind, check_known
 from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns
-from hftrain.loops.contract import Loop
+from hftrain.loops.contract import Loop, loops
 from hftrain.loops.evaluate import EvaluateLoop
 from hftrain.loops.fit import FitLoop
-from hftrain.loops.registry import loops
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 

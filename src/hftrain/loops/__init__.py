@@ -3,10 +3,9 @@
 The public module `hftrain.loops` holds the classes of loops and the functions of their registry, such as `register`.
 """
 
-from hftrain.loops.contract import Loop
+from hftrain.loops.contract import Loop, loops
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts, PredictLoop
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
-from hftrain.loops.registry import loops
 
 __all__ = [
     "EvaluateConfig",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
+from hftrain.core.registry import Registry
 from hftrain.core.signatures import Shown
 
 Stage = Literal["fit", "evaluate", "predict"]
@@ -108,3 +109,9 @@ class LoopStates:
         """Load the state of a loop that was just attached."""
         if loop.stage in self._waiting:
             loop.load_state_dict(self._waiting.pop(loop.stage))
+
+
+loops: Registry[Loop[Any]] = Registry("loop", group="hftrain.loops", elsewhere={"train": "fit", "eval": "evaluate"})
+loops.register("fit", "hftrain.loops.fit:FitLoop", summary="epochs of optimizer steps")
+loops.register("evaluate", "hftrain.loops.evaluate:EvaluateLoop", summary="one pass that reduces to metrics")
+loops.register("predict", "hftrain.loops.evaluate:PredictLoop", summary="one pass that keeps the predictions")

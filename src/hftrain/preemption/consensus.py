@@ -17,7 +17,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Progress
 from hftrain.preemption.board import Board
-from hftrain.preemption.exits import end_process
+from hftrain.preemption.grace import end_process
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.preserve import temporarily
 from hftrain.core.progress import Counter
 from hftrain.preemption.board import Board
-from hftrain.preemption.exits import end_process
+from hftrain.preemption.grace import end_process
 from hftrain.strategies.links import Links
 
 _POLL_S = 1.0

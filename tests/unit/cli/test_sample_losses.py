@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hftrain import Trainer, TrainerCallback, set_seed
-from hftrain.cli.sample_losses import SampleObserver
+from hftrain.cli.replay import SampleObserver
 from hftrain.extras.flight.observing import Observer
 from hftrain.extras.flight.reading import EXACT, read_ledger
 

@@ -13,7 +13,7 @@ from support.tiny import Net, make_arguments, make_trainer, train
 
 from hftrain import MissingDependencyError, Trainer
 from hftrain.loggers.registry import available_loggers, loggers
-from hftrain.loops.registry import loops
+from hftrain.loops.contract import loops
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import legality_table
 from hftrain.strategies.registry import strategies

@@ -26,8 +26,7 @@ from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.fsdp import states as shards
-from hftrain.strategies.fsdp.changes import SplitParameters, split_again
-from hftrain.strategies.fsdp.units import check_choice, check_dtypes, find_units
+from hftrain.strategies.fsdp.units import SplitParameters, check_choice, check_dtypes, find_units, split_again
 from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
