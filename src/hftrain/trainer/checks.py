@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.layout import OPTIMIZER
 from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.state_files import check_complete
 from hftrain.core import replaced
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
@@ -86,6 +88,8 @@ def check_before_training(
     if replaced.watched:
         replaced.warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, hooks, data, folder)
+    if folder is not None:
+        check_complete(folder, OPTIMIZER)
     return folder
 
 
