@@ -18,15 +18,15 @@ class Ceiling(NamedTuple):
 CEILINGS = {
     "source lines": Ceiling(56_120, 49_500),
     "source files": Ceiling(369, 372),
-    "core lines": Ceiling(31_460, 30_000),
-    "lines that a plain run loads": Ceiling(28_000, 28_000),
+    "core lines": Ceiling(30_960, 30_000),
+    "lines that a plain run loads": Ceiling(27_480, 28_000),
     "private reaches": Ceiling(40, 40),
     "names imported by trainer.py": Ceiling(85, 80),
     "files of a step": Ceiling(18, 18),
     "files of a save": Ceiling(47, 32),
-    "files of a resume": Ceiling(101, 80),
+    "files of a resume": Ceiling(100, 80),
     "files of an evaluation": Ceiling(43, 36),
-    "test lines": Ceiling(73_000, 62_000),
+    "test lines": Ceiling(72_670, 62_000),
 }
 
 # Not of the core: what a user chooses by name, or runs from the command line.

@@ -27,9 +27,6 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         runs: The output folders of two runs with flight logs.
         output: A new folder for what was observed; None: ``bisect``.
         steps: How many steps to compare; None: all, or 200 if the runs round differently.
-
-    Raises:
-        ConfigError: A run has no flight log or cannot be done again.
     """
     ledgers, around = [ledger_with(run) for run in runs], _differences_around(runs)
     told = [f"{name}: {shortened(one)} and {shortened(two)}" for name, (one, two) in around.items()]

@@ -127,11 +127,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
 
 def show_completion(shell: str) -> Answer:
-    """Return a script that completes `hftrain`, its commands, their options and the names of files.
-
-    Raises:
-        MissingDependencyError: shtab is not installed.
-    """
+    """Return a script that completes `hftrain`, its commands, their options and the names of files."""
     resolve_name("hftrain.core.optional").require("shtab", feature="hftrain completion", extra="completion")
     shtab = resolve_name("shtab")
     script = shtab.complete(make_parser(file=shtab.FILE, folder=shtab.DIRECTORY), shell)

@@ -57,11 +57,7 @@ def changed_construction(change: Callable[[dict[str, Any]], object]) -> Abstract
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
-    """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
-
-    Raises:
-        ConfigError: There is no such file, or it ends without calling `train()`.
-    """
+    """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there."""
     estimate: MemoryEstimate = at_training(script, arguments, lambda trainer: trainer.estimate_memory())
     return Answer([str(estimate)], asdict(estimate))
 
@@ -70,9 +66,6 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
     """Run a script up to its first `train()`, and return what `act` returns for its Trainer.
 
     What it prints is shown if it fails.
-
-    Raises:
-        ConfigError: There is no such file, or it ends without calling `train()`.
     """
     if not Path(script).is_file():
         reason = "There is no such file."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,13 +15,14 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import PACKAGES
 from hftrain.cli.answer import Answer
 from hftrain.cli.estimate import at_training, changed_construction
+from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.optional import installed_versions, is_available
 from hftrain.core.seed import set_seed
-from hftrain.extras.prove.claims import Claim, Proof, legs_alone, legs_on_mesh
+from hftrain.extras.prove.claims import Proof, legs_alone, legs_on_mesh
 from hftrain.extras.prove.recording import SAVED_STEP, Leg, Recorder, calm, prepare
 from hftrain.trainer.trainer import Trainer
 
@@ -34,8 +33,6 @@ def show_prove(
 ) -> Answer:  # fmt: skip
     """Prove that a script trains the same on several processes of this machine as in one; status 1 if it does not.
 
-    The script runs up to its first `train()`, once for each training of the proof.
-
     Args:
         script: A Python file that trains, with hftrain's Trainer or transformers'.
         arguments: Its own.
@@ -43,9 +40,6 @@ def show_prove(
         processes: How many.
         is_full: Keep the size of the model.
         output: A Markdown file for the certificate; beside it lies the same as JSON.
-
-    Raises:
-        ConfigError: There is no such file, or it does not train.
     """
     for path, exists in ((script, Path(script).is_file()), (output, output is None or Path(output).parent.is_dir())):
         if not exists:
@@ -77,30 +71,19 @@ def show_prove(
         samples = [proof.recording("one").samples(step) for step in proof.recording("one").steps]
     data = {
         "script": script, "arguments": list(arguments), "strategy": strategy, "processes": processes,
-        "claims": [asdict(each) for each in claims], "limits": limits, "versions": installed_versions(*PACKAGES),
-        "code": hashlib.sha256(Path(script).read_bytes()).hexdigest(),
-        "data": hashlib.sha256(json.dumps(samples).encode()).hexdigest(),
+        "claims": [each._asdict() for each in claims], "limits": limits, "versions": installed_versions(*PACKAGES),
+        "code": "sha256:" + hashlib.sha256(Path(script).read_bytes()).hexdigest(),
+        "data": "sha256:" + hashlib.sha256(json.dumps(samples).encode()).hexdigest(),
     }  # fmt: skip
-    if output is not None:
-        Path(output).write_text(_page(data, claims), encoding="utf-8")
-        Path(output).with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     width = max(len(each.name) for each in claims)
     lines = [f"{each.status:8}  {each.name:{width}}  {each.found}".rstrip() for each in claims]
-    return Answer([*lines, "", *limits], data, status=int(any(each.status == "FAIL" for each in claims)))
-
-
-def _page(data: dict[str, Any], claims: Sequence[Claim]) -> str:
-    rows = [f"| {each.status} | {each.name} | {each.found} |" for each in claims]
-    lines = [f"# Proof of {data['script']}", "", "| | claim | found |", "| --- | --- | --- |", *rows, ""]
-    lines += [f"- {each}" for each in data["limits"]]
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    lines += [
-        "",
-        f"Versions: {versions}.",
-        "",
-        f"SHA-256 of the script: {data['code']}; of the samples: {data['data']}.",
-    ]
-    return "\n".join(lines) + "\n"
+    lines = [*lines, "", *limits]
+    if output is not None:
+        hashes = (f"- {name}: {data[name]}" for name in ("versions", "code", "data"))
+        page = [f"# Proof of {script}", "", *(f"    {line}" for line in lines), "", *hashes, ""]
+        Path(output).write_text("\n".join(page), encoding="utf-8")
+        Path(output).with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return Answer(lines, data, status=int(any(each.status == "FAIL" for each in claims)))
 
 
 def _run_apart(folder: Path, script: str, arguments: Sequence[str], legs: Sequence[Leg], processes: int) -> None:
@@ -108,10 +91,8 @@ def _run_apart(folder: Path, script: str, arguments: Sequence[str], legs: Sequen
     folder.mkdir(exist_ok=True)
     plan = {"script": script, "arguments": list(arguments), "legs": [asdict(leg) for leg in legs]}
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone", "--no-python"]
     code = "import sys; from hftrain.cli.prove import run_legs; run_legs(sys.argv[1])"
-    words = [sys.executable, *([*launcher, sys.executable] if processes > 1 else []), "-c", code, str(folder)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = run_apart(code, str(folder), processes)
     if done.returncode:
         (folder / legs[0].name).mkdir(exist_ok=True)
         if not any((folder / legs[0].name).iterdir()):

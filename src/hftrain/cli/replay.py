@@ -53,9 +53,6 @@ def show_replay(
         output: A new folder for what was observed and the batches; None: ``replay-step<N>``.
         changes: Arguments to change, each as ``args.bf16=false``.
         script: The script and its arguments; empty: those that the flight log names.
-
-    Raises:
-        ConfigError: The run has no flight log with this step, or the command cannot be run again.
     """
     folder = new_folder(output or f"replay-step{step}", what="replay")
     before = ledger_with(run, step)
@@ -136,14 +133,18 @@ def _name_samples(folder: Path, rank: str, step: int) -> None:
 def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> Path:
     """Do a step again in as many processes as the run had, so that nothing is left of one run in another."""
     number = session_of(run, step)["world_size"]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(number), "--standalone", "--no-python"]
     code = "import json, sys; from hftrain.cli.replay import do_step; do_step(**json.loads(sys.argv[1]))"
-    told = json.dumps({"run": run, "step": step, "folder": str(folder), **options})
-    words = [sys.executable, *([*launcher, sys.executable] if number > 1 else []), "-c", code, told]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = run_apart(code, json.dumps({"run": run, "step": step, "folder": str(folder), **options}), number)
     if done.returncode:
         raise ConfigError(f"Cannot do step {step} of {run} again.", done.stdout[-2000:], "Try hftrain replay alone.")
     return folder
+
+
+def run_apart(code: str, told: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run Python code in new processes, to which a text is told, and return what they print."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone", "--no-python"]
+    words = [sys.executable, *([*launcher, sys.executable] if processes > 1 else []), "-c", code, told]
+    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 def read_ranks(folder: Path, name: str) -> list[Any]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,16 +38,7 @@ class Difference(NamedTuple):
 
 
 class Recording:
-    """What a training has written down; its processes have to agree on every number that several have.
-
-    Args:
-        folder: The folder of a `Recorder`.
-
-    Attributes:
-        ranks: What each process knows.
-        numbers: Tensors by kind, step and name.
-        apart: The first number on which processes do not agree.
-    """
+    """What a training has written down: tensors by kind, step and name, and the first one on which its ranks differ."""
 
     def __init__(self, folder: Path) -> None:
         paths = sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem.removeprefix("rank")))
@@ -76,12 +67,9 @@ class Recording:
 def compare(
     one: Recording, two: Recording, counts: Mapping[str, float], *, bound: float, kinds: Iterable[str] = STEP
 ) -> Difference | None:
-    """Return in what the first training differs first from the second, in the steps that both did; None if in nothing.
+    """Return in what a training differs first from another in the steps that both did; None if in nothing.
 
-    Args:
-        counts: Numbers by which a value may be wrong, by what they count, such as processes.
-        bound: The largest distance, relative; 0 compares to the bit.
-        kinds: What to compare.
+    `counts` are numbers by which a value may be wrong, by what they count. `bound` is relative; 0 compares to the bit.
     """
     for step in one.steps:
         if step not in two.steps:
@@ -143,15 +131,8 @@ _DIVIDED = (
 )
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One line of a certificate.
-
-    Args:
-        name: What was to be proved.
-        status: ``"PASS"``, ``"FAIL"``, or ``"not here"`` if it cannot be proved with this script.
-        found: What was seen.
-    """
+class Claim(NamedTuple):
+    """A line of a certificate: what was to be proved; PASS, FAIL or "not here" with this script; what was seen."""
 
     name: str
     status: str
@@ -171,15 +152,7 @@ def legs_on_mesh(strategy: str, *, precision: str, is_full: bool) -> list[Leg]:
 
 
 def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, accumulation: int) -> list[Leg]:
-    """Return the trainings of one process: the step of the mesh, other divisions of it, precisions and faults.
-
-    Args:
-        precision: Of those that are compared with the mesh.
-        is_full: Whether the model keeps its size.
-        data_ranks: How many processes of the mesh read samples of their own.
-        batch: The samples of their micro-batches.
-        accumulation: The micro-batches of a step on each of them.
-    """
+    """Return the trainings of one process: the step of the mesh's data ranks, divided otherwise, resumed, faulty."""
     one = Leg(name="one", precision=precision, accumulation=accumulation * data_ranks, evaluates=True, is_full=is_full)
     quiet, total = replace(one, evaluates=False), batch * accumulation * data_ranks
     total = total if total % 4 == 0 else 4
@@ -202,13 +175,7 @@ def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, ac
 
 
 class Proof:
-    """The claims about the recorded trainings of a script.
-
-    Args:
-        folder: Holds a folder for each leg.
-        many: How the processes are called in the claims.
-        precision: ``"fp64"``, or ``"fp32"`` if the script cannot be trained so.
-    """
+    """The claims about the trainings of a script, recorded in a folder for each; `many` names the processes."""
 
     def __init__(self, folder: Path, many: str, precision: str) -> None:
         self._folder, self._many, self._bound = folder, many, BOUNDS[precision]

@@ -48,36 +48,21 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """One training of a proof.
+    """One training of a proof; None is the script's own setting."""
 
-    Args:
-        name: Of the folder with its numbers.
-        strategy: Its name, and options behind commas; None: the script's own.
-        precision: ``"own"``: the script's own.
-        batch: Samples of a micro-batch on each data rank; None: the script's own.
-        accumulation: Micro-batches of a step; None: the script's own.
-        eval_batch: Samples of a batch of the evaluation; None: the script's own.
-        resume: The leg whose checkpoint it continues.
-        drops: Whether dropout stays on.
-        evaluates: Whether it evaluates and predicts at the end.
-        is_full: Whether the model keeps its size.
-        unit: By how much of their last place the weights are moved first.
-        fault: The fault that is planted.
-    """
-
-    name: str
-    strategy: str | None = "single"
-    precision: str = "fp64"
+    name: str  # of the folder with its numbers
+    strategy: str | None = "single"  # with options behind commas
+    precision: str = "fp64"  # "own": the script's own
     batch: int | None = None
     accumulation: int | None = None
     eval_batch: int | None = None
     steps: int = STEPS
-    resume: str | None = None
-    drops: bool = False
+    resume: str | None = None  # the leg whose checkpoint it continues
+    drops: bool = False  # whether dropout stays on
     evaluates: bool = False
-    is_full: bool = False
-    unit: float = 0.0
-    fault: str | None = None
+    is_full: bool = False  # whether the model keeps its size
+    unit: float = 0.0  # by how much of their last place the weights are moved first
+    fault: str | None = None  # what is planted
 
 
 def _leave_out(batch: Any, number: int, last: int) -> Any:
@@ -96,11 +81,8 @@ def _share_mask(batch: Any, number: int, last: int) -> Any:
 
 def _repeat_sample(batch: Any, number: int, last: int) -> Any:
     size = batch_size_of(batch) or 0
-
-    def repeat(each: torch.Tensor) -> torch.Tensor:
-        return torch.cat([each[:1], each[:1], each[2:]]) if each.dim() and len(each) == size else each
-
-    return map_tensors(batch, repeat) if size > 1 else batch
+    first = [0, *range(size - 1)]
+    return map_tensors(batch, lambda each: each[first] if each.dim() and len(each) == size else each)
 
 
 def untie(model: Any) -> None:
@@ -228,12 +210,7 @@ class Recorder(TrainerCallback):
     """Write down the steps of a leg: samples, losses, gradients before clipping, norms, weights.
 
     ``rank0.safetensors`` holds what is compared, by ``kind/step/name``; ``rank0.json`` what else is known. Sharded
-    tensors are kept whole, so all processes call it alike.
-
-    Args:
-        leg: What it records.
-        folder: The folder of the leg.
-        notes: What the proof leaves out.
+    tensors are kept whole, so all processes call it alike. `notes` say what the proof leaves out.
     """
 
     def __init__(self, leg: Leg, folder: Path, notes: list[str]) -> None:
