@@ -54,9 +54,9 @@ def test_module_is_imported_by_its_dotted_name(name: str) -> None:
     assert found["found"] is sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["loggers", "loops", "strategies"])
-def test_package_that_is_a_public_name_holds_what_its_registry_does(name: str) -> None:
-    package, registry = getattr(hftrain, name), getattr(sys.modules[f"hftrain.{name}.registry"], name)
+@pytest.mark.parametrize(("name", "home"), [("loggers", "registry"), ("loops", "contract"), ("strategies", "registry")])
+def test_package_that_is_a_public_name_holds_what_its_registry_does(name: str, home: str) -> None:
+    package, registry = getattr(hftrain, name), getattr(sys.modules[f"hftrain.{name}.{home}"], name)
     methods = ("register", "names", "summary", "resolve", "create")
     assert [each for each in methods if getattr(package, each) != getattr(registry, each)] == []
 

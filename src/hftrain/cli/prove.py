@@ -71,7 +71,7 @@ def show_prove(
         samples = [proof.recording("one").samples(step) for step in proof.recording("one").steps]
     data = {
         "script": script, "arguments": list(arguments), "strategy": strategy, "processes": processes,
-        "claims": [each._asdict() for each in claims], "limits": limits, "versions": installed_versions(*PACKAGES),
+        "claims": [asdict(each) for each in claims], "limits": limits, "versions": installed_versions(*PACKAGES),
         "code": "sha256:" + hashlib.sha256(Path(script).read_bytes()).hexdigest(),
         "data": "sha256:" + hashlib.sha256(json.dumps(samples).encode()).hexdigest(),
     }  # fmt: skip

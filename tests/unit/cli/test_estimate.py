@@ -54,4 +54,4 @@ def test_script_without_a_training_is_refused(tmp_path: Path) -> None:
 def test_script_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["estimate", "absent.py"])
-    assert "estimate: Cannot estimate the memory of 'absent.py'. There is no such file." in capsys.readouterr().err
+    assert "estimate: Cannot run 'absent.py'. There is no such file." in capsys.readouterr().err

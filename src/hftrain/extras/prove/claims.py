@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -125,13 +125,15 @@ def _difference(
 _UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-3
 # What hftrain says of a setting that it does not support.
 _REFUSALS = ("CheckpointError", "ConfigError", "StrategyError", "TaskError")
+_FOUR = "one micro-batch as four"
 _DIVIDED = (
     "; a mean of means, or a loss that depends on who shares the micro-batch, as contrastive ones and batch "
     "normalization do, is another loss in each division"
 )
 
 
-class Claim(NamedTuple):
+@dataclass(frozen=True)
+class Claim:
     """A line of a certificate: what was to be proved; PASS, FAIL or "not here" with this script; what was seen."""
 
     name: str
@@ -205,7 +207,7 @@ class Proof:
             f"{self._many}: evaluation and predictions": partial(self._evaluations, "mesh", "one"),
             f"{self._many}: resumed there": partial(self._compare, "mesh resumed", "mesh"),
             f"{self._many}: resumed in one process": partial(self._compare, "mesh's checkpoint", "one"),
-            "one micro-batch as four": partial(self._compare, "divided", "whole"),
+            _FOUR: partial(self._compare, "divided", "whole"),
             "evaluation in batches of 1 and 8": partial(self._evaluations, "evaluated singly", "evaluated in eights"),
             "resumed, with dropout, to the bit": partial(self._compare, "own resumed", "own", bound=0.0),
             "bf16 as fp32, up to rounding": self._rounding,
@@ -217,7 +219,8 @@ class Proof:
                 is_refused = str(error).partition(":")[0] in _REFUSALS
                 found = str(error) if is_refused else Difference(0, "it", f"could not be run: {error}")
             status = "not here" if isinstance(found, str) else "FAIL" if found else "PASS"
-            why = _DIVIDED if found and "divided" in getattr(proof, "args", ()) else ""
+            is_divided = name == _FOUR and isinstance(found, Difference) and found.what != "the samples"
+            why = _DIVIDED if is_divided else ""
             yield Claim(name, status, f"{found or ''}{why}")
         for fault in FAULTS:
             seen = self._seen(fault)
@@ -260,8 +263,8 @@ class Proof:
             return "All of them read the same samples, because they share one model."
         for step in mesh.steps:
             read, expected = Counter(chain(*mesh.samples(step))), Counter(chain(*self.recording("one").samples(step)))
-            if common := set.intersection(*map(set, mesh.samples(step))) & (read - expected).keys():
-                return Difference(step, f"samples: {len(common)}", "are read by every process")
+            if surplus := read - expected:
+                return Difference(step, f"samples: {len(surplus)}", "are read by several processes")
         return None
 
     def _rounding(self) -> Difference | None:

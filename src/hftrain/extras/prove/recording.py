@@ -22,7 +22,6 @@ from torch.utils.data import Subset
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import HFTrainError
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -123,8 +122,6 @@ def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> 
     if leg.precision != "own":
         changes |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
         given["precision"] = leg.precision
-    if hasattr(args, "predict_with_generate"):
-        changes["predict_with_generate"] = False  # whose padding depends on who shares the batch
     if leg.strategy is not None:
         changes |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
         given["strategy"] = _strategy(leg.strategy)
@@ -293,8 +290,11 @@ class Recorder(TrainerCallback):
         """Evaluate and predict if the leg does, and write the files of this process."""
         args, strategy = trainer.args, trainer.strategy
         if self._leg.evaluates and trainer.eval_dataset is not None:
-            with self._computing():
-                self._evaluate(trainer)
+            try:
+                with self._computing():
+                    self._evaluate(trainer)
+            except Exception as error:  # such as a task without predictions, or a metric of more samples
+                self._facts["notes"].append(f"Evaluation was not proved whole: {type(error).__name__}: {error}")
         self._facts |= {
             "data_rank": strategy.data.rank, "data_ranks": strategy.data.world_size, "processes": strategy.world_size,
             "batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
@@ -309,12 +309,11 @@ class Recorder(TrainerCallback):
         timing = re.compile(r"epoch|.*(_runtime|_per_second|_time)")
         self._keep("metric", {name: value for name, value in measured if not timing.fullmatch(name)})
         data = trainer.eval_dataset
+        if getattr(trainer.args, "predict_with_generate", False):  # whose padding depends on who shares the batch
+            self._facts["notes"].append("Generated tokens were not compared, only their metrics.")
+            return
         for name, each in data.items() if isinstance(data, Mapping) else [("", data)]:
-            try:
-                found = trainer.predict(each)
-            except HFTrainError as error:
-                self._facts["notes"].append(f"Predictions were not proved: {error}")
-                return
+            found = trainer.predict(each)
             outputs = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
             flat = _flat(name, {"outputs": outputs, "labels": found.label_ids})
             labels = flat.get(f"{name}.labels")
