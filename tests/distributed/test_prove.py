@@ -107,5 +107,5 @@ def test_how_a_tensor_differs_is_said(tmp_path: Path, gradient: list[float], fou
     loss = torch.tensor(1.0)
     one = record(tmp_path / "one", loss=loss, gradient=torch.tensor(gradient, dtype=torch.float64))
     two = record(tmp_path / "two", loss=loss, gradient=torch.tensor([1.0, 2.0]))
-    difference = compare(one, two, {"the number of processes": 2, "the number of micro-batches": 4})
+    difference = compare(one, two, {"the number of processes": 2, "the number of micro-batches": 4}, bound=1e-6)
     assert difference == (found and (1, "gradient net.weight", found))

@@ -58,10 +58,9 @@ class Recording:
         return [sorted(found[rank]) for rank in sorted(found)]
 
     @property
-    def steps(self) -> range:
+    def steps(self) -> list[int]:
         """The steps that it has done, from 1."""
-        steps = [step for kind, step in self.numbers if kind == "loss"]
-        return range(min(steps, default=1), max(steps, default=0) + 1)
+        return sorted(map(int, self.ranks[0]["samples"]))
 
 
 def compare(
@@ -71,9 +70,9 @@ def compare(
 
     `counts` are numbers by which a value may be wrong, by what they count. `bound` is relative; 0 compares to the bit.
     """
-    for step in one.steps:
-        if step not in two.steps:
-            continue
+    if not (steps := [step for step in one.steps if step in two.steps]):
+        return Difference(0, "no step", "was done by both")
+    for step in steps:
         if kinds is STEP and sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
             return Difference(
                 step, "the samples", "are others: their order or augmentation depends on the process or batch"
