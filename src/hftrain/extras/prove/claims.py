@@ -218,8 +218,8 @@ class Proof:
                 is_refused = str(error).partition(":")[0] in _REFUSALS
                 found = str(error) if is_refused else Difference(0, "it", f"could not be run: {error}")
             status = "not here" if isinstance(found, str) else "FAIL" if found else "PASS"
-            is_divided = name == _FOUR and isinstance(found, Difference) and found.what != "the samples"
-            why = _DIVIDED if is_divided else ""
+            is_unexplained = isinstance(found, Difference) and found.what != "the samples" and "times" not in found.how
+            why = _DIVIDED if name == _FOUR and is_unexplained else ""
             yield Claim(name, status, f"{found or ''}{why}")
         for fault in FAULTS:
             seen = self._seen(fault)
