@@ -88,7 +88,7 @@ def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
         clashing = sorted(merged.keys() & report.keys())
         if clashing:
             warn_once(f"These numbers are left out, for their names are taken: {', '.join(clashing)}. Rename them.")
-        merged = {**report, **merged}
+        merged |= {name: value for name, value in report.items() if name not in merged}
     return merged
 
 
