@@ -109,3 +109,4 @@ def test_how_a_tensor_differs_is_said(tmp_path: Path, gradient: list[float], fou
     two = record(tmp_path / "two", loss=loss, gradient=torch.tensor([1.0, 2.0]))
     difference = compare(one, two, {"the number of processes": 2, "the number of micro-batches": 4}, bound=1e-6)
     assert difference == (found and (1, "gradient net.weight", found))
+    assert compare(one, one, {}, bound=1e-6, kinds=()) == (1, "no number", "was written down by both")

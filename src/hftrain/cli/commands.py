@@ -187,7 +187,7 @@ def _add_proof(add: _Adder, file: object) -> None:
     part.add_argument("--strategy", metavar="NAME", default="ddp", help=names)
     part.add_argument("--processes", type=int, metavar="N", default=2, help="default: 2")
     part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
-    part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and beside it the same as JSON")
+    part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and the same as JSON next to it")
     part.epilog = "The script's own arguments come after --."
 
 

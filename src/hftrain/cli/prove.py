@@ -39,7 +39,7 @@ def show_prove(
         strategy: The strategy of the processes; ``"own"``: the script's.
         processes: How many.
         is_full: Keep the size of the model.
-        output: A Markdown file for the certificate; beside it lies the same as JSON.
+        output: A Markdown file for the certificate; the same is written as JSON next to it.
     """
     for path, exists in ((script, Path(script).is_file()), (output, output is None or Path(output).parent.is_dir())):
         if not exists:

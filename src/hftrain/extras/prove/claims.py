@@ -72,6 +72,7 @@ def compare(
     """
     if not (steps := [step for step in one.steps if step in two.steps]):
         return Difference(0, "no step", "was done by both")
+    num_compared = 0
     for step in steps:
         if kinds is STEP and sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
             return Difference(
@@ -82,10 +83,11 @@ def compare(
             if kind in ("weights", "optimizer") and not (mine and other):  # kept of some steps and trainings only
                 continue
             largest = max((_size(each) for each in other.values()), default=0.0)
+            num_compared += len(mine)
             for name in [*mine, *(other.keys() - mine.keys())]:
                 if how := _difference(mine.get(name), other.get(name), counts, bound, _PART * largest):
                     return Difference(step, f"{kind} {name}".strip(), how)
-    return None
+    return None if num_compared else Difference(steps[0], "no number", "was written down by both")
 
 
 def _size(tensor: torch.Tensor) -> float:
@@ -142,13 +144,8 @@ class Claim:
 
 def legs_on_mesh(strategy: str, *, precision: str, is_full: bool) -> list[Leg]:
     """Return the trainings on several processes; the strategy ``"own"`` is the script's."""
-    mesh = Leg(
-        name="mesh",
-        strategy=None if strategy == "own" else strategy,
-        precision=precision,
-        evaluates=True,
-        is_full=is_full,
-    )
+    name = None if strategy == "own" else strategy
+    mesh = Leg(name="mesh", strategy=name, precision=precision, evaluates=True, is_full=is_full)
     return [mesh, replace(mesh, name="mesh resumed", resume="mesh", evaluates=False)]
 
 
@@ -252,7 +249,7 @@ class Proof:
 
     def _evaluations(self, one: str, two: str) -> Difference | str | None:
         if not any(kind == "metric" for kind, _ in self.recording(two).numbers):
-            return "The script has no evaluation set."
+            return "The script has no evaluation set, or its evaluation failed."
         bound = max(self._bound, BOUNDS["metric"])
         return self._compare(one, two, kinds=EVALUATION, bound=bound)
 
@@ -266,7 +263,7 @@ class Proof:
                 return Difference(step, f"samples: {len(surplus)}", "are read by several processes")
         return None
 
-    def _rounding(self) -> Difference | None:
+    def _rounding(self) -> Difference | str | None:
         fp32, moved, bf16 = (self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16"))
         limit = dict.fromkeys(("loss", "gradient norm"), _LEAST)
         size = dict.fromkeys(limit, 0.0)
@@ -281,7 +278,7 @@ class Proof:
                 if not abs(rounded - exact) <= limit[kind] * size[kind]:
                     how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains {limit[kind] * size[kind]:.1e}"
                     return Difference(step, kind, how)
-        return None
+        return None if any(size.values()) else "No loss was logged."
 
     def _seen(self, fault: str) -> Difference | str:
         """Return in what a training with a planted fault differs, or why that cannot be seen."""
