@@ -51,14 +51,16 @@ def prove(tmp_path: Path, factor: str) -> tuple[int, dict[str, tuple[str, str]],
     except SystemExit as end:
         status = int(end.code or 0)
     found = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-    assert [each["name"] in page.read_text(encoding="utf-8") for each in found["claims"]] == [True] * 16
+    assert all(each["name"] in page.read_text(encoding="utf-8") for each in found["claims"])
     return status, {each["name"]: (each["status"], each["found"]) for each in found["claims"]}, found["limits"]
 
 
 def test_a_right_script_holds_and_the_proof_says_what_it_would_not_see(tmp_path: Path) -> None:
     status, claims, limits = prove(tmp_path, "1")
     assert status == 0
-    assert [name for name, (state, _) in claims.items() if state != "PASS"] == [
+    names = [name for name, (state, _) in claims.items() if state != "PASS"]
+    assert len(claims) >= 16
+    assert [name for name in names if name != "as transformers' Trainer"] == [
         "would see on one side: the mask of one sample for all",
         "would see on one side: tied weights that are untied",
     ]
@@ -70,16 +72,27 @@ def test_a_right_script_holds_and_the_proof_says_what_it_would_not_see(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("factor", "claim", "found"),
+    ("factor", "claim", "verdict", "found"),
     [
-        ("(1 + int(os.environ.get('RANK', 0)))", "ddp on 2 processes: five steps as in one", "step 1: loss is "),
-        ("len(inputs['labels'])", "one micro-batch as four", "step 1: loss is "),
+        (
+            "(1 + int(os.environ.get('RANK', 0)))",
+            "ddp on 2 processes: five steps as in one",
+            "FAIL",
+            "step 1: loss is ",
+        ),
+        ("len(inputs['labels'])", "one micro-batch as four", "FAIL", "step 1: loss is "),
+        (
+            "(1 + torch.rand(()))",
+            "ddp on 2 processes: five steps as in one",
+            "not here",
+            "The model draws random numbers",
+        ),
     ],
 )
-def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, found: str) -> None:
+def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, verdict: str, found: str) -> None:
     status, claims, _ = prove(tmp_path, factor)
-    assert status == 1
-    assert claims[claim][0] == "FAIL"
+    assert status == (verdict == "FAIL")
+    assert claims[claim][0] == verdict
     assert found in claims[claim][1]
 
 

@@ -26,26 +26,29 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def until_training(act: Callable[..., object]) -> Iterator[None]:
+def until_training(act: Callable[..., object], kind: type[Any] = Trainer) -> Iterator[None]:
     """Run a script in the context up to its first `train()`, in whose place `act` is called with its arguments.
 
-    What the script prints is not the answer of a command. Its arguments and search path are restored.
+    What the script prints is not the answer of a command. Its arguments and search path are restored. `kind` is the
+    class of its Trainer, which may be transformers'.
     """
-    train = Trainer.train
+    train = kind.train
 
     def stand_in(*args: Any, **kwargs: Any) -> NoReturn:
-        with temporarily(Trainer, train=train):  # `act` may train
+        with temporarily(kind, train=train):  # `act` may train
             act(*args, **kwargs)
         raise _Reached
 
     kept = temporarily(sys, argv=sys.argv, path=list(sys.path))
-    with temporarily(Trainer, train=stand_in), kept, suppress(_Reached), redirect_stdout(sys.stderr):
+    with temporarily(kind, train=stand_in), kept, suppress(_Reached), redirect_stdout(sys.stderr):
         yield
 
 
-def changed_construction(change: Callable[[dict[str, Any]], object]) -> AbstractContextManager[None]:
+def changed_construction(
+    change: Callable[[dict[str, Any]], object], kind: type[Any] = Trainer
+) -> AbstractContextManager[None]:
     """Give every Trainer that is made in the context other arguments: `change` gets them by name, and changes them."""
-    build = Trainer.__init__
+    build = kind.__init__
     signature = inspect.signature(build)
 
     def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +56,7 @@ def changed_construction(change: Callable[[dict[str, Any]], object]) -> Abstract
         change(bound.arguments)
         build(*bound.args, **bound.kwargs)
 
-    return temporarily(Trainer, __init__=init)
+    return temporarily(kind, __init__=init)
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
@@ -62,8 +65,8 @@ def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
     return Answer([str(estimate)], asdict(estimate))
 
 
-def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T]) -> T:
-    """Run a script up to its first `train()`, and return what `act` returns for its Trainer.
+def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T], kind: type[Any] = Trainer) -> T:
+    """Run a script up to its first `train()`, and return what `act` returns for its Trainer, which is a `kind`.
 
     What it prints is shown if it fails.
     """
@@ -72,7 +75,8 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
         raise ConfigError(f"Cannot run {str(script)!r}.", reason, "Check the path.")
     found: list[T] = []
     try:
-        with redirect_stderr(StringIO()) as said, until_training(lambda trainer, *_, **__: found.append(act(trainer))):
+        stopped = until_training(lambda trainer, *_, **__: found.append(act(trainer)), kind)
+        with redirect_stderr(StringIO()) as said, stopped:
             sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
             runpy.run_path(str(script), run_name="__main__")
     except Exception:

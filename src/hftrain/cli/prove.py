@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hftrain import compat
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import PACKAGES
 from hftrain.cli.answer import Answer
-from hftrain.cli.estimate import at_training, changed_construction
+from hftrain.cli.estimate import at_training, changed_construction, until_training
 from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb
 from hftrain.core.errors import ConfigError
@@ -22,8 +24,9 @@ from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.optional import installed_versions, is_available
 from hftrain.core.seed import set_seed
-from hftrain.extras.prove.claims import Proof, legs_alone, legs_on_mesh
+from hftrain.extras.prove.claims import THEIRS, Proof, leg_of_theirs, legs_alone, legs_on_mesh
 from hftrain.extras.prove.recording import SAVED_STEP, Leg, Recorder, calm, prepare
+from hftrain.strategies.registry import create_strategy
 from hftrain.trainer.trainer import Trainer
 
 
@@ -59,12 +62,14 @@ def show_prove(
                 _run_apart(folder, script, arguments, legs_alone(**how), 1)
                 error = proof.error("one")
             if not error:
+                if is_available("transformers"):
+                    _run_apart(folder, script, arguments, [leg_of_theirs(is_full=is_full)], 1)
                 break
         else:
             raise ConfigError(
                 f"Cannot train {script!r} with strategy={strategy!r} on {processes} processes and alone.",
                 error,
-                "Mend that first, or name another strategy.",
+                "Run the script itself: if it trains, name another strategy.",
             )
         claims, limits = list(proof.claims()), proof.limits()
         limits += ["In float32, to a thousandth, because it cannot be in float64."] if precision == "fp32" else []
@@ -103,12 +108,13 @@ def run_legs(name: str) -> None:
     """Run the trainings that a folder's plan lists, in this process and those launched with it."""
     folder = Path(name)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    if is_available("transformers"):
+    legs = [Leg(**fields) for fields in plan["legs"]]
+    if is_available("transformers") and legs[0].name != THEIRS:
         compat.install()  # the script may import transformers' Trainer
-    for fields in plan["legs"]:
-        leg = Leg(**fields)
+    for leg in legs:
         try:
-            _run_leg(folder, plan["script"], plan["arguments"], leg)
+            run = _run_theirs if leg.name == THEIRS else _run_leg
+            run(folder, plan["script"], plan["arguments"], leg)
         except Exception as error:
             own = folder / leg.name / f"error-rank{read_launch().rank}.txt"
             own.parent.mkdir(exist_ok=True)
@@ -138,3 +144,25 @@ def _run_leg(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> N
     set_seed(0)
     with changed_construction(lambda given: prepare(leg, own, given, notes)):
         at_training(script, arguments, act)
+
+
+def _run_theirs(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> None:
+    """Run a training by transformers' Trainer, unless the script uses hftrain's."""
+    kind: type[Any] = importlib.import_module("transformers").Trainer
+    own, notes = folder / leg.name, list[str]()
+
+    def act(trainer: Any) -> None:
+        calm(trainer.model)
+        recorder = Recorder(leg, own, notes)
+        trainer.add_callback(recorder)
+        trainer.training_step = recorder.noting(trainer.training_step)
+        own.mkdir(parents=True, exist_ok=True)
+        trainer.train()
+        recorder.write(SimpleNamespace(args=trainer.args, strategy=create_strategy("single"), eval_dataset=None))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("Cannot compare with transformers' Trainer.", "The script uses hftrain's.", "")
+
+    set_seed(0)
+    with until_training(refuse), changed_construction(lambda given: prepare(leg, own, given, notes), kind):
+        at_training(script, arguments, act, kind)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from hftrain.extras.prove.recording import FAULTS, STEPS, Leg
+from hftrain.extras.prove.recording import FAULTS, FIRST_LABEL, STEPS, Leg
 
 # By precision, relative to the largest number of a tensor, or to a part of the largest of its kind: rounding in another
 # order. In float64, that of what a script computes in float32 whatever its inputs are; metrics are always such.
@@ -23,6 +23,8 @@ BOUNDS = {"fp64": 1e-6, "fp32": 1e-3, "metric": 1e-5}
 _PART = 1e-4
 # What comes about in a step, in this order.
 STEP = ("loss", "gradient", "gradient norm", "weights", "optimizer", "learning rate")
+# Of these, what transformers' Trainer shows.
+SHOWN = tuple(kind for kind in STEP if kind != "gradient")
 EVALUATION = ("metric", "predictions")
 
 
@@ -74,7 +76,7 @@ def compare(
         return Difference(0, "no step", "was done by both")
     num_compared = 0
     for step in steps:
-        if kinds is STEP and sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
+        if "loss" in kinds and sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
             return Difference(
                 step, "the samples", "are others: their order or augmentation depends on the process or batch"
             )
@@ -127,6 +129,12 @@ _UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-3
 # What hftrain says of a setting that it does not support.
 _REFUSALS = ("CheckpointError", "ConfigError", "StrategyError", "TaskError")
 _FOUR = "one micro-batch as four"
+THEIRS = "transformers"
+# Why numbers of other divisions differ though nothing is wrong.
+_RANDOM = {
+    "draws": "The model draws random numbers in a step, others in each division",
+    "random_data": "Dataset or collator draw random numbers, others in each division",
+}
 _DIVIDED = (
     "; a mean of means, or a loss that depends on who shares the micro-batch, as contrastive ones and batch "
     "normalization do, is another loss in each division"
@@ -156,6 +164,7 @@ def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, ac
     total = total if total % 4 == 0 else 4
     own = replace(quiet, name="own", precision="own", accumulation=accumulation, drops=True)
     fp32 = replace(quiet, name="fp32", precision="fp32")
+    written = replace(own, name="as written", precision="fp32", drops=False)
     return [
         one,
         replace(quiet, name="mesh's checkpoint", resume="mesh"),
@@ -168,8 +177,14 @@ def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, ac
         fp32,
         replace(fp32, name="fp32 perturbed", unit=_UNIT),
         replace(fp32, name="bf16", precision="bf16"),
+        written,
         *(replace(quiet, name=fault, fault=fault, steps=1) for fault in FAULTS),
     ]
+
+
+def leg_of_theirs(*, is_full: bool) -> Leg:
+    """Return the training as the script says it, by transformers' Trainer."""
+    return Leg(name=THEIRS, precision="fp32", is_full=is_full)
 
 
 class Proof:
@@ -208,6 +223,11 @@ class Proof:
             "resumed, with dropout, to the bit": partial(self._compare, "own resumed", "own", bound=0.0),
             "bf16 as fp32, up to rounding": self._rounding,
         }
+        if self.recording("one").ranks[0]["shifted"]:
+            proofs["labels are shifted once"] = self._shifts
+        if (self._folder / THEIRS).exists():
+            options: dict[str, Any] = {"kinds": SHOWN, "bound": BOUNDS["fp32"]}
+            proofs["as transformers' Trainer"] = partial(self._compare, THEIRS, "as written", **options)
         for name, proof in proofs.items():
             try:
                 found = proof()
@@ -218,7 +238,7 @@ class Proof:
             is_unexplained = isinstance(found, Difference) and found.what != "the samples" and "times" not in found.how
             why = _DIVIDED if name == _FOUR and is_unexplained else ""
             yield Claim(name, status, f"{found or ''}{why}")
-        for fault in FAULTS:
+        for fault in [each for each in FAULTS if each != FIRST_LABEL]:
             seen = self._seen(fault)
             yield Claim(
                 f"would see on one side: {fault}",
@@ -241,11 +261,19 @@ class Proof:
         first, last = (self.recording("one").numbers.get(("weights", step), {}) for step in (0, STEPS))
         return [name for name in first if torch.equal(first[name], last.get(name, first[name]))]
 
-    def _compare(self, one: str, two: str, **options: Any) -> Difference | None:
+    def _shifts(self) -> Difference | None:
+        if isinstance(self._seen(FIRST_LABEL), Difference):
+            return None
+        return Difference(1, "labels", "are the next tokens already, and the model shifts them again")
+
+    def _compare(self, one: str, two: str, **options: Any) -> Difference | str | None:
         facts = self.recording("mesh").ranks[0]
         counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
         counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"] if one == "mesh" else 4
-        return compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
+        found = compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
+        told = next((told for fact, told in _RANDOM.items() if self.recording("one").ranks[0][fact]), "")
+        is_same = one in ("own resumed", "mesh resumed", THEIRS)  # where the same numbers are drawn
+        return f"{told}: {found}." if found and told and not is_same else found
 
     def _evaluations(self, one: str, two: str) -> Difference | str | None:
         if not any(kind == "metric" for kind, _ in self.recording(two).numbers):
@@ -257,6 +285,8 @@ class Proof:
         mesh = self.recording("mesh")
         if mesh.ranks[0]["data_ranks"] == 1:
             return "All of them read the same samples, because they share one model."
+        if mesh.ranks[0]["random_data"]:
+            return f"{_RANDOM['random_data']}."
         for step in mesh.steps:
             read, expected = Counter(chain(*mesh.samples(step))), Counter(chain(*self.recording("one").samples(step)))
             if surplus := read - expected:

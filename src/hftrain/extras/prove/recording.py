@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -97,7 +98,17 @@ def untie(model: Any) -> None:
         seen.add(each)
 
 
+def _change_first_label(batch: Any, number: int, last: int) -> Any:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None or labels.dim() != 2:
+        return batch
+    first = torch.where(labels[:, :1] == -100, batch["input_ids"][:, :1], -100)
+    return {**batch, "labels": torch.cat([first, labels[:, 1:]], 1)}
+
+
 UNTIED = "tied weights that are untied"
+# A model that shifts its labels does not read the first of them.
+FIRST_LABEL = "first label"
 # What is planted to see whether a proof notices it, by its name: (micro-batch, its number in the step from 1, how many
 # there are) -> the faulty one; None leaves it out.
 FAULTS: dict[str, Callable[[Any, int, int], Any]] = {
@@ -106,6 +117,7 @@ FAULTS: dict[str, Callable[[Any, int, int], Any]] = {
     "the mask of one sample for all": _share_mask,
     "a sample read twice": _repeat_sample,
     UNTIED: lambda batch, number, last: batch,
+    FIRST_LABEL: _change_first_label,
 }
 
 
@@ -119,12 +131,13 @@ def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> 
         "eval_on_start": False, "resume_from_checkpoint": None, "auto_find_batch_size": False,
     }  # fmt: skip
     changes |= {_ARGUMENTS[field]: value for field, value in asdict(leg).items() if field in _ARGUMENTS and value}
+    is_ours = isinstance(args, TrainingArguments)
     if leg.precision != "own":
         changes |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
-        given["precision"] = leg.precision
+        given |= {"precision": leg.precision} if is_ours else {}
     if leg.strategy is not None:
         changes |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
-        given["strategy"] = _strategy(leg.strategy)
+        given |= {"strategy": _strategy(leg.strategy)} if is_ours else {}
     kind = type(args)
     given["args"] = kind(**{**changed_settings(args.to_dict(), kind), **changes})
     if not args.dataloader_drop_last:  # which may leave no batch of fewer
@@ -214,7 +227,7 @@ class Recorder(TrainerCallback):
         self._leg, self._folder, self._step = leg, folder, 0
         self._numbers: dict[str, torch.Tensor] = {}
         self._samples: dict[int, list[str]] = {}
-        self._facts: dict[str, Any] = {"notes": notes, "has_padding": False}
+        self._facts: dict[str, Any] = {"notes": notes, "has_padding": False, "draws": False, "shifted": False}
 
     def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
         """Keep the gradients that clipping gets."""
@@ -227,9 +240,13 @@ class Recorder(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Note the samples of each micro-batch and its item count, and plant the leg's fault."""
-        train, number = parts.hooks.training_step, 0
+        return replace(parts, hooks=replace(parts.hooks, training_step=self.noting(parts.hooks.training_step)))
 
-        def step(model: Any, batch: Any, num_items: Any) -> Any:
+    def noting(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `training_step` that does so."""
+        number = 0
+
+        def step(model: Any, batch: Any, num_items: Any = None) -> Any:
             nonlocal number
             number = 1 if self._step not in self._samples else number + 1
             if self._leg.precision == "fp64":
@@ -237,12 +254,16 @@ class Recorder(TrainerCallback):
             self._samples.setdefault(self._step, []).extend(_fingerprints(batch))
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             self._facts["has_padding"] |= isinstance(mask, torch.Tensor) and bool((mask == 0).any())
+            self._facts["shifted"] |= _is_shifted(batch)
             if self._leg.fault in FAULTS:
                 batch = FAULTS[self._leg.fault](batch, number, self._accumulation)
+            random = torch.get_rng_state()
             with self._computing():
-                return torch.zeros(()) if batch is None else train(model, batch, num_items)
+                loss = torch.zeros(()) if batch is None else train(model, batch, num_items)
+            self._facts["draws"] |= not torch.equal(random, torch.get_rng_state())
+            return loss
 
-        return replace(parts, hooks=replace(parts.hooks, training_step=step))
+        return step
 
     def _computing(self) -> AbstractContextManager[Any]:
         return _InDouble() if self._leg.precision == "fp64" else nullcontext()
@@ -300,6 +321,7 @@ class Recorder(TrainerCallback):
             "batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
             "samples": self._samples,
         }  # fmt: skip
+        self._facts["random_data"] = _is_random(trainer)
         path = self._folder / f"rank{strategy.rank}"
         save_file(self._numbers, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(self._facts, indent=1), encoding="utf-8")
@@ -331,6 +353,27 @@ def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
         return {path: value for key, each in tree.items() for path, value in _flat(f"{name}.{key}", each).items()}
     is_numeric = getattr(getattr(tree, "dtype", None), "kind", "") in ("b", "i", "u", "f")
     return {name: torch.as_tensor(tree).clone()} if is_numeric else {}
+
+
+def _is_shifted(batch: Any) -> bool:
+    """Return whether the label at each place of a text is its next token."""
+    ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
+    if labels is None or ids is None or ids.dim() != 2 or ids.shape != labels.shape:
+        return False
+    known = labels[:, :-1] != -100
+    return bool(known.any()) and torch.equal(labels[:, :-1][known], ids[:, 1:][known])
+
+
+def _is_random(trainer: Any) -> bool:
+    """Return whether the same samples become another batch the second time, as by augmentation or random masks."""
+    try:
+        loader = trainer.get_train_dataloader()
+        with preserved_rng():
+            rows = range(min(8, len(loader.dataset)))
+            one, two = (_fingerprints(loader.collate_fn([loader.dataset[row] for row in rows])) for _ in range(2))
+        return one != two
+    except Exception:  # of a stream, or a loader of its own
+        return False
 
 
 def _fingerprints(batch: Any) -> list[str]:
