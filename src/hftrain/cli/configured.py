@@ -256,6 +256,7 @@ def _path_of(made: Any) -> str:
 
 def _near(key: str, known: set[str]) -> str:
     beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
+    beside = beside or [dest for dest in known if "." not in dest]  # of a section that does not exist
     section, _, name = key.rpartition(".")
     hint = suggest(f"{section}.{names_elsewhere('settings').get(name, name)}" if section == "args" else key, beside)
     return hint if hint.startswith("Did") or len(beside) < 20 else "See hftrain fit --help."
