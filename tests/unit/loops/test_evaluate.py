@@ -119,6 +119,14 @@ def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
         loop.run(make_batches([1]))
 
 
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_metrics_that_are_forgotten_to_be_returned_are_named(per_batch: bool) -> None:
+    hooks = {"compute_metrics": lambda prediction, **kwargs: None}
+    loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, hooks=hooks)
+    with pytest.warns(UserWarning, match="compute_metrics returned None"):
+        assert list(loop.run(make_batches([1], [2])).metrics) == ["loss", "size"]
+
+
 @pytest.mark.parametrize("includes", [(), ("inputs", "loss")])
 def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
     calls: list[tuple[list[int], bool, Any, Any]] = []

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.log import warn_once
 from hftrain.core.notes import add_note, describe
 from hftrain.core.tree import detach, pytree, tensors_of
 from hftrain.core.types import EvalPrediction
@@ -72,7 +73,7 @@ class BatchMetrics:
 
 
 def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:
-    """Return the result of `compute_metrics`; None means no metrics.
+    """Return the result of `compute_metrics`; None means no metrics, with a warning.
 
     Raises:
         TaskError: The result is neither a mapping with text keys nor None.
@@ -85,6 +86,8 @@ def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **opt
         add_note(error, f"Raised in compute_metrics(prediction), with the {kind} {' and '.join(parts)}.")
         raise
     if metrics is None:
+        if options.get("compute_result", True):
+            warn_once("compute_metrics returned None, so there are no metrics. Return a dict of numbers by name.")
         return {}
     if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
         return metrics
