@@ -186,6 +186,15 @@ def test_a_step_written_out_gets_the_loss_that_the_model_has_divided(tmp_path: P
         torch.testing.assert_close(gradient(tmp_path, Adds, size=2, trainer=kind), expected, rtol=1e-6, atol=1e-9)
 
 
+def test_a_loss_that_is_nan_is_shown_and_not_called_ambiguous(tmp_path: Path, caplog: Any) -> None:
+    model = make_model(Words)
+    torch.nn.init.constant_(next(model.parameters()), float("nan"))
+    with caplog.at_level(logging.WARNING, "hftrain"):
+        found = Trainer(model, make_arguments(tmp_path), eval_dataset=make_rows()).evaluate()["eval_loss"]
+    assert found != found
+    assert "Cannot prove" not in caplog.text
+
+
 def test_a_loss_that_needs_its_count_is_evaluated(tmp_path: Path) -> None:
     assert eval_losses(tmp_path, NeedsCount) == pytest.approx([whole(NeedsCount)[0]] * 3, rel=1e-6)
 

@@ -104,7 +104,7 @@ class EvaluationMean:
         if chosen not in means:
             return None
         # 4. Warn if it matters; of a loss of no known kind, if samples and labels weight batches differently.
-        others = [means[items] for items in possible or [LABELS] if items in means]
+        others = [means[items] for items in possible or [LABELS] if items in means and math.isfinite(means[items])]
         if not is_trusted and not all(math.isclose(each, means[chosen], rel_tol=1e-6) for each in others):
             by = chosen.replace("_", " ")
             treatment = f"eval_loss weights batches by their {by}, so it can depend on the batch size"
