@@ -34,7 +34,8 @@ ROOMS = {
     ),
     "feed": (
         ("data/feed.py",),
-        ("tests/unit/data/test_feed.py", "tests/unit/data/test_positions.py", "tests/resume/test_exact.py",
+        ("tests/unit/data/test_feed.py", "tests/unit/data/test_positions.py", "tests/unit/data/test_states.py",
+         "tests/unit/data/test_streams.py", "tests/resume/test_exact.py", "tests/resume/test_stateful_loaders.py",
          "tests/guarantees/test_g2_resume.py"),
     ),
 }  # fmt: skip

@@ -20,7 +20,8 @@ from hftrain.extras.streams import EvenedStream
 
 
 def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:
-    loader = build(dataset, batch_size=4, num_workers=workers, persistent_workers=persistent, **config)
+    config = {"batch_size": 4, **config}
+    loader = build(dataset, num_workers=workers, persistent_workers=persistent, **config)
     return TrainFeed(resumable_loader(loader, seed=42, rank=0), seed=42)
 
 
@@ -76,15 +77,24 @@ def test_map_style_data_with_a_state_goes_on_in_workers(num: int) -> None:
     assert got == xs(make_feed(StatefulRows(26), workers=3).open(0))
 
 
-@pytest.mark.parametrize("make", [StatefulStream, lambda num: Stream(make_rows(num))])
-def test_other_number_of_workers_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    feed = make_feed(make(26))
+@pytest.mark.parametrize(
+    ("make", "workers", "changed", "num_left", "told"),
+    [
+        (StatefulStream, 0, {"workers": 1}, 6, "num_workers was 0, now 1"),
+        (lambda num: Stream(make_rows(num)), 0, {"workers": 1}, 6, "num_workers was 0, now 1"),
+        (StatefulStream, 1, {"workers": 1, "batch_size": 3}, 8, "batch_size was 4, now 3"),
+    ],
+)
+def test_what_cannot_go_on_exactly_is_said(
+    make: Any, workers: int, changed: Any, num_left: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = make_feed(make(26), workers=workers)
     next(feed.open(0))
-    other = make_feed(make(26), workers=1)
+    other = make_feed(make(26), **changed)
     other.load_state_dict(feed.state_dict())
     with caplog.at_level(logging.WARNING):
-        assert len(list(other.open(0, skip=1))) == 6
-    assert "cannot go on exactly where it was: num_workers was 0, now 1" in caplog.text
+        assert len(list(other.open(0, skip=1))) == num_left
+    assert f"cannot go on exactly where it was: {told}" in caplog.text
 
 
 def test_workers_with_a_state_do_not_persist_for_map_style_data() -> None:
