@@ -224,20 +224,20 @@ def _make_parser(makers: Mapping[str, Any]) -> Any:
     settings: Any = {"usage": _USAGE, "description": _ABOUT, "exit_on_error": False, "print_config": None}
     parser = jsonargparse.ArgumentParser("hftrain fit", **settings)
     parser.add_argument("--file", action="config", help=argparse.SUPPRESS)
-    for part, made in makers.items():
-        parser.add_argument(f"--{part}.class_path", type=str | None, default=made and _path_of(made))
-        if inspect.isclass(made):
-            parser.add_class_arguments(made, f"{part}.init_args", instantiate=False, fail_untyped=False)
-        elif made is not None:
-            parser.add_function_arguments(made, f"{part}.init_args", fail_untyped=False)
+    for section, maker in makers.items():  # whose arguments may lack annotations
+        parser.add_argument(f"--{section}.class_path", type=str | None, default=maker and _path_of(maker))
+        if inspect.isclass(maker):
+            parser.add_class_arguments(maker, f"{section}.init_args", instantiate=False, fail_untyped=False)
+        elif maker is not None:
+            parser.add_function_arguments(maker, f"{section}.init_args", fail_untyped=False)
     group, hints = parser.add_argument_group("training arguments"), typing.get_type_hints(TrainingArguments)
     for field in dataclasses.fields(TrainingArguments):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        kind, text = _by_value(hints[field.name]), field.metadata["help"]
-        kind = kind | str if field.name in LENGTHS else kind
-        group.add_argument(f"--args.{field.name}", type=kind, default=default, help=text)
-    text = "Each a class_path and init_args."
-    parser.add_argument("--callbacks", type=list[TrainerCallback], default=[], help=text)
+        hint = _by_value(hints[field.name])
+        hint = hint | str if field.name in LENGTHS else hint  # such as "2ep"
+        group.add_argument(f"--args.{field.name}", type=hint, default=default, help=field.metadata["help"])
+    callbacks_help = "Each a class_path and init_args."
+    parser.add_argument("--callbacks", type=list[TrainerCallback], default=[], help=callbacks_help)
     for name, base in (("strategy", Strategy), ("precision", Precision)):
         parser.add_argument(f"--{name}", type=base | str | None, help="A name, or class_path and init_args.")
     return parser

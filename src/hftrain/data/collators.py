@@ -185,14 +185,14 @@ def _collate_places(features: list[Any]) -> Any:
     try:
         return default_collate(features)
     except (TypeError, RuntimeError) as error:
-        raise _unlike("Cannot make a batch of the samples:", features, error) from error
+        raise _stacking_error("Cannot make a batch of the samples:", features, error) from error
 
 
-def _unlike(asked: str, values: list[Any], error: Exception) -> TaskError:
+def _stacking_error(problem: str, values: list[Any], error: Exception) -> TaskError:
     """Return why samples, or their parts of one name, cannot be stacked; keep the place of one that is unlike most."""
-    signs = [(type(value).__name__, _shape(value)) for value in values]
-    kinds = sorted({kind for kind, _ in signs})
-    shapes = sorted({shape for _, shape in signs if shape is not None})
+    signatures = [(type(value).__name__, _shape(value)) for value in values]
+    kinds = sorted({kind for kind, _ in signatures})
+    shapes = sorted({shape for _, shape in signatures if shape is not None})
     if "NoneType" in kinds:
         missing = sum(value is None for value in values)
         reason, remedy = f"{missing} of {len(values)} are None or missing.", "Give every sample the same parts."
@@ -202,15 +202,17 @@ def _unlike(asked: str, values: list[Any], error: Exception) -> TaskError:
     elif len(kinds) > 1:
         reason, remedy = f"the types differ ({', '.join(kinds)}).", "Give every sample the same type."
     elif kinds == ["str"]:
-        remedy = "Number the classes in the dataset." if "'label" in asked else "Tokenize it."
+        remedy = "Number the classes in the dataset." if "'label" in problem else "Tokenize it."
         reason = f"it is text, such as {values[0][:40]!r}."
     else:
         reason, remedy = f"its type is {kinds[0]}, which makes no tensor ({error}).", _CONVERT
-    found = TaskError(asked, reason, remedy)
-    odd = [place for place, sign in enumerate(signs) if sign != max(signs, key=signs.count)]
-    if odd:
-        keep_facts(found, place=odd[0])
-    return found
+    stacking_error = TaskError(problem, reason, remedy)
+    odd_places = [
+        place for place, signature in enumerate(signatures) if signature != max(signatures, key=signatures.count)
+    ]
+    if odd_places:
+        keep_facts(stacking_error, place=odd_places[0])
+    return stacking_error
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -223,7 +225,7 @@ def _collate_named(features: list[Any]) -> dict[str, Any]:
     try:
         rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
     except TypeError as error:
-        raise _unlike("Cannot make a batch of the samples:", features, error) from error
+        raise _stacking_error("Cannot make a batch of the samples:", features, error) from error
     batch = {}
     label = next((name for name in _LABELS if rows[0].get(name) is not None), None)
     if label is not None:
@@ -241,7 +243,7 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
         return stack([row[name] for row in rows])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         values = [row.get(name) for row in rows]
-        raise _unlike(f"Cannot stack {name!r} of {len(rows)} samples:", values, error) from error
+        raise _stacking_error(f"Cannot stack {name!r} of {len(rows)} samples:", values, error) from error
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

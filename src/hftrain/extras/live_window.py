@@ -24,13 +24,13 @@ class LiveLossWindow(LossWindow):
     def add(self, loss: torch.Tensor) -> None:
         self.num_micro_steps += 1
         loss = loss.detach()
-        total = torch.zeros_like(loss) if self.sum is None else self.sum
+        previous_sum = torch.zeros_like(loss) if self.sum is None else self.sum
         is_finite = loss.isfinite()
         self.num_finite = self.num_finite + is_finite
         if self._hides_nonfinite:
-            # As documented.
-            loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
-        self.sum = total + loss
+            # transformers' formula: the sum over 1 + the updates since the last log.
+            loss = torch.where(is_finite, loss, previous_sum / (1 + self.num_steps))
+        self.sum = previous_sum + loss
 
     def open_sum(self) -> torch.Tensor:
         """Return the sum since the last reading: the tensor itself, which may be reset in place."""

@@ -167,10 +167,10 @@ class Contents:
     def _pending_facts(self) -> dict[str, Any]:
         """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
         control, progress = self._parts.control, self._parts.progress
-        is_due = {
+        due = {
             LOG: control.should_log,
             EVALUATE: control.should_evaluate,
-            # This checkpoint completes a save that was requested without an evaluation.
+            # A save that was requested without an evaluation is done by this checkpoint.
             SAVE: control.should_evaluate and control.should_save,
             END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
             END_RUN: self._parts.loop.is_within_epoch and progress.step >= self._parts.state.max_steps,
@@ -178,7 +178,7 @@ class Contents:
         # At the end of an incomplete epoch, a callback has stopped the run or the epoch.
         is_planned = self.is_planned and (self._parts.loop.is_within_epoch or not progress.micro_steps_in_epoch)
         unplanned = {} if is_planned else {"is_planned": False}
-        return {"left": [name for name in _KNOWN if is_due[name]], **unplanned}
+        return {"left": [name for name in _KNOWN if due[name]], **unplanned}
 
     def _take_pending(self, facts: Mapping[str, Any]) -> None:
         left = facts.get("left")

@@ -88,15 +88,15 @@ class Interrupts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._open.close()
+        self._open.close()  # first, so that a signal that is raised below reaches the program's own handler
         if isinstance(error, TrainingStopped) and error.is_early:
             logger.warning("%s. %s", error, self.last_words())
         if self.consensus is not None:
             self.consensus.close(is_failed=kind is not None and not self._is_stopped)
-            late = self.consensus.left_over()
-            if late is not None and kind is None:
+            late_signal = self.consensus.left_over()
+            if late_signal is not None and kind is None:
                 # Received after the last check: treat it as if it had come a moment later.
-                signal.raise_signal(signal.Signals[late])
+                signal.raise_signal(signal.Signals[late_signal])
 
     def act(self) -> None:
         """Handle a request, if this is the agreed step boundary; collective there, and may end the run.

@@ -118,8 +118,8 @@ class Activity:
     def evaluating(self, name: str) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode; weights, modes and random numbers are restored."""
         trainer = self._trainer
-        own = evaluation_weights(trainer.optimizer)
-        with self.running(name), preserved_rng(), own, trainer.callback_handler.evaluation_weights():
+        optimizer_weights = evaluation_weights(trainer.optimizer)
+        with self.running(name), preserved_rng(), optimizer_weights, trainer.callback_handler.evaluation_weights():
             is_training = self.run_parts is not None
             if not is_training:
                 trainer.model = trainer.task.model = trainer.precision.convert(trainer.model)

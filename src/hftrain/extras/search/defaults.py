@@ -68,16 +68,16 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
         >>> default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.75, "eval_precision": 0.5, "epoch": 3.0})
         1.25
     """
-    losses, others = _split(metrics)
-    chosen = others or losses
-    if not chosen or not all(isinstance(value, (int, float)) for value in chosen.values()):
+    losses, scores = _split(metrics)
+    summands = scores or losses
+    if not summands or not all(isinstance(value, (int, float)) for value in summands.values()):
         raise ConfigError(
             "Cannot compute an objective from the evaluation's metrics.",
-            "A metric is not a number." if chosen else "It reported neither a loss nor a metric.",
+            "A metric is not a number." if summands else "It reported neither a loss nor a metric.",
             "Pass compute_objective, which gets the metrics and returns a number.",
             metrics=sorted(metrics),
         )
-    return float(sum(chosen.values()))
+    return float(sum(summands.values()))
 
 
 def minimized_objective(metrics: Mapping[str, Any], *, is_task: bool) -> float:

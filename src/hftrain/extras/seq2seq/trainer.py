@@ -66,11 +66,13 @@ class Seq2SeqTrainer(Trainer):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         tokenizer: Any = None,
-        **others: Any,
+        **trainer_kwargs: Any,
     ) -> None:
-        # By name: the documented order lacks one of Trainer's positional arguments.
-        given = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
-        super().__init__(**given, **others)
+        # By name: the documented order lacks optimizer_cls_and_kwargs. `super` puts __class__ among the locals.
+        values = {
+            name: value for name, value in locals().items() if name not in ("self", "trainer_kwargs", "__class__")
+        }
+        super().__init__(**values, **trainer_kwargs)
 
     def evaluate(
         self,
