@@ -141,11 +141,7 @@ def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> Path:
 
 
 def run_apart(code: str, told: str, processes: int, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in new processes, to which a text is told, and return what they print.
-
-    Args:
-        **variables: Variables of their environment.
-    """
+    """Run Python code in new processes, to which a text and variables are told, and return what they print."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone", "--no-python"]
     words = [sys.executable, *([*launcher, sys.executable] if processes > 1 else []), "-c", code, told]
     kept: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | variables}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, count, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -36,31 +36,27 @@ def _spent(number: int) -> float:
     return 0.9 * math.sqrt((number - 2) / (USUAL - 2)) if number <= USUAL else 1 - 0.1 * USUAL / number
 
 
-def _simulate() -> Iterator[float]:
-    """Yield, for 3, 4, ... pairs, how many standard errors a mean may be away from the truth.
+@cache
+def _factors(most: int) -> list[float]:
+    """Return, for 3, 4, ... pairs, how many standard errors a mean may be away from the truth.
 
     It is a group-sequential t-test with a spending function (Lan and DeMets, Biometrika 70, 1983). How far means stray
     does not depend on the deviation of normal differences, so that it can be simulated; the seed is fixed.
     """
-    generator, num_out = torch.Generator().manual_seed(0), 0
+    generator, num_out, factors = torch.Generator().manual_seed(0), 0, list[float]()
     mean, squares = torch.zeros(_PATHS, dtype=torch.float64), torch.zeros(_PATHS, dtype=torch.float64)
     is_out = torch.zeros(_PATHS, dtype=torch.bool)
-    for number in count(1):
+    for number in range(1, most + 1):
         new = torch.randn(_PATHS, generator=generator, dtype=torch.float64)
         before, mean = mean, mean + (new - mean) / number
         squares += (new - before) * (new - mean)
         if number >= FIRST:
             errors = mean.abs() * math.sqrt(number * (number - 1)) / squares.sqrt()
             leaving = max(1, round(LEVEL * _spent(number) * _PATHS) - num_out)
-            limit = float(errors.masked_fill(is_out, -1.0).topk(leaving).values[-1])
-            is_out |= errors >= limit
+            factors.append(float(errors.masked_fill(is_out, -1.0).topk(leaving).values[-1]))
+            is_out |= errors >= factors[-1]
             num_out += leaving
-            yield limit
-
-
-@cache
-def _factors(most: int) -> list[float]:
-    return list(islice(_simulate(), most - FIRST + 1))
+    return factors
 
 
 @dataclass(frozen=True)
@@ -97,18 +93,19 @@ class Comparison:
     def deviation(self) -> float:
         """The standard deviation of the gains, at least half of the smallest step between them that was seen.
 
-        Gains in steps, such as those of an accuracy of 50 samples, may be equal by chance. Infinite if none but 0 was.
+        Gains in steps, such as those of an accuracy of 50 samples, may be equal by chance. Infinite if all are 0, or
+        if it is not known.
         """
-        if len(self.gains) < 2:
+        if len(self.gains) < 2 or not self.is_finite:
             return math.inf
         rounded = _ROUNDED * max(map(abs, chain(self.one, self.two)))
         steps = [high - low for low, high in pairwise(sorted([0.0, *self.gains])) if high - low > rounded]
         return max(stdev(self.gains), min(steps, default=math.inf) / 2)
 
     @property
-    def independent_deviation(self) -> float:
-        """The standard deviation that the difference of two runs of different seeds would have."""
-        return math.hypot(stdev(self.one), stdev(self.two))
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(map(math.isfinite, self.gains))
 
     def margin(self, number: int | None = None) -> float:
         """Return half of the interval's width with a number of pairs like these; None: as many as there are."""
@@ -117,32 +114,48 @@ class Comparison:
             return math.inf
         return _factors(max(_MOST, number))[number - FIRST] * self.deviation / math.sqrt(number)
 
-    @property
-    def verdict(self) -> str:
-        """``"B is better"``, ``"A is better"``, ``"no difference"`` (as large as `least`), or ``"not known"``."""
-        if not all(map(math.isfinite, self.gains)):
-            return "not known"
-        return self._verdict(self.margin())
+    def verdict_at(self, margin: float) -> str:
+        """Return the verdict that a margin allows.
 
-    def _verdict(self, margin: float) -> str:
+        ``"B is better"``, ``"A is better"``, ``"no difference"`` (as large as `least`) or ``"not known"``; if one has
+        numbers that are not finite, ``"B diverged"`` or ``"A diverged"``.
+        """
+        if not self.is_finite:
+            return "A diverged" if all(map(math.isfinite, self.two)) else "B diverged"
         if abs(self.gain) > margin:
             return "B is better" if self.gain > 0 else "A is better"
         return "no difference" if abs(self.gain) + margin < self.least else "not known"
 
+    @property
+    def verdict(self) -> str:
+        """That of all pairs; see `verdict_at`."""
+        return self.verdict_at(self.margin())
+
+    @property
     def more(self) -> int | None:
-        """Return how many further pairs like these would decide; None if more than 50 pairs in all."""
-        numbers = range(len(self.gains) + 1, _MOST + 1)
-        known = (number for number in numbers if self._verdict(self.margin(number)) != "not known")
-        return next((number - len(self.gains) for number in known), None)
+        """How many further pairs like these would decide; None if more than 50 pairs in all, or if it is decided."""
+        known, numbers = len(self.gains), range(len(self.gains), _MOST + 1)
+        if known < FIRST:
+            return FIRST - known if self.is_finite else None
+        enough = (each - known for each in numbers if self.verdict_at(self.margin(each)) != "not known")
+        return next(enough, None) or None
 
     @property
     def status(self) -> int:
         """The exit status: 0 if B is known not to be worse (by more than `least`), 1 if it is, 3 if it is not known."""
-        is_finite = [all(map(math.isfinite, each)) for each in (self.one, self.two)]
-        if not all(is_finite):
-            return 1 if is_finite[0] else 3
-        lowest = self.gain - self.margin()
-        return 0 if lowest > -self.least else 1 if self.verdict == "A is better" else 3
+        if not self.is_finite:
+            return 1 if all(map(math.isfinite, self.one)) else 3
+        return 0 if self.gain - self.margin() > -self.least else 1 if self.verdict == "A is better" else 3
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known as plain values; None for what is not."""
+        has_noise = math.isfinite(self.deviation)
+        return {
+            "verdict": self.verdict, "better": "higher" if self.is_higher_better else "lower",
+            "gain": self.gain, "margin": self.margin() if math.isfinite(self.margin()) else None,
+            "min_difference": self.least, "more_pairs": self.more, "deviation": self.deviation if has_noise else None,
+            "independent_deviation": math.hypot(stdev(self.one), stdev(self.two)) if has_noise else None,
+        }  # fmt: skip
 
 
 class Noting(TrainerCallback):
@@ -183,38 +196,26 @@ def shared(one: str | Path, two: str | Path) -> dict[str, str]:
     if None in weights:  # equal first losses come from equal weights
         first = [[line.get("losses") for line in each.get(1, [])] for each in ledgers]
         weights = first if first[0] == first[1] != [] else [None]
-    begin, end = zip(*(each.get("random", [None, None]) for each in facts), strict=True)
-    random = "not the same from the start" if begin[0] != begin[1] else "not as many were drawn"
-    return {
-        "samples": _samples(*ledgers),
-        "weights at the start": _is_same(weights),
-        "random numbers": random if None not in begin and end[0] != end[1] else _is_same(end),
+    told = {"weights at the start": weights, "random numbers": [each.get("random") for each in facts]}
+    found = {
+        what: "not known" if None in values else "the same" if values[0] == values[1] else "not the same"
+        for what, values in told.items()
     }
+    return {"samples": _samples(*ledgers)} | found
 
 
-def _is_same(values: Sequence[Any]) -> str:
-    return "not known" if None in values else "the same" if values[0] == values[1] else "not the same"
-
-
-def _samples(one: Lines, two: Lines) -> str:
-    orders = [
+def _samples(*ledgers: Lines) -> str:
+    one, two = (
         [sample for line in chain(*each.values()) for part in line.get("samples", []) for sample in part or [None]]
-        for each in (one, two)
-    ]
-    if not all(orders) or any(None in each for each in orders):
-        return "not known: they are in the flight log of a run, if its data has an order"
-    parted = next((step for step in sorted({*one, *two}) if _of(one, step) != _of(two, step)), None)
-    if parted is None:
-        return "the same, in the same order"
-    common = min(map(len, orders))
-    if orders[0][:common] == orders[1][:common]:
-        more = "" if len(orders[0]) == len(orders[1]) else f"; {' and '.join(f'{len(each):,}' for each in orders)}"
-        return f"the same order, divided into other steps{more}"
-    return f"not the same from step {parted}"
-
-
-def _of(ledger: Lines, step: int) -> list[Any]:
-    return [line.get("samples") for line in ledger.get(step, [])]
+        for each in ledgers
+    )
+    if not one or not two or None in one or None in two:
+        return "not known, without a flight log of data in an order"
+    parted = next((place for place, both in enumerate(zip(one, two, strict=False), 1) if both[0] != both[1]), None)
+    if parted is not None:
+        return f"not the same from number {parted} on"
+    more = "" if len(one) == len(two) else f", {len(one):,} of them in A and {len(two):,} in B"
+    return f"the same, in the same order{more}"
 
 
 def is_same_to_the_bit(one: str | Path, two: str | Path) -> bool:
