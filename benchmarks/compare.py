@@ -59,7 +59,8 @@ class Tiny(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next characters, shape (batch, 128, length)."""
-        return self.head(self.drop(self.gru(self.embed(x))[0])).transpose(1, 2)
+        logits: torch.Tensor = self.head(self.drop(self.gru(self.embed(x))[0]))
+        return logits.transpose(1, 2)
 
 
 def digits(**shape: Any) -> tuple[Net, Rows]:
@@ -97,7 +98,11 @@ def train(task: Callable[..., tuple[Net, Rows]], seed: int, change: dict[str, An
     """Return the evaluation loss of a run, on the last fifth of the samples."""
     set_seed(seed)
     net, rows = task(**{name: change[name] for name in ("width", "dropout") if name in change})
-    settings = {"per_device_train_batch_size": 16, "learning_rate": 2e-3, "num_train_epochs": TASKS[task]}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 16,
+        "learning_rate": 2e-3,
+        "num_train_epochs": TASKS[task],
+    }
     settings |= {name: value for name, value in change.items() if name in settings}
     with TemporaryDirectory() as folder:
         args = TrainingArguments(

@@ -78,7 +78,8 @@ def show_compare(
 
 
 def _answer(pairs: Sequence[Pair], name: str, found: Comparison, *, is_same: bool, notes: Sequence[str]) -> Answer:
-    rows, data = [("seed", "A", "B", "B - A")], found.facts() | {"metric": name, "pairs": [], "notes": notes}
+    rows: list[Sequence[str]] = [("seed", "A", "B", "B - A")]
+    data = found.facts() | {"metric": name, "pairs": [], "notes": notes}
     data |= {"verdict": "same to the bit", "more_pairs": None} if is_same else {}
     for (seed, *both), one, two in zip(pairs, found.one, found.two, strict=True):
         rows.append(("?" if seed is None else str(seed), *map(in_digits, (one, two, two - one))))

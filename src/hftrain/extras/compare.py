@@ -192,7 +192,7 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
 def shared(one: str | Path, two: str | Path) -> dict[str, str]:
     """Return what two runs have recorded of samples, weights and random numbers: whether they were the same."""
     facts, ledgers = [read_facts(each) for each in (one, two)], [read_ledger(each) for each in (one, two)]
-    weights = [each.get("weights") for each in facts]
+    weights: list[Any] = [each.get("weights") for each in facts]
     if None in weights:  # equal first losses come from equal weights
         first = [[line.get("losses") for line in each.get(1, [])] for each in ledgers]
         weights = first if first[0] == first[1] != [] else [None]
