@@ -118,6 +118,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _add_views(add, folder)
     _add_faults(add, folder)
     _add_proof(add, file)
+    _add_comparison(add, folder)
     _add_checkpoints(add, folder)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
@@ -189,6 +190,26 @@ def _add_proof(add: _Adder, file: object) -> None:
     part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
     part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and the same as JSON next to it")
     part.epilog = "The script's own arguments come after --."
+
+
+def _add_comparison(add: _Adder, folder: object) -> None:
+    what = "say which of two ways to train is better, from runs in pairs of the same seed"
+    more = "The exit status is 0 if B is known not to be worse, 1 if it is worse, and 3 if neither is known."
+    part = add("compare", "compare:show_compare", what, more)
+    names = "the output_dir of a run, or a pattern of several in quotes ('runs/a-*'); with --run, a command in quotes"
+    _complete(part.add_argument("runs", nargs=2, metavar=("A", "B"), help=names), folder)
+    what = "train both commands, such as 'train.py --lr 1e-3', with the same seeds"
+    part.add_argument("--run", dest="should_run", action="store_true", help=what)
+    what = "auto: until the difference is known, 12 at most; or how many; or which, as in 1,2,3; default: auto"
+    part.add_argument("--seeds", metavar="SEEDS", help=what)
+    what = "the number that is compared, as it was logged last; default: the evaluation loss"
+    part.add_argument("--metric", metavar="NAME", help=what)
+    what = "default: as the name of the metric says"
+    part.add_argument("--better", choices=("lower", "higher"), help=what)
+    what = "a difference that matters, in units of the metric; default: 0"
+    part.add_argument("--min-difference", type=float, metavar="X", default=0.0, help=what)
+    what = "the folder of the runs that --run trains; those that are there are used; default: compare"
+    part.add_argument("-o", "--output", metavar="FOLDER", help=what)
 
 
 def _add_faults(add: _Adder, folder: object) -> None:

@@ -140,11 +140,12 @@ def do_step_apart(run: str, step: int, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def run_apart(code: str, told: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run Python code in new processes, to which a text is told, and return what they print."""
+def run_apart(code: str, told: str, processes: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in new processes, to which a text and variables are told, and return what they print."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone", "--no-python"]
     words = [sys.executable, *([*launcher, sys.executable] if processes > 1 else []), "-c", code, told]
-    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    kept: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | variables}
+    return subprocess.run(words, text=True, check=False, **kept)
 
 
 def read_ranks(folder: Path, name: str) -> list[Any]:
