@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hftrain import ConfigError
-from hftrain.cli.compare import show_compare
-from hftrain.extras.compare import Comparison, shared
+from hftrain.cli.compare import shared, show_compare
+from hftrain.extras.compare import Comparison
 
 SCRIPT = """
 import sys
