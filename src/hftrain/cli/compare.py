@@ -9,14 +9,18 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from importlib.abc import MetaPathFinder
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hftrain import compat
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks.base import TrainerCallback
 from hftrain.cli.answer import Answer, table
 from hftrain.cli.estimate import at_training, changed_construction
 from hftrain.cli.facts import in_digits, status_of
@@ -25,13 +29,18 @@ from hftrain.cli.runs import RunRecord, read_run
 from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.optional import is_available
-from hftrain.core.seed import set_seed
-from hftrain.extras.compare import FACTS, USUAL, Comparison, Noting, is_same_to_the_bit, read_facts, shared
+from hftrain.core.seed import capture_rng, set_seed
+from hftrain.core.tree import map_tensors
+from hftrain.extras.compare import USUAL, Comparison
 from hftrain.extras.flight.ledger import FlightLog
+from hftrain.extras.flight.observing import own_part
+from hftrain.extras.flight.reading import Lines, first_parting, read_ledger
 from hftrain.trainer.trainer import Trainer
 
 Pair = tuple[int | None, RunRecord, RunRecord]
 
+# What a run that was trained here notes, in its folder.
+FACTS = "compare.json"
 # How the names of metrics end of which smaller, and larger, numbers are better.
 _LOWER = ("loss", "perplexity", "ppl", "error", "mse", "mae", "wer", "cer", "nll")
 _HIGHER = ("accuracy", "acc", "f1", "precision", "recall", "auc", "bleu", "exact_match", "r2")
@@ -273,3 +282,73 @@ def _train(trainer: Any, noting: Noting) -> None:
     if trainer.eval_dataset is not None and not timed:
         trainer.evaluate()
     trainer.save_state()
+
+
+# -- what runs share -------------------------------------------------------------------------------------------------
+
+
+class Noting(TrainerCallback):
+    """Note digests of the weights at the start, and of the random number generators at the start and the end."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the run starts."""
+        sums = [float(own_part(each).float().sum()) for each in kwargs["model"].parameters()]
+        self.facts = {"weights": _digest(sums), "random": [_digest(_generators())]}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the generators have come to."""
+        self.facts["random"].append(_digest(_generators()))
+
+
+def _generators() -> Any:
+    return map_tensors(capture_rng(), torch.Tensor.tolist)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def read_facts(folder: str | Path) -> dict[str, Any]:
+    """Return what a run that `hftrain compare` has trained noted; empty for other runs."""
+    path = Path(folder, FACTS)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def shared(one: str | Path, two: str | Path) -> dict[str, str]:
+    """Return what two runs have recorded of samples, weights and random numbers: whether they were the same."""
+    facts, ledgers = [read_facts(each) for each in (one, two)], [read_ledger(each) for each in (one, two)]
+    weights: list[Any] = [each.get("weights") for each in facts]
+    if None in weights:  # equal first losses come from equal weights
+        first = [[line.get("losses") for line in each.get(1, [])] for each in ledgers]
+        weights = first if first[0] == first[1] != [] else [None]
+    told = {"weights at the start": weights, "random numbers": [each.get("random") for each in facts]}
+    found = {
+        what: "not known" if None in values else "the same" if values[0] == values[1] else "not the same"
+        for what, values in told.items()
+    }
+    return {"samples": _samples(*ledgers)} | found
+
+
+def _samples(*ledgers: Lines) -> str:
+    one, two = (
+        [sample for line in chain(*each.values()) for part in line.get("samples", []) for sample in part or [None]]
+        for each in ledgers
+    )
+    if not one or not two or None in one or None in two:
+        return "not known, without a flight log of data in an order"
+    parted = next((place for place, both in enumerate(zip(one, two, strict=False), 1) if both[0] != both[1]), None)
+    if parted is not None:
+        return f"not the same from number {parted} on"
+    more = "" if len(one) == len(two) else f", {len(one):,} of them in A and {len(two):,} in B"
+    return f"the same, in the same order{more}"
+
+
+def is_same_to_the_bit(one: str | Path, two: str | Path) -> bool:
+    """Return whether two runs have recorded the same steps with the same numbers; False without flight logs."""
+    ledgers: Sequence[Mapping[int, Any]] = [read_ledger(each) for each in (one, two)]
+    is_as_long = ledgers[0].keys() == ledgers[1].keys() != set()
+    return is_as_long and first_parting(*ledgers)[0] is None

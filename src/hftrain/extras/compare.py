@@ -1,25 +1,16 @@
-"""Tell from pairs of runs which of two ways to train is better, how sure that is, and what the runs of a pair share."""
+"""Tell from pairs of numbers which of two ways to train is better, and how sure that is."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
-
-from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.seed import capture_rng
-from hftrain.core.tree import map_tensors
-from hftrain.extras.flight.observing import own_part
-from hftrain.extras.flight.reading import Lines, first_parting, read_ledger
 
 # In which share of all comparisons a true difference may ever be outside the interval, however often one looks.
 LEVEL = 0.05
@@ -28,7 +19,6 @@ FIRST, USUAL, _MOST = 3, 12, 50
 _PATHS = 2**19
 # Float32 rounds by less than this part of a value.
 _ROUNDED = 1e-7
-FACTS = "compare.json"
 
 
 def _spent(number: int) -> float:
@@ -156,70 +146,3 @@ class Comparison:
             "min_difference": self.least, "more_pairs": self.more, "deviation": self.deviation if has_noise else None,
             "independent_deviation": math.hypot(stdev(self.one), stdev(self.two)) if has_noise else None,
         }  # fmt: skip
-
-
-class Noting(TrainerCallback):
-    """Note digests of the weights at the start, and of the random number generators at the start and the end."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where the run starts."""
-        sums = [float(own_part(each).float().sum()) for each in kwargs["model"].parameters()]
-        self.facts = {"weights": _digest(sums), "random": [_digest(_generators())]}
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where the generators have come to."""
-        self.facts["random"].append(_digest(_generators()))
-
-
-def _generators() -> Any:
-    return map_tensors(capture_rng(), torch.Tensor.tolist)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def read_facts(folder: str | Path) -> dict[str, Any]:
-    """Return what a run that `hftrain compare` has trained noted; empty for other runs."""
-    path = Path(folder, FACTS)
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
-
-
-def shared(one: str | Path, two: str | Path) -> dict[str, str]:
-    """Return what two runs have recorded of samples, weights and random numbers: whether they were the same."""
-    facts, ledgers = [read_facts(each) for each in (one, two)], [read_ledger(each) for each in (one, two)]
-    weights: list[Any] = [each.get("weights") for each in facts]
-    if None in weights:  # equal first losses come from equal weights
-        first = [[line.get("losses") for line in each.get(1, [])] for each in ledgers]
-        weights = first if first[0] == first[1] != [] else [None]
-    told = {"weights at the start": weights, "random numbers": [each.get("random") for each in facts]}
-    found = {
-        what: "not known" if None in values else "the same" if values[0] == values[1] else "not the same"
-        for what, values in told.items()
-    }
-    return {"samples": _samples(*ledgers)} | found
-
-
-def _samples(*ledgers: Lines) -> str:
-    one, two = (
-        [sample for line in chain(*each.values()) for part in line.get("samples", []) for sample in part or [None]]
-        for each in ledgers
-    )
-    if not one or not two or None in one or None in two:
-        return "not known, without a flight log of data in an order"
-    parted = next((place for place, both in enumerate(zip(one, two, strict=False), 1) if both[0] != both[1]), None)
-    if parted is not None:
-        return f"not the same from number {parted} on"
-    more = "" if len(one) == len(two) else f", {len(one):,} of them in A and {len(two):,} in B"
-    return f"the same, in the same order{more}"
-
-
-def is_same_to_the_bit(one: str | Path, two: str | Path) -> bool:
-    """Return whether two runs have recorded the same steps with the same numbers; False without flight logs."""
-    ledgers: Sequence[Mapping[int, Any]] = [read_ledger(each) for each in (one, two)]
-    is_as_long = ledgers[0].keys() == ledgers[1].keys() != set()
-    return is_as_long and first_parting(*ledgers)[0] is None
