@@ -136,13 +136,6 @@ def test_wrapped_task_is_recognised_as_one(tmp_path: Path) -> None:
     trainer.train()
 
 
-def test_model_wrapped_is_the_model_where_nothing_wraps(tmp_path: Path) -> None:
-    trainer = make(tmp_path, max_steps=1)
-    assert trainer.model_wrapped is trainer.model
-    trainer.train()
-    assert trainer.model_wrapped is trainer.model
-
-
 # -- methods that tell facts, or refuse ------------------------------------------------------------------------------
 
 
@@ -165,22 +158,6 @@ def test_total_batch_counts_processes_with_the_same_samples_once(tmp_path: Path)
     trainer.strategy = Parted(use_cpu=True)
     trainer.strategy.world_size = 4
     assert trainer.get_total_train_batch_size(trainer.args) == 16
-
-
-def test_arguments_reach_a_deepspeed_strategy(tmp_path: Path) -> None:
-    """A stand-in for the strategy: only that it is called counts."""
-
-    class Engine(SingleDeviceStrategy):
-        name = "deepspeed"
-        told: Any = None
-
-        def propagate_args(self, args: Any, *, auto_find_batch_size: bool) -> None:
-            self.told = (args, auto_find_batch_size)
-
-    strategy = Engine(use_cpu=True)
-    trainer = Trainer(Net(), make_arguments(tmp_path), strategy=strategy)
-    trainer.propagate_args_to_deepspeed(auto_find_batch_size=True)
-    assert strategy.told == (trainer.args, True)
 
 
 def test_use_cpu_contradicts_a_strategy_on_a_gpu(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from hftrain import (
     TrainingArguments,
 )
 from hftrain.core.optional import is_available
-from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.single import SingleDeviceStrategy
 
 PAD, SIZE = 0, 9
@@ -351,22 +350,6 @@ def test_padding_can_be_overridden(tmp_path: Path) -> None:
     assert trainer.predict(samples()).predictions.shape == (7, 9)
 
 
-def test_prediction_step_of_older_scripts_works(tmp_path: Path) -> None:
-    class Own(Seq2SeqTrainer):
-        def prediction_step(
-            self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
-        ) -> Any:
-            labels = inputs.pop("labels")
-            loss, tokens, _ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-            tokens[:, :1] = 2
-            return loss, tokens, labels
-
-    trainer = Own(Echo(), arguments(tmp_path), processing_class=Tool())
-    predictions, labels, _ = trainer.predict(samples())
-    assert predictions.tolist() == expected(beams=2).tolist()
-    assert labels.tolist() == [row["labels"].tolist() for row in samples()]
-
-
 # -- generation_config -----------------------------------------------------------------------------------------------
 
 
@@ -433,12 +416,6 @@ def test_memory_of_recurrent_models_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="past_index=1"):
         make(tmp_path, Recurrent(), past_index=1)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", FSDPStrategy(use_cpu=True)])
-def test_fsdp_by_name_or_object_is_refused(tmp_path: Path, strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="calls the model once a token"):
-        make(tmp_path, strategy=strategy)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
