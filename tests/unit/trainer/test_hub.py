@@ -423,6 +423,12 @@ def test_hub_run_deletes_nothing(hub: HubServer, tmp_path: Path) -> None:
         trainer.init_git_repo(at_init=True)
 
 
+def test_init_hf_repo_takes_a_token(hub: HubServer, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "mine", push_to_hub=False)
+    trainer.init_hf_repo(token="hf_bob")
+    assert (trainer.hub_model_id, list(hub.repos)) == ("bob/mine", ["bob/mine"])
+
+
 def test_progress_bars_are_hidden_while_a_save_is_pushed(hub: HubServer, tmp_path: Path) -> None:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
