@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Feature(NamedTuple):
-    """The callbacks and options of a run, its model and samples, where and how it is cut, its rounding, who resumes."""
+    """The callbacks and options of a run, its model and samples, where and how it is cut, and its rounding."""
 
     callbacks: Callable[[], list[TrainerCallback]] = list
     options: Mapping[str, Any] = MappingProxyType({})
@@ -32,7 +32,6 @@ class Feature(NamedTuple):
     cuts: tuple[int, int] = (3, 4)
     tolerance: float = 1e-5
     stop: Callable[[int | None], TrainerCallback] = StopAt
-    continues_alone: bool = True
 
 
 class Second(TrainerCallback):
@@ -99,12 +98,6 @@ FEATURES = {
         model=optimizer_runs.Words,
         rows=optimizer_runs.make_words,
         tolerance=2e-3,  # orthogonalized in bfloat16
-    ),
-    # Batches of another size would be another part.
-    "a part of the data": Feature(
-        options={"limit_train_batches": 3, "gradient_accumulation_steps": 2, "max_steps": 6, **EVALUATED},
-        cuts=(1, 4),
-        continues_alone=False,
     ),
     "skipped spikes": spikes("skip"),
     "rewound spikes": spikes("rewind"),
@@ -175,9 +168,7 @@ def test_two_processes_train_as_one_does_continue_exactly_twice_and_can_be_conti
     assert alone["spikes"] == ([9] if "spikes" in name else [])
     assert first[name]["parts"] == first[name]["fsdp"]
     assert first[name]["ddp"] == second[name]["ddp"]
-    found = [first[name]["ddp"], first[name]["fsdp"]]
-    if feature.continues_alone:
-        saved = str(folder / name / "parts" / f"checkpoint-{feature.cuts[1]}")
-        found.append(train(tmp_path / "continued", feature, "single", size=4, resume=saved))
-    for each in found:
-        check_equal(each, alone, feature.tolerance)
+    saved = str(folder / name / "parts" / f"checkpoint-{feature.cuts[1]}")
+    continued = train(tmp_path / "continued", feature, "single", size=4, resume=saved)
+    for found in (first[name]["ddp"], first[name]["fsdp"], continued):
+        check_equal(found, alone, feature.tolerance)

@@ -160,6 +160,22 @@ def test_total_batch_counts_processes_with_the_same_samples_once(tmp_path: Path)
     assert trainer.get_total_train_batch_size(trainer.args) == 16
 
 
+def test_arguments_reach_a_deepspeed_strategy(tmp_path: Path) -> None:
+    """A stand-in for the strategy: only that it is called counts."""
+
+    class Engine(SingleDeviceStrategy):
+        name = "deepspeed"
+        told: Any = None
+
+        def propagate_args(self, args: Any, *, auto_find_batch_size: bool) -> None:
+            self.told = (args, auto_find_batch_size)
+
+    strategy = Engine(use_cpu=True)
+    trainer = Trainer(Net(), make_arguments(tmp_path), strategy=strategy)
+    trainer.propagate_args_to_deepspeed(auto_find_batch_size=True)
+    assert strategy.told == (trainer.args, True)
+
+
 def test_use_cpu_contradicts_a_strategy_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="strategy=Strategy"):
         Trainer(Net(), make_arguments(tmp_path), strategy=Strategy(torch.device("cuda")))

@@ -37,6 +37,11 @@ def test_schedule_follows_the_arguments(tmp_path: Path) -> None:
     )
 
 
+def test_target_modules_are_handed_on(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, optim="galore_adamw", optim_target_modules=["attn", "mlp"])
+    assert OptimizerConfig.of(arguments).target_modules == ["attn", "mlp"]
+
+
 @pytest.mark.parametrize(
     ("options", "optimizers", "schedules"),
     [

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,10 @@ def test_building_touches_no_file_network_or_environment():
         )
         """
     )
+
+
+def test_none_takes_a_setting_of_two_names_back(tmp_path: Path) -> None:
+    options = {"use_reentrant": True}
+    args = TrainingArguments(str(tmp_path), gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+    args.gradient_checkpointing_kwargs = None
+    assert args.gradient_checkpointing_kwargs is args.activation_checkpointing_kwargs is None

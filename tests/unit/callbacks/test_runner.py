@@ -87,6 +87,16 @@ def test_fire_copies_returned_flags_into_the_one_control(value) -> None:
     assert runner.callbacks[1].calls[0][3] is control
 
 
+def test_runner_accepts_an_object_that_has_some_of_the_methods() -> None:
+    class Duck:
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_log = True
+
+    runner = make_runner(Duck)
+    assert runner.heard == {"on_step_end"}
+    assert runner.fire("on_step_end").should_log
+
+
 def test_pop_matches_class_then_identity_and_is_silent_otherwise() -> None:
     class Child(Recorder):
         pass

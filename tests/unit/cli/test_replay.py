@@ -210,6 +210,15 @@ def test_differences_of_observed_steps() -> None:
     assert first_not_finite([call("a", "1"), call("b", "2", is_finite=False)]) == "forward, b (Linear)"
 
 
+def test_differences_name_the_ranks() -> None:
+    base = [call("a", "1"), call("b", "2")]
+    late, later = [base[0], call("b", "3")], [call("a", "1", gradient="5"), base[1]]
+    assert first_difference([base] * 3, [late, base, base]) == "forward, b (Linear), on rank 0 only"
+    assert first_difference([base] * 3, [base, late, late]) == "forward, b (Linear), on ranks 1, 2 only"
+    assert first_difference([base] * 2, [later, late]) == "forward, b (Linear), on rank 1 only"
+    assert first_difference([base] * 2, [late] * 2) == "forward, b (Linear)"
+
+
 def test_the_process_that_differs_is_shown() -> None:
     same = {"norm": 1.0, "losses": [0.5]}
     mine, other = {3: [same, same]}, {3: [same, {**same, "norm": 2.0}]}

@@ -37,6 +37,15 @@ def test_other_values_are_compared_exactly(name: str, value: Any) -> None:
     assert first_apart(base, ledger({"samples": [None]}), base)[0] is None  # one does not know them
 
 
+def test_samples_and_losses_are_those_of_all_processes() -> None:
+    base = ledger({"samples": [[1, 2], [3, 4]], "losses": [0.5, 0.5]})
+    line = base[1][0]
+    split = {1: [{**line, "samples": [[4, 1]], "losses": [0.8]}, {**line, "samples": [[2, 3]], "losses": [1.2]}]}
+    assert first_apart(base, split, base)[0] is None
+    split[1][1]["samples"] = [[2, 2]]
+    assert first_apart(base, split, base)[1] == ["samples"]
+
+
 def call(norm: float, *, module: str = "a", micro_batch: int = 0, size: int = 4, gradient: float = 1.0) -> Any:
     facts = {"shape": [size], "norm": norm}
     return {

@@ -174,6 +174,12 @@ def test_unusable_datasets_raise(build, dataset, options, message):
         build(dataset, **options)
 
 
+def test_training_without_a_full_batch_raises():
+    with pytest.raises(ConfigError, match="dataloader_drop_last=False"):
+        train(range(3), drop_last=True, world_size=2)
+    assert list(evaluate([1], drop_last=True)) == []
+
+
 def test_set_epoch_out_of_reach_raises():
     class Items(RandomItems):
         def set_epoch(self, epoch):

@@ -17,6 +17,7 @@ from support.tiny import Net, at, make_arguments, make_resumable, make_rows
 from hftrain import (
     CheckpointError,
     ConfigError,
+    MissingDependencyError,
     SavePolicy,
     Trainer,
     TrainerCallback,
@@ -197,6 +198,24 @@ def test_a_folder_that_cannot_be_is_refused_at_once(folder):
         make_trainer(folder)
 
 
+def test_a_missing_package_is_named_at_once(monkeypatch):
+    import importlib
+    import sys
+
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})
+    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
+        make_trainer("s3://bucket/run")
+
+
+def test_a_store_that_refuses_writes_is_found_before_training(monkeypatch):
+    failing(monkeypatch, "put_file", times=99, error=PermissionError("Access Denied"))
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match="Access Denied"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize("save_async", [False, True])
 def test_a_store_that_fails_while_training_ends_the_run_like_a_full_disk(monkeypatch, save_async):
     failing(monkeypatch, "put_file", times=99, error=OSError("gone"), only=lambda path: "checkpoint-4" in path)
@@ -241,6 +260,15 @@ def test_logs_that_cannot_be_published_end_nothing(monkeypatch, caplog):
     make_trainer(URL, Note()).train()
     assert "Cannot upload files to memory://bucket/run" in caplog.text
     assert "checkpoint-8" in saved()
+
+
+@pytest.mark.parametrize("verb", [Trainer.save_model, Trainer.save_state])
+def test_a_verb_that_cannot_publish_raises_and_leaves_its_files(monkeypatch, verb):
+    trainer = make_trainer()
+    failing(monkeypatch, "put_file", times=99, error=PermissionError("no"))
+    with pytest.raises(CheckpointError, match=r"Cannot upload files to memory://bucket/run.*They are complete in"):
+        verb(trainer)
+    assert list(mirror_of(URL).iterdir())
 
 
 def test_another_processes_leftovers_in_the_mirror_are_not_published():

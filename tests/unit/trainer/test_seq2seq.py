@@ -350,6 +350,22 @@ def test_padding_can_be_overridden(tmp_path: Path) -> None:
     assert trainer.predict(samples()).predictions.shape == (7, 9)
 
 
+def test_prediction_step_of_older_scripts_works(tmp_path: Path) -> None:
+    class Own(Seq2SeqTrainer):
+        def prediction_step(
+            self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
+        ) -> Any:
+            labels = inputs.pop("labels")
+            loss, tokens, _ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            tokens[:, :1] = 2
+            return loss, tokens, labels
+
+    trainer = Own(Echo(), arguments(tmp_path), processing_class=Tool())
+    predictions, labels, _ = trainer.predict(samples())
+    assert predictions.tolist() == expected(beams=2).tolist()
+    assert labels.tolist() == [row["labels"].tolist() for row in samples()]
+
+
 # -- generation_config -----------------------------------------------------------------------------------------------
 
 
