@@ -47,7 +47,7 @@ class ForkedPython(ForkServer):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Let `hftrain replay` use these processes; the tests of guarantee 11 see those that it starts itself."""
+        """Let `hftrain replay` use these processes; `test_blame.py` sees those that it starts itself."""
 
         def run_apart(code: str, told: str, processes: int) -> subprocess.CompletedProcess[str]:
             assert processes == 1

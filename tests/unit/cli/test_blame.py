@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.forked_python import ForkedPython
 from support.tiny import make_arguments
 from torch import nn
 from torch.nn import functional as F
@@ -101,20 +101,11 @@ def test_without_losses_of_samples_micro_batches_are_named(tmp_path: Path) -> No
     assert "FlightLog(sample_losses=...)" in "\n".join(answer)
 
 
-@pytest.fixture
-def python() -> Iterator[ForkedPython]:
-    python = ForkedPython()
-    with python.replaying():
-        yield python
-
-
-def test_spikes_are_replayed_for_the_losses_of_their_samples(
-    python: ForkedPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spikes_are_replayed_for_the_losses_of_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})", "from pathlib import Path"]
     lines += ["from unit.cli.test_blame import train", "train(Path('run'), log=True)"]
     (tmp_path / "script.py").write_text("\n".join(lines))
-    python.run(["script.py"], tmp_path).check_returncode()
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     assert "replay these steps with --replay" in "\n".join(show_blame("run"))
     written = {path for path in tmp_path.rglob("*") if path.suffix != ".png"}
