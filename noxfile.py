@@ -81,6 +81,7 @@ QUICKSTART = (
 )
 
 BUILD_SITE = ("python", "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
+built_by: list[str] = []  # the session that has built the site
 
 # Arguments that keep an example short; the others run as they are.
 SHORTENED = {
@@ -104,6 +105,13 @@ def pytest(session: nox.Session, mark: str, *args: str) -> None:
     if not mark.startswith("not "):
         args = ("-o", "testpaths=tests", *args)  # no doctest has a mark
     session.run("python", "-m", "pytest", "-m", mark, *args, *session.posargs, env=ENV)
+
+
+def build_site(session: nox.Session) -> None:
+    """Build the HTML in docs/_build, once in a run of nox."""
+    if not built_by:
+        session.run(*BUILD_SITE)
+        built_by.append(session.name)
 
 
 def has_tests_marked(mark: str) -> bool:
@@ -387,7 +395,8 @@ def tests_sim(session: nox.Session) -> None:
     skip_unless_marked(session, "sim", "nothing would run on the simulated accelerator")
     need_programs(session, "g++ ninja-build", "g++", "ninja")
     install(session, "test", "transformers", "peft", "search")
-    session.run("python", "-m", "tests.support.torch_sim.build")
+    # With what is installed: it takes as long as the tests, so .ci/run does it beside something else.
+    session.run_install("python", "-m", "tests.support.torch_sim.build")
     pytest(session, "sim and not slow", "tests/sim", *WORKERS, *NO_HANG)
 
 
@@ -455,7 +464,7 @@ def docs(session: nox.Session) -> None:
     """Run the documentation's code blocks, check its links and build the HTML in docs/_build."""
     install(session, "docs", "examples", "search")
     session.run("python", "docs/check.py", env=ENV)
-    session.run(*BUILD_SITE)
+    build_site(session)
 
 
 @nox.session(name="docs-browser")
@@ -464,7 +473,7 @@ def docs_browser(session: nox.Session) -> None:
     need_programs(session, "chromium", "chromium")
     install(session, "docs", "test", "report")
     session.install(*CONSTRAINTS, "playwright")
-    session.run(*BUILD_SITE)
+    build_site(session)
     pytest(session, "browser", "tests/browser", *NO_HANG)
 
 
@@ -476,7 +485,7 @@ def build(session: nox.Session) -> None:
     """
     session.install(*CONSTRAINTS, "build", "twine", "uv")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run("python", "-m", "build")
+    session.run("python", "-m", "build", "--installer", "uv")
     built = sorted(str(path) for path in (ROOT / "dist").iterdir())
     session.run("twine", "check", "--strict", *built)
     empty = Path(session.create_tmp(), "empty")

@@ -1,21 +1,26 @@
 """Run the documentation's Python blocks and check its links: ``python docs/check.py [FILE ...]``.
 
-The blocks of one file run in order, in one namespace, in a process and an empty folder of their own. A block whose
+The blocks of one file run in order, in one namespace, in a fork and an empty folder of their own. A block whose
 info string says ``no-run`` (```` ```python no-run ````) is not run.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 TIME_LIMIT_S = 300
@@ -68,26 +73,62 @@ def run_blocks(path: Path) -> None:
         exec(compile(block, str(path), "exec"), namespace)
 
 
-def check_code(path: Path) -> list[str]:
-    """Run a file's blocks in a fresh process and an empty folder; return what went wrong."""
-    if not any(python_blocks(path)):
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run(
-                [sys.executable, __file__, "--run", str(path)],
-                cwd=folder,
-                check=True,
-                timeout=TIME_LIMIT_S,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
-            return [f"{path.relative_to(ROOT)}: {error}\n{textwrap.indent(output or '', '    ')}"]
-    return []
+class Server:
+    """A process that has imported PyTorch and hftrain, and forks for each file: importing takes longer than most files.
+
+    Each file has, as in a script's process, memory and an empty folder of its own. Use it in a `with` statement.
+    """
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--serve"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()  # which closes its input, so that it ends
+
+    def check_code(self, path: Path) -> list[str]:
+        """Run a file's blocks; return what went wrong."""
+        if not any(python_blocks(path)):
+            return []
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as output:
+            self._process.stdin.write(json.dumps([str(path), folder, output.name]) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+            if answer == "0\n":
+                return []
+            text = Path(output.name).read_text(encoding="utf-8", errors="replace")
+        reason = (
+            f"Longer than {TIME_LIMIT_S} s" if answer == f"{-signal.SIGALRM}\n" else f"Exit status {answer.strip()}"
+        )
+        return [f"{path.relative_to(ROOT)}: {reason}\n{textwrap.indent(text, '    ')}"]
+
+
+def serve() -> Path | None:
+    """Fork for each order on standard input; returns the file in its own process, None in the server at the end."""
+    import accelerate.utils
+    import torch._dynamo  # an optimizer's first step would import it, for every file anew
+
+    import hftrain.trainer.trainer
+
+    _ = accelerate.utils, torch._dynamo, hftrain.trainer.trainer
+    for line in sys.stdin:
+        path, folder, output = json.loads(line)
+        gc.freeze()  # or each process would copy all that is imported as soon as it collects garbage
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(TIME_LIMIT_S)
+            os.chdir(folder)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(os.open(output, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            return Path(path)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    return None
 
 
 def anchors(path: Path) -> set[str]:
@@ -121,9 +162,20 @@ def check_links(path: Path) -> list[str]:
 def main(names: list[str]) -> int:
     """Check the named files, or all of them; return the exit status."""
     paths = [Path(name).resolve() for name in names] or [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
-    problems = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, found in zip(paths, pool.map(lambda path: check_links(path) + check_code(path), paths), strict=True):
+    problems, num_servers = [], min(os.cpu_count() or 1, len(paths))
+    with ExitStack() as stack, ThreadPoolExecutor(num_servers) as pool:
+        idle: SimpleQueue[Server] = SimpleQueue()
+        for _ in range(num_servers):
+            idle.put(stack.enter_context(Server()))
+
+        def check(path: Path) -> list[str]:
+            server = idle.get()
+            try:
+                return check_links(path) + server.check_code(path)
+            finally:
+                idle.put(server)
+
+        for path, found in zip(paths, pool.map(check, paths), strict=True):
             print(f"{path.relative_to(ROOT)}: {'FAILED' if found else 'ok'}", flush=True)
             problems += found
     print("\n".join(problems))
@@ -133,5 +185,9 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         run_blocks(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--serve"]:
+        page = serve()
+        if page is not None:
+            run_blocks(page)
     else:
         raise SystemExit(main(sys.argv[1:]))

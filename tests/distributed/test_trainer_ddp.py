@@ -363,7 +363,8 @@ def use_partly(where: str, *, used_in_steps: int, **options: Any) -> str:
 def test_parameters_that_a_task_leaves_unused_are_named_with_the_setting(
     tmp_path: Path, launch_distributed: Any, used_in_steps: int
 ) -> None:
-    ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": used_in_steps})
+    kwargs = {"where": str(tmp_path), "used_in_steps": used_in_steps}
+    ended = launch_distributed(use_partly, kwargs=kwargs, forks=True)
     for told in ended.results:
         assert "without a gradient (unused.weight)" in told
         assert "Set ddp_find_unused_parameters=True" in told
@@ -377,7 +378,7 @@ def test_search_for_unused_parameters_serves_a_task_that_leaves_some_unused(
 
 
 def test_a_task_prints_no_warning_of_torch_about_unused_parameters(tmp_path: Path, launch_distributed: Any) -> None:
-    ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": 9})
+    ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": 9}, forks=True)
     assert ended.results == ["trained 4"] * 2
     assert "find_unused_parameters" not in ended.output
 

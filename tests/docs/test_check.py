@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support.source import ROOT
@@ -27,6 +29,12 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def server(check: ModuleType) -> Iterator[Any]:
+    with check.Server() as server:
+        yield server
+
+
 def page(folder: Path, text: str) -> Path:
     path = folder / "page.md"
     path.write_text(text, encoding="utf-8")
@@ -38,13 +46,13 @@ def test_python_blocks_keep_their_line_numbers(check: ModuleType, tmp_path: Path
     assert list(check.python_blocks(path)) == ["\n\n\nx = 1\n", "\n" * 9 + "y = x\n"]
 
 
-def test_check_code_runs_the_blocks_in_one_namespace_and_an_empty_folder(check: ModuleType, tmp_path: Path) -> None:
+def test_check_code_runs_the_blocks_in_one_namespace_and_an_empty_folder(server: Any, tmp_path: Path) -> None:
     first = "```python\nimport os\nfolder = os.listdir()\n```\n"
-    assert check.check_code(page(tmp_path, first + "text\n```python\nassert folder == []\n```\n")) == []
+    assert server.check_code(page(tmp_path, first + "text\n```python\nassert folder == []\n```\n")) == []
 
 
-def test_check_code_names_the_line_that_fails(check: ModuleType, tmp_path: Path) -> None:
-    (problem,) = check.check_code(page(tmp_path, "text\n\n```python\nok = True\nraise KeyError('gone')\n```\n"))
+def test_check_code_names_the_line_that_fails(server: Any, tmp_path: Path) -> None:
+    (problem,) = server.check_code(page(tmp_path, "text\n\n```python\nok = True\nraise KeyError('gone')\n```\n"))
     assert "line 5" in problem
     assert "KeyError: 'gone'" in problem
 

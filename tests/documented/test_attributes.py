@@ -136,13 +136,6 @@ def test_wrapped_task_is_recognised_as_one(tmp_path: Path) -> None:
     trainer.train()
 
 
-def test_model_wrapped_is_the_model_where_nothing_wraps(tmp_path: Path) -> None:
-    trainer = make(tmp_path, max_steps=1)
-    assert trainer.model_wrapped is trainer.model
-    trainer.train()
-    assert trainer.model_wrapped is trainer.model
-
-
 # -- methods that tell facts, or refuse ------------------------------------------------------------------------------
 
 

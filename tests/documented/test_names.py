@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import Net, at, make_arguments, make_rows, make_trainer, train
 
 import hftrain
@@ -86,10 +85,6 @@ def test_fields_that_a_subclass_adds_to_valid_dict_fields_are_read_as_json(tmp_p
     args = WithDict(str(tmp_path), model_init_kwargs='{"depth": "3", "is_tied": "true", "inner": {"rate": "0.5"}}')
     assert args.model_init_kwargs == {"depth": 3, "is_tied": True, "inner": {"rate": 0.5}}
     assert WithDict(str(tmp_path), model_init_kwargs="a path").model_init_kwargs == "a path"
-
-
-def test_setup_devices_is_the_device(tmp_path: Path) -> None:
-    assert make_arguments(tmp_path)._setup_devices == torch.device("cpu")
 
 
 # -- the Trainer --------------------------------------------------------------------------------------------------

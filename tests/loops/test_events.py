@@ -79,15 +79,6 @@ def test_requests_are_acted_on_in_one_order_after_a_step_and_are_void_before_it(
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_callbacks_receive_the_documented_keywords(tmp_path: Path) -> None:
-    diary = Diary()
-    arguments = make_arguments(tmp_path, num_train_epochs=1, eval_strategy="epoch")
-    Trainer(Net(), arguments, train_dataset=make_rows(5), eval_dataset=make_rows(3), callbacks=[diary]).train()
-    assert {"model", "optimizer", "lr_scheduler", "train_dataloader"} <= diary.seen["on_step_end"]
-    assert {"metrics", "eval_dataloader"} <= diary.seen["on_evaluate"]
-    assert "logs" in diary.seen["on_log"]
-
-
 def test_a_run_never_ends_early_or_late(tmp_path: Path) -> None:
     for options, steps in (
         ({"num_train_epochs": 1.5}, 9), ({"max_steps": 7}, 7), ({"max_steps": 13}, 13),

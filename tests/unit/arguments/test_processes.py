@@ -76,15 +76,6 @@ def test_device_is_the_gpu_of_the_local_rank():
     assert (args.device, args.n_gpu) == (torch.device("cuda", 0), 1)
 
 
-def test_subclass_may_keep_the_model_where_it_is():
-    class Stay(TrainingArguments):
-        @property
-        def place_model_on_device(self) -> bool:
-            return False
-
-    assert not Stay("out").place_model_on_device
-
-
 def test_main_process_first_does_nothing_alone():
     with Seq2SeqTrainingArguments("out").main_process_first(desc="mapping"):
         assert not torch.distributed.is_initialized()

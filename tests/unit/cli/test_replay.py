@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked_python import ForkedPython
 
 from hftrain import ConfigError
 from hftrain.cli.bisect import show_bisect
@@ -78,6 +77,15 @@ Trainer(Net(), args, train_dataset=Noisy(), flight_log=True).train()
 """
 
 
+PYTHON = ForkedPython()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python() -> Iterator[None]:
+    with PYTHON.replaying():
+        yield
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
@@ -86,8 +94,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(home: Path, name: str, *options: str, **variables: str) -> str:
-    words, env = [sys.executable, "train.py", name, *options], {**os.environ, **variables}
-    subprocess.run(words, cwd=home, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    PYTHON.run(["train.py", name, *options], home, **variables).check_returncode()
     return str(home / name)
 
 

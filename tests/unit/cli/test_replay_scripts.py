@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.forked_python import ForkedPython
 
 from hftrain import ConfigError
 from hftrain.cli.replay import do_step_apart, show_replay
@@ -42,9 +42,18 @@ def trainer_in(folder, rows=ROWS, callbacks=None, **options):
 """
 
 
+PYTHON = ForkedPython()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python() -> Iterator[None]:
+    with PYTHON.replaying():
+        yield
+
+
 def train(home: Path, code: str) -> None:
     (home / "train.py").write_text(SCRIPT + code)
-    subprocess.run([sys.executable, "train.py"], cwd=home, check=True, capture_output=True)
+    PYTHON.run(["train.py"], home).check_returncode()
 
 
 def test_a_script_that_changes_its_folder(tmp_path: Path) -> None:

@@ -9,18 +9,11 @@ import pytest
 import torch
 from support import tiny
 from support.resuming import StopAt
-from support.tiny import make_arguments, train
+from support.tiny import make_arguments
 from support.words import PAD, Measured, Words, make_words
 
 from hftrain import Trainer
 from hftrain.run.counting import TokenCounter
-
-
-class Pixels(Words):
-    main_input_name = "pixels"
-
-    def forward(self, pixels: torch.Tensor, labels: Any = None) -> tuple[Any, ...]:  # type: ignore[override]
-        return super().forward(pixels, labels=labels)
 
 
 def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
@@ -63,13 +56,6 @@ def test_batch_without_the_main_input_warns_once(batch: Any) -> None:
     with pytest.warns(UserWarning, match="main_input_name") as caught:
         assert counter.count(batch) == counter.count(batch) == 0
     assert len(caught) == 1
-
-
-def test_main_input_is_the_models(tmp_path: Path) -> None:
-    rows = [{"pixels": row["input_ids"], "labels": row["labels"]} for row in make_words()]
-    options = {"include_num_input_tokens_seen": True, "num_train_epochs": 1}
-    trainer = train(tmp_path, Pixels(), train_dataset=rows, **options)
-    assert trainer.state.num_input_tokens_seen == 50
 
 
 def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:

@@ -44,10 +44,6 @@ class Answer(nn.Module):
         return logits
 
 
-class AnswerForCausalLM(Answer):
-    """The same under the name of a causal model."""
-
-
 class Blind(nn.Module):
     """Give a loss without labels."""
 
@@ -112,17 +108,6 @@ def test_label_smoothing_leaves_labels_to_encoder_decoders(form: str) -> None:
     expected = cross_entropy(model.linear(batch["x"]), batch["labels"], label_smoothing=0.2)
     torch.testing.assert_close(loss, expected)
     assert model.calls == [{"labels"}]
-
-
-def test_label_smoothing_shifts_for_causal_models_and_is_a_mean_whatever_the_count() -> None:
-    model = AnswerForCausalLM()
-    batch = {"x": torch.randn(2, 5, 4), "labels": torch.randint(0, 3, (2, 5))}
-    task = ModelTask(model, label_smoothing=0.1)
-    task.is_causal = True
-    loss, _ = task.compute_loss(model, batch, 16)
-    logits, labels = model.linear(batch["x"])[:, :-1], batch["labels"][:, 1:]
-    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
@@ -209,23 +194,6 @@ def test_documented_count_is_that_of_transformers(batch: Any, shifts: bool, coun
 
 
 # -- labels under another name ---------------------------------------------------------------------------------------
-
-
-class Targets(Answer):
-    """The same with labels under another name."""
-
-    def forward(self, x: torch.Tensor, target_labels: Any = None) -> Any:  # type: ignore[override]
-        return super().forward(x, target_labels)
-
-
-@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
-def test_label_smoothing_finds_labels_under_their_name(form: str) -> None:
-    batch, model = make_batch(), Targets(form)
-    batch["target_labels"] = batch.pop("labels")
-    loss, _ = ModelTask(model, label_smoothing=0.2).compute_loss(model, batch)
-    expected = cross_entropy(model.linear(batch["x"]), batch["target_labels"], label_smoothing=0.2)
-    torch.testing.assert_close(loss, expected)
-    assert int(ModelTask(model).count_items({"x": batch["x"], "target_labels": torch.tensor([1, -100])})) == 1
 
 
 @pytest.mark.parametrize(

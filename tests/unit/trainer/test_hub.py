@@ -363,13 +363,6 @@ def test_push_that_runs_keeps_its_snapshot_although_the_clock_jumps(hub: HubServ
     assert not snapshot.exists()
 
 
-def test_push_to_hub_waits_for_the_one_that_runs(hub: HubServer, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path / "mine")
-    trainer.push_to_hub("one", blocking=False)
-    trainer.push_to_hub("two")
-    assert hub.messages == ["one", "two"]
-
-
 def test_push_to_hub_merges_tags_of_model_card_and_call(hub: HubServer, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "mine", Tagged())
     (tmp_path / "mine/README.md").write_text("---\ntags:\n- old\n---\nWords.\n", encoding="utf-8")

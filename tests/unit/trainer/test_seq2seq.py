@@ -24,7 +24,6 @@ from hftrain import (
     TrainingArguments,
 )
 from hftrain.core.optional import is_available
-from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.single import SingleDeviceStrategy
 
 PAD, SIZE = 0, 9
@@ -433,12 +432,6 @@ def test_memory_of_recurrent_models_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="past_index=1"):
         make(tmp_path, Recurrent(), past_index=1)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", FSDPStrategy(use_cpu=True)])
-def test_fsdp_by_name_or_object_is_refused(tmp_path: Path, strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="calls the model once a token"):
-        make(tmp_path, strategy=strategy)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -24,18 +24,6 @@ from hftrain import (
 )
 
 
-def test_train_returns_steps_loss_and_speed(tmp_path: Path) -> None:
-    output = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22)).train()
-    assert output.global_step == 12
-    assert {
-        "train_runtime",
-        "train_samples_per_second",
-        "train_steps_per_second",
-        "train_loss",
-    } <= output.metrics.keys()
-    assert output.training_loss == output.metrics["train_loss"]
-
-
 def test_train_twice_goes_on_with_the_same_model(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22))
     first = trainer.train().training_loss
@@ -208,12 +196,6 @@ def test_given_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     assert trainer.optimizer is optimizer
     assert trainer.lr_scheduler is schedule
     assert trainer.get_learning_rates() == [0.3]
-
-
-def test_optimizer_class_and_arguments_are_used(tmp_path: Path) -> None:
-    trainer = train(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}), max_steps=1)
-    assert isinstance(trainer.optimizer, torch.optim.SGD)
-    assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def test_save_model_and_state(tmp_path: Path) -> None:
