@@ -134,22 +134,22 @@ class Consensus:
         if self.world_size == 1:
             # First, so that later requests are seen at the next boundary.
             self._lower_flag()
-            what = strongest(set(self._asked))
-            self._forget(what)
+            request = strongest(set(self._asked))
+            self._forget(request)
             if self._asked:
                 self._raise_flag()
-            return what
+            return request
         # With a timeout, because on some systems no signal handler runs otherwise.
         while not self._is_known.wait(1.0):
             pass
         if self._agreed is None or step < self._agreed[1]:
             return None
-        what, self._agreed = self._agreed[0], None
+        request, self._agreed = self._agreed[0], None
         self._is_known.clear()
         self._lower_flag()
         # From here on the thread may begin another round.
         self._is_taken.set()
-        return what
+        return request
 
     def left_over(self) -> str | None:
         """Return a requested stop that `due` never returned."""
@@ -282,15 +282,15 @@ class Consensus:
 
     def _go_on_alone(self) -> bool:
         """Continue training after a round without a result; False if no further round can have one."""
-        left = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
-        self._is_deaf = "failed" in left
-        if not self._closing.is_set() and (self._is_deaf or "ended" not in left):
+        departures = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
+        self._is_deaf = "failed" in departures
+        if not self._closing.is_set() and (self._is_deaf or "ended" not in departures):
             self._end_if_asked("another process has failed or does not answer")
             if SAVE in self._asked:
                 logger.warning("The requested save is skipped: another process does not respond.")
                 self._asked.discard(SAVE)
         self._release()
-        return not (self._closing.is_set() or any(left))
+        return not (self._closing.is_set() or any(departures))
 
     def _release(self) -> None:
         self._agreed = None
@@ -316,21 +316,21 @@ class Consensus:
         """
         self._board.post(f"{topic}/{self.rank}", json.dumps([turn, value]))
         if self.is_main:
-            found = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
+            result = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
             # A process that is leaving does not report that others are silent: it posts that it leaves.
-            if found is not None or not self._closing.is_set():
-                self._board.post(topic, json.dumps([turn, found]))
+            if result is not None or not self._closing.is_set():
+                self._board.post(topic, json.dumps([turn, result]))
         return self._hear(topic, turn, 0, gives_up)
 
-    def _hear(self, key: str, turn: int, of: int, gives_up: Callable[[int], bool]) -> Any:
+    def _hear(self, key: str, turn: int, sender: int, gives_up: Callable[[int], bool]) -> Any:
         pause_s = _FIRST_PAUSE_S
         while True:
             # Checked first: a process that has left posts nothing afterwards.
-            is_over = gives_up(of)
-            at, value = json.loads(self._board.read(key) or "[-1, null]")
-            if at == turn:
+            is_over = gives_up(sender)
+            posted_turn, value = json.loads(self._board.read(key) or "[-1, null]")
+            if posted_turn == turn:
                 return value
-            if is_over or at > turn:
+            if is_over or posted_turn > turn:
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
