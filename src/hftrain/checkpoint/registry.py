@@ -79,8 +79,8 @@ class Registry:
         """
         entries = {name: entry for name, entry in self._of(Scope.WHOLE).items() if names is None or name in names}
         states = {name: entry.state_dict() for name, entry in entries.items()}
-        kept = {name: keep(state) for name, state in states.items() if state is not None}
-        return [partial(_write, entries[name], name, state) for name, state in kept.items()]
+        copies = {name: keep(state) for name, state in states.items() if state is not None}
+        return [partial(_write, entries[name], name, state) for name, state in copies.items()]
 
     def load(self, scope: Scope, read: Callable[[str, Any], Any]) -> None:
         """Restore the entries of a scope.

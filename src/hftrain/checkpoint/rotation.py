@@ -68,8 +68,8 @@ class Checkpoints(ABC):
             kept: Returns the names of those that are kept regardless of the limit, given all of the run's.
         """
         if limit is not None and limit > 0:
-            known = self.own(run_id)
-            for name in surplus([*known], protected=kept(known), limit=limit):
+            manifests = self.own(run_id)
+            for name in surplus([*manifests], protected=kept(manifests), limit=limit):
                 self.delete(name, run_id)
 
     def delete(self, name: str, run_id: str) -> None:
@@ -161,12 +161,12 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
     metrics: dict[str, Any] = {}
     for name, manifest in manifests.items():
         metrics |= {name: manifest.facts.get("metric"), **manifest.facts.get("earlier_metrics", {})}
-    scored = [
+    scores = [
         (-metric if is_greater_better else metric, manifest.step, name)
         for name, manifest in manifests.items()
         if manifest.is_planned and isinstance(metric := metrics[name], (int, float))
     ]
-    return {name for _, _, name in sorted(scored)[: number or 0]}
+    return {name for _, _, name in sorted(scores)[: number or 0]}
 
 
 class Uncommitted:

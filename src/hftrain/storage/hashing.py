@@ -52,8 +52,8 @@ def create(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file for sequential writing; within `noting` it is hashed, and durable when closed."""
     notes = _notes.get()
     if notes is None:
-        with open(path, "wb") as plain:
-            yield plain
+        with open(path, "wb") as stream:
+            yield stream
         return
     with open(path, "wb", buffering=0) as raw, ThreadPoolExecutor(1, "hftrain-hash") as pool:
         file = _Hashed(raw, pool)
@@ -65,9 +65,9 @@ def create(path: Path) -> Iterator[IO[bytes]]:
     # the time, so the time is moved to the past, where no later change can set it.
     with contextlib.suppress(OSError):  # some network file systems cannot
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - _BACKWARDS_NS))
-        moved = path.stat()
-        if moved.st_mtime_ns < status.st_mtime_ns:
-            notes[mark(moved)] = digest
+        backdated = path.stat()
+        if backdated.st_mtime_ns < status.st_mtime_ns:
+            notes[mark(backdated)] = digest
 
 
 class _Hashed(io.RawIOBase):
@@ -88,13 +88,13 @@ class _Hashed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Write bytes; they may change afterwards."""
-        left = numpy.frombuffer(data, numpy.uint8)
-        num_bytes = len(left)
-        while len(left):
-            part = left[: _PIECE_BYTES - self._used]
+        rest = numpy.frombuffer(data, numpy.uint8)
+        num_bytes = len(rest)
+        while len(rest):
+            part = rest[: _PIECE_BYTES - self._used]
             self._pieces[0][self._used : self._used + len(part)] = part  # releases the GIL, unlike bytes
             self._used += len(part)
-            left = left[len(part) :]
+            rest = rest[len(part) :]
             if self._used == _PIECE_BYTES:
                 self._put()
         return num_bytes
@@ -112,7 +112,7 @@ class _Hashed(io.RawIOBase):
         piece = self._pieces[0].data[: self._used]
         if self._is_direct is None and self._used == _PIECE_BYTES:
             self._set_direct(True)
-        before, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
+        pending, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
         while piece:
             try:
                 piece = piece[self._raw.write(piece) :]
@@ -120,8 +120,8 @@ class _Hashed(io.RawIOBase):
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._set_direct(False)
-        if before is not None:
-            before.result()
+        if pending is not None:
+            pending.result()
         self._pieces.reverse()
         self._used = 0
 
