@@ -37,13 +37,13 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     home_of = {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
     handed_on = {name for name, home in home_of.items() if home.startswith("transformers.")}
-    absent = tuple(
+    unavailable = tuple(
         modules
-        for needed, modules in _NEEDED.items()
+        for module, modules in _NEEDED.items()
         # In `sys.modules`, None forbids an import.
-        if handed_on and not sys.modules.get(needed, needed not in sys.modules and importlib.util.find_spec(needed))
+        if handed_on and not sys.modules.get(module, module not in sys.modules and importlib.util.find_spec(module))
     )
-    public = {*own, *(name for name, home in home_of.items() if not home.startswith(absent))}
+    public = {*own, *(name for name, home in home_of.items() if not home.startswith(unavailable))}
 
     def get(name: str) -> Any:
         if home_of.get(name) == package:
