@@ -68,14 +68,11 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
         ConfigError: `sortish_sampler` and `group_by_length` or `train_sampling_strategy` are both set.
     """
     is_sortish = bool(getattr(args, "sortish_sampler", False))
-    is_grouped = args.group_by_length or args.train_sampling_strategy == "group_by_length"
-    if is_sortish and (is_grouped or args.train_sampling_strategy != "random"):
-        order_setting = (
-            "group_by_length=True"
-            if args.group_by_length
-            else f"train_sampling_strategy={args.train_sampling_strategy!r}"
-        )
-        raise clash(order_setting, "sortish_sampler=True", "Both choose the order of the training data.")
+    sampling = args.train_sampling_strategy
+    is_grouped = args.group_by_length or sampling == "group_by_length"
+    if is_sortish and (is_grouped or sampling != "random"):
+        setting = "group_by_length=True" if args.group_by_length else f"train_sampling_strategy={sampling!r}"
+        raise clash(setting, "sortish_sampler=True", "Both choose the order of the training data.")
     if not is_sortish and not (is_grouped and is_training):
         return None
     if is_sortish and not is_training and not args.eval_do_concat_batches:

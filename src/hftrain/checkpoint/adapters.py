@@ -88,15 +88,15 @@ def load_adapters(model: Any, folder: Path) -> None:
         try:
             result: Any = set_peft_model_state_dict(model, state, adapter_name=name)
         except (KeyError, RuntimeError) as error:
-            raise _unfit(path, name, str(error)) from error
+            raise _misfit(path, name, str(error)) from error
         if result.unexpected_keys and not model.peft_config[name].is_prompt_learning:  # whose names are not the model's
-            raise _unfit(path, name, f"unexpected: {', '.join(result.unexpected_keys)}")
+            raise _misfit(path, name, f"unexpected: {', '.join(result.unexpected_keys)}")
 
 
 def _folder_of(model: Any, folder: Path, name: str) -> Path:
     return folder if name == "default" or _has_loaded_adapters(model) else folder / name
 
 
-def _unfit(path: Path, name: str, problem: str) -> CheckpointError:
+def _misfit(path: Path, name: str, problem: str) -> CheckpointError:
     remedy = "Build the model with the adapter configuration of the checkpoint."
     return misfit(path, f"The adapter {name!r} does not fit: {problem}", remedy)

@@ -109,11 +109,11 @@ class CheckpointManager:
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
-        self._together(target, self._make_staging, group, is_for_main=self._uploads is None)
-        self._together(target, lambda path: self._write(path, writers), group)
+        self._run_stage(target, self._make_staging, group, is_for_main=self._uploads is None)
+        self._run_stage(target, lambda path: self._write(path, writers), group)
         if self._uploads is not None:
-            self._together(target, lambda path: self._send(path, step), group)
-        self._together(target, lambda path: self._publish(path, step, facts), group, is_for_main=True)
+            self._run_stage(target, lambda path: self._send_uploads(path, step), group)
+        self._run_stage(target, lambda path: self._publish(path, step, facts), group, is_for_main=True)
         self._last_published = target
         return target
 
@@ -132,7 +132,7 @@ class CheckpointManager:
         """
         if self.group.all_true(not self.is_committer or self.lock.take()):
             if self.is_committer:
-                self._look()
+                self._sweep()
             return
         owner, remedy = "Another run", "Give each run its own output_dir, or wait until the other run has ended."
         if self.on_each_node:
@@ -220,9 +220,10 @@ class CheckpointManager:
         # A run goes back to it, as it would if it had never been interrupted.
         last_planned = last_finite_name({name: each for name, each in known.items() if each.is_planned})
         good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
-        return self._here(best, self._last_published) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
+        newest = {*[*known][-1:]}
+        return self._local_names(best, self._last_published) | newest | good | last_finite_name(known) | last_planned
 
-    def _here(self, *paths: Path | None) -> set[str]:
+    def _local_names(self, *paths: Path | None) -> set[str]:
         folder = self.output_dir.resolve()
         return {path.name for path in paths if path is not None and path.resolve().parent == folder}
 
@@ -241,7 +242,7 @@ class CheckpointManager:
             has_deleted = has_deleted or not (self.output_dir / name).exists()
         return has_deleted
 
-    def _look(self) -> None:
+    def _sweep(self) -> None:
         try:
             files.sweep(self.output_dir, is_ours=_is_ours)
         except OSError as error:
@@ -258,7 +259,7 @@ class CheckpointManager:
         """
         if not self.is_committer:
             return
-        names = self._here(path)
+        names = self._local_names(path)
         if not (self.local.own(self.run_id).keys() - names or self.remote):
             return
         try:
@@ -290,7 +291,7 @@ class CheckpointManager:
                 writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can only flush what it wrote
 
-    def _send(self, target: Path, step: int) -> None:
+    def _send_uploads(self, target: Path, step: int) -> None:
         if self._uploads is not None and self._uploads.is_sender:
             self._uploads.send(files.find_staging(target), step=step)
 
@@ -314,7 +315,7 @@ class CheckpointManager:
             self._commit_number = max(self.local.highest_number(), remote_number)
         return max(self._commit_number, self._resumed_number)
 
-    def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
+    def _run_stage(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Run one stage on every process, and raise on all of them if it failed on one."""
         failure: Exception | None = None
         try:

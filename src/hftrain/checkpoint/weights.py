@@ -118,7 +118,7 @@ def load_weights(
             else:
                 strategy.load_model_state(model, state, strict=strict)
     except CheckpointError as error:
-        raise _unfit(model, folder, str(error.__cause__ or error)) from error
+        raise _misfit(model, folder, str(error.__cause__ or error)) from error
 
 
 def matching_weights(
@@ -141,7 +141,7 @@ def matching_weights(
         f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", extra)) if names
     )
     if problem and strict:
-        raise _unfit(model, folder, problem)
+        raise _misfit(model, folder, problem)
     if problem:
         logger.warning("The weights in %s were loaded in part; %s.", folder, problem)
     # what the model leaves out when it saves is created with it, and is kept
@@ -252,7 +252,7 @@ def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
                 None, config=copy.deepcopy(model.config), state_dict=state, dtype=dtype, output_loading_info=True
             )
     except RuntimeError as error:
-        raise _unfit(model, folder, str(error)) from error
+        raise _misfit(model, folder, str(error)) from error
     weights = {name: value for name, value in copied.state_dict().items() if name not in report["missing_keys"]}
     return {**weights, **{name: state[name] for name in report["unexpected_keys"]}}
 
@@ -294,6 +294,6 @@ def _open_files(folder: Path, index: Path) -> dict[str, Any]:
     return state
 
 
-def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
+def _misfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
     remedy = "Build the model as it was when the checkpoint was saved."
     return misfit(folder, f"Its weights and {type(model).__name__} do not fit: {problem}", remedy)

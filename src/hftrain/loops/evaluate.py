@@ -133,7 +133,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
     def attach(self, parts: EvaluateParts) -> None:
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
-        self._kept: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
         self._batch_metrics: Any = None
         if config.computes_per_batch and hooks.compute_metrics is not None:
             self._batch_metrics = extra("prediction_metrics").BatchMetrics(
@@ -181,7 +181,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if hooks.read_metrics is not None:
             reports.append(hooks.read_metrics())
-        arrays = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
+        arrays = {name: self._collect(name, is_interleaved) for name in tuple(self._buffers)}
         predictions, labels = arrays.pop("outputs", None), arrays.pop("labels", None)
         num_samples = int(self.parts.group.reduce(torch.tensor(self._num_samples, device=self.parts.group.device)))
         if predictions is not None and config.joins_batches and num_samples:
@@ -262,7 +262,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         predictions = extra("predictions")
         kind = partial(predictions.Kept, num_samples=num_expected) if config.joins_batches else predictions.KeptBatches
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
-            self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
+            self._buffers[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
     def _fire_prediction_step(self, output: StepOutput) -> None:
         self.parts.events.fire("on_prediction_step")
@@ -298,10 +298,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
                     "it is None, so there is nothing to call compute_metrics with.",
                     "Return what compute_metrics is to get as predictions.",
                 )
-        if self._kept:
+        if self._buffers:
             for name, part in self._batch_parts(batch, output).items():
-                if name in self._kept:
-                    self._kept[name].add(part)
+                if name in self._buffers:
+                    self._buffers[name].add(part)
         return output
 
     def _batch_parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        joined = self._kept.pop(name).joined(self.parts.group, is_interleaved=is_interleaved, order=self._order)
+        joined = self._buffers.pop(name).joined(self.parts.group, is_interleaved=is_interleaved, order=self._order)
         finish = self.parts.hooks.finish_outputs
         return joined if finish is None or name != "outputs" else finish(joined)
 

@@ -104,15 +104,15 @@ class Consensus:
     ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.is_main, self.is_local_main = group.is_main, group.is_local_main
-        self._act, self._pending, self._board, self._progress = act, pending, board, progress
+        self._act, self._pending_calls, self._board, self._progress = act, pending, board, progress
         self._timeout_s, self._every_s = timeout_s, every_s if group.is_main else None
         self._ends_s = math.inf
         self._saved_at_s = time.monotonic()
-        self._asked: set[str] = set()
+        self._requests: set[str] = set()
         self._closing = threading.Event()
         self._is_deaf = False
         self._turn = 0
-        self._agreed: tuple[str | None, int] | None = None
+        self._agreement: tuple[str | None, int] | None = None
         self._is_known, self._is_taken = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hftrain-consensus", daemon=True)
 
@@ -120,31 +120,31 @@ class Consensus:
 
     def ask(self, what: str) -> bool:
         """Make a request, from any thread or a signal handler; return whether it will be handled."""
-        self._asked.add(what)
+        self._requests.add(what)
         if self.world_size == 1:
             self._raise_flag()
         return not self._is_deaf
 
     def withdraw(self, what: str) -> None:
         """Remove a request that is handled; a round that has begun may still return it."""
-        self._asked.discard(what)
+        self._requests.discard(what)
 
     def due(self, step: int) -> str | None:
         """Return the request to handle at the boundary after `step`, if any; called in the main thread, by `act`."""
         if self.world_size == 1:
             # First, so that later requests are seen at the next boundary.
             self._lower_flag()
-            request = strongest(set(self._asked))
+            request = strongest(set(self._requests))
             self._forget(request)
-            if self._asked:
+            if self._requests:
                 self._raise_flag()
             return request
         # With a timeout, because on some systems no signal handler runs otherwise.
         while not self._is_known.wait(1.0):
             pass
-        if self._agreed is None or step < self._agreed[1]:
+        if self._agreement is None or step < self._agreement[1]:
             return None
-        request, self._agreed = self._agreed[0], None
+        request, self._agreement = self._agreement[0], None
         self._is_known.clear()
         self._lower_flag()
         # From here on the thread may begin another round.
@@ -153,7 +153,7 @@ class Consensus:
 
     def left_over(self) -> str | None:
         """Return a requested stop that `due` never returned."""
-        asked, agreed = strongest(self._asked.intersection(STOPS)), self._agreed
+        asked, agreed = strongest(self._requests.intersection(STOPS)), self._agreement
         # The agreed boundary may be after the end of the run.
         return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
 
@@ -176,15 +176,15 @@ class Consensus:
     def start(self) -> None:
         """Start the clock, and the thread, if they are needed."""
         if self._every_s is not None:
-            self._pending.append(self._check_clock)
+            self._pending_calls.append(self._check_clock)
         if self.world_size > 1:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
         """End the thread. `all_true` still works for a save that is not complete."""
         self._closing.set()
-        if self._check_clock in self._pending:
-            self._pending.remove(self._check_clock)
+        if self._check_clock in self._pending_calls:
+            self._pending_calls.remove(self._check_clock)
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
         # Posted after the last note of the thread, so a process that reads this one has read all.
@@ -239,7 +239,7 @@ class Consensus:
         while not self._closing.is_set():
             if int(self._board.read("opened") or -1) >= number:
                 return True
-            if self._asked:
+            if self._requests:
                 self._board.post("opened", str(number))
                 return True
             self._closing.wait(_POLL_S)
@@ -250,12 +250,12 @@ class Consensus:
         self._is_known.clear()
         # In this order; see the class.
         self._raise_flag()
-        note = [self._progress.step, strongest(set(self._asked))]
+        note = [self._progress.step, strongest(set(self._requests))]
         agreed = self._exchange("round", number, note, _decide, self._gives_up())
         if agreed is None:
             return self._go_on_alone()
         # In this order: at any time, one of the two shows a stop, see `left_over`.
-        self._agreed = agreed[0], int(agreed[1])
+        self._agreement = agreed[0], int(agreed[1])
         self._forget(agreed[0])
         if self.on_stop is not None and agreed[0] == "SIGTERM":
             self.on_stop()
@@ -286,14 +286,14 @@ class Consensus:
         self._is_deaf = "failed" in departures
         if not self._closing.is_set() and (self._is_deaf or "ended" not in departures):
             self._end_if_asked("another process has failed or does not answer")
-            if SAVE in self._asked:
+            if SAVE in self._requests:
                 logger.warning("The requested save is skipped: another process does not respond.")
-                self._asked.discard(SAVE)
+                self._requests.discard(SAVE)
         self._release()
         return not (self._closing.is_set() or any(departures))
 
     def _release(self) -> None:
-        self._agreed = None
+        self._agreement = None
         self._lower_flag()
         self._is_known.set()
 
@@ -338,15 +338,15 @@ class Consensus:
     def _forget(self, what: str | None) -> None:
         """Remove a request that `due` returned, and those that it includes."""
         strength = _STRENGTH.get(what or "", 0)
-        self._asked -= {what, *(each for each, its_own in _STRENGTH.items() if its_own <= strength)}
+        self._requests -= {what, *(each for each, its_own in _STRENGTH.items() if its_own <= strength)}
 
     def _raise_flag(self) -> None:
-        if self._act not in self._pending:
-            self._pending.append(self._act)
+        if self._act not in self._pending_calls:
+            self._pending_calls.append(self._act)
 
     def _lower_flag(self) -> None:
-        while self._act in self._pending:
-            self._pending.remove(self._act)
+        while self._act in self._pending_calls:
+            self._pending_calls.remove(self._act)
 
 
 def _decide(notes: list[Any]) -> tuple[str | None, int] | None:

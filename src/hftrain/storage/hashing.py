@@ -83,7 +83,7 @@ class _Hashed(io.RawIOBase):
         # Page-aligned, as direct writes need it; one block is filled while the previous one is hashed.
         self._pieces = [numpy.frombuffer(mmap.mmap(-1, _PIECE_BYTES), numpy.uint8) for _ in range(2)]
         self._hashed: Future[None] | None = None
-        self._used = 0
+        self._fill = 0
         self._is_direct: bool | None = None  # until the first full block
 
     def write(self, data: Any) -> int:
@@ -91,26 +91,26 @@ class _Hashed(io.RawIOBase):
         rest = numpy.frombuffer(data, numpy.uint8)
         num_bytes = len(rest)
         while len(rest):
-            part = rest[: _PIECE_BYTES - self._used]
-            self._pieces[0][self._used : self._used + len(part)] = part  # releases the GIL, unlike bytes
-            self._used += len(part)
+            part = rest[: _PIECE_BYTES - self._fill]
+            self._pieces[0][self._fill : self._fill + len(part)] = part  # releases the GIL, unlike bytes
+            self._fill += len(part)
             rest = rest[len(part) :]
-            if self._used == _PIECE_BYTES:
-                self._put()
+            if self._fill == _PIECE_BYTES:
+                self._flush_piece()
         return num_bytes
 
     def finish(self) -> str:
         """Write the rest, and return the SHA-256 of the file."""
         if self._is_direct:  # its last block may be partial
             self._set_direct(False)
-        self._put()
+        self._flush_piece()
         if self._hashed is not None:
             self._hashed.result()
         return self._digest.hexdigest()
 
-    def _put(self) -> None:
-        piece = self._pieces[0].data[: self._used]
-        if self._is_direct is None and self._used == _PIECE_BYTES:
+    def _flush_piece(self) -> None:
+        piece = self._pieces[0].data[: self._fill]
+        if self._is_direct is None and self._fill == _PIECE_BYTES:
             self._set_direct(True)
         pending, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
         while piece:
@@ -123,7 +123,7 @@ class _Hashed(io.RawIOBase):
         if pending is not None:
             pending.result()
         self._pieces.reverse()
-        self._used = 0
+        self._fill = 0
 
     def _set_direct(self, is_direct: bool) -> None:
         self._is_direct = False

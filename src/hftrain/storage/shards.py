@@ -173,8 +173,7 @@ def open_shards(folder: Path, *, stem: str) -> dict[str, FileTensor]:
             whole = shapes.setdefault(name, shape)
             parts = blocks.setdefault(name, [])
             if whole != shape or not len(shape) == len(block.offsets) == len(block.sizes):
-                reason = f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(whole)}"
-                raise unreadable(path, reason)
+                raise unreadable(path, f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(whole)}")
             parts.append(block)
     return {name: FileTensor(shapes[name], _covering(name, shapes[name], parts)) for name, parts in blocks.items()}
 
