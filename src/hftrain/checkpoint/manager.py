@@ -211,17 +211,17 @@ class CheckpointManager:
         if limit is None and self._keep_best is not None:
             limit = 1  # the newest one; the best are protected
         if self.remote is not None:
-            self.remote.rotate(self.run_id, limit, lambda known: self._protected(known, best))
+            self.remote.rotate(self.run_id, limit, lambda manifests: self._protected(manifests, best))
             limit = 1  # of the local copies
-        self.local.rotate(self.run_id, limit, lambda known: self._protected(known, best))
+        self.local.rotate(self.run_id, limit, lambda manifests: self._protected(manifests, best))
 
-    def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
+    def _protected(self, manifests: Mapping[str, Manifest], best: Path | None) -> set[str]:
         """Return the newest, the last finite ones, the best, the one committed last, and those `keep_best` keeps."""
         # A run goes back to it, as it would if it had never been interrupted.
-        last_planned = last_finite_name({name: each for name, each in known.items() if each.is_planned})
-        good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
-        newest = {*[*known][-1:]}
-        return self._local_names(best, self._last_published) | newest | good | last_finite_name(known) | last_planned
+        last_planned = last_finite_name({name: each for name, each in manifests.items() if each.is_planned})
+        top = best_names(manifests, number=self._keep_best, is_greater_better=self._is_greater_better)
+        newest = {*[*manifests][-1:]}
+        return self._local_names(best, self._last_published) | newest | top | last_finite_name(manifests) | last_planned
 
     def _local_names(self, *paths: Path | None) -> set[str]:
         folder = self.output_dir.resolve()

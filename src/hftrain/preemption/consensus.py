@@ -153,9 +153,9 @@ class Consensus:
 
     def left_over(self) -> str | None:
         """Return a requested stop that `due` never returned."""
-        asked, agreed = strongest(self._requests.intersection(STOPS)), self._agreement
+        stop, agreement = strongest(self._requests.intersection(STOPS)), self._agreement
         # The agreed boundary may be after the end of the run.
-        return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
+        return strongest([stop, agreement[0]]) if agreement is not None and agreement[0] in STOPS else stop
 
     def share(self, value: Any) -> list[str | None]:
         """Post the progress of this process as JSON, and return the last one of each process; from any thread."""
@@ -203,13 +203,13 @@ class Consensus:
         begun_s = time.monotonic()
         self._turn += 1
 
-        def is_late(of: int) -> bool:
+        def is_late(rank: int) -> bool:
             now_s = time.monotonic()
             if now_s < min(begun_s + self._timeout_s, self._ends_s):
                 return False
             raise CheckpointError(
                 "Processes were to agree on a save in the background.",
-                f"There was no word from rank {of} in {now_s - begun_s:.0f} s.",
+                f"There was no word from rank {rank} in {now_s - begun_s:.0f} s.",
                 "Look for its error; allow more time with ddp_timeout.",
             )
 
@@ -225,7 +225,7 @@ class Consensus:
     def _watch(self) -> None:
         try:
             for number in itertools.count():
-                if not (self._wait_for(number) and self._hold(number)):
+                if not (self._wait_for(number) and self._take_part(number)):
                     return
         except Exception as error:
             # The board is not available any more, because the process that hosted it has ended.
@@ -245,19 +245,19 @@ class Consensus:
             self._closing.wait(_POLL_S)
         return False
 
-    def _hold(self, number: int) -> bool:
+    def _take_part(self, number: int) -> bool:
         """Take part in a round, and wait until the main thread has acted on it; False if it was the last one."""
         self._is_known.clear()
         # In this order; see the class.
         self._raise_flag()
         note = [self._progress.step, strongest(set(self._requests))]
-        agreed = self._exchange("round", number, note, _decide, self._gives_up())
-        if agreed is None:
-            return self._go_on_alone()
+        decision = self._exchange("round", number, note, _decide, self._gives_up())
+        if decision is None:
+            return self._continue_alone()
         # In this order: at any time, one of the two shows a stop, see `left_over`.
-        self._agreement = agreed[0], int(agreed[1])
-        self._forget(agreed[0])
-        if self.on_stop is not None and agreed[0] == "SIGTERM":
+        self._agreement = decision[0], int(decision[1])
+        self._forget(decision[0])
+        if self.on_stop is not None and decision[0] == "SIGTERM":
             self.on_stop()
         self._is_known.set()
         while not self._is_taken.wait(_POLL_S):
@@ -270,17 +270,17 @@ class Consensus:
         """Return a function that tells whether a process will not post its note of a round."""
         begun_s = time.monotonic()
 
-        def gives_up(of: int) -> bool:
+        def gives_up(rank: int) -> bool:
             waited_s = time.monotonic() - begun_s
             if waited_s > 2 * _ANSWER_S:
-                self._end_if_asked(f"process {of} does not answer")
+                self._end_if_asked(f"process {rank} does not answer")
             # Only the main process decides that a process is dead, so that all get the same answer.
             is_late = self.is_main and waited_s > _ANSWER_S
-            return self._closing.is_set() or is_late or self._board.read(f"left/{of}") is not None
+            return self._closing.is_set() or is_late or self._board.read(f"left/{rank}") is not None
 
         return gives_up
 
-    def _go_on_alone(self) -> bool:
+    def _continue_alone(self) -> bool:
         """Continue training after a round without a result; False if no further round can have one."""
         departures = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
         self._is_deaf = "failed" in departures
@@ -316,13 +316,13 @@ class Consensus:
         """
         self._board.post(f"{topic}/{self.rank}", json.dumps([turn, value]))
         if self.is_main:
-            result = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
+            result = combine([self._await(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
             # A process that is leaving does not report that others are silent: it posts that it leaves.
             if result is not None or not self._closing.is_set():
                 self._board.post(topic, json.dumps([turn, result]))
-        return self._hear(topic, turn, 0, gives_up)
+        return self._await(topic, turn, 0, gives_up)
 
-    def _hear(self, key: str, turn: int, sender: int, gives_up: Callable[[int], bool]) -> Any:
+    def _await(self, key: str, turn: int, sender: int, gives_up: Callable[[int], bool]) -> Any:
         pause_s = _FIRST_PAUSE_S
         while True:
             # Checked first: a process that has left posts nothing afterwards.
@@ -335,10 +335,10 @@ class Consensus:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _forget(self, what: str | None) -> None:
+    def _forget(self, request: str | None) -> None:
         """Remove a request that `due` returned, and those that it includes."""
-        strength = _STRENGTH.get(what or "", 0)
-        self._requests -= {what, *(each for each, its_own in _STRENGTH.items() if its_own <= strength)}
+        strength = _STRENGTH.get(request or "", 0)
+        self._requests -= {request, *(each for each, level in _STRENGTH.items() if level <= strength)}
 
     def _raise_flag(self) -> None:
         if self._act not in self._pending_calls:
@@ -353,4 +353,4 @@ def _decide(notes: list[Any]) -> tuple[str | None, int] | None:
     """Return what to do and after which step; None if a process has left, or does not answer."""
     if None in notes:
         return None
-    return strongest(asked for _, asked in notes), 1 + max(step for step, _ in notes)
+    return strongest(request for _, request in notes), 1 + max(step for step, _ in notes)

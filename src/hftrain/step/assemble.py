@@ -143,10 +143,10 @@ def _clip(
         unscale()
     # Read at each step because a callback may add a parameter group.
     parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
-    reached = unheld and [parameter for parameter in unheld if parameter.grad is not None]
-    if reached:
+    with_grads = unheld and [parameter for parameter in unheld if parameter.grad is not None]
+    if with_grads:
         ids = set(map(id, parameters))
-        parameters += [parameter for parameter in reached if id(parameter) not in ids]
+        parameters += [parameter for parameter in with_grads if id(parameter) not in ids]
     if unclipped:
         excluded = set(map(id, unclipped))
         parameters = [parameter for parameter in parameters if id(parameter) not in excluded]

@@ -82,10 +82,10 @@ def candidates(
             continue
         settings = [(model.micro_batch, model.recomputes, False)] if as_set else _settings(model, layout)
         plan = partial(measure, model, saved=traces[layout.tp], machine=machine, layout=layout, cut=stage_cut)
-        each_stage = (
+        stage_plans = (
             [plan(name, options, setting=setting, stage=stage) for stage in range(layout.pp)] for setting in settings
         )
-        attempts = [max(stages, key=lambda each: each.device) for stages in each_stage]
+        attempts = [max(stages, key=lambda each: each.device) for stages in stage_plans]
         smallest = min(attempts, key=lambda each: each.device)
         choice = next((each for each in attempts if each.device <= memory * USABLE), None)
         if choice is None:

@@ -51,7 +51,7 @@ class Stage:
         # Whether a running forward computes the model's outputs.
         self.has_head = False
         # Where a running forward is: before the layers that run here, among them, or after them.
-        self._place = "before"
+        self._phase = "before"
 
     def layers(self) -> list[nn.Module]:
         """Return this stage's layers."""
@@ -72,7 +72,7 @@ class Stage:
         self, args: Any, kwargs: Any, hidden: torch.Tensor | None, layers: range, *, has_head: bool
     ) -> tuple[Any, torch.Tensor | None]:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
-        get, self._place, self.has_head = self.model.get_submodule, "before", has_head
+        get, self._phase, self.has_head = self.model.get_submodule, "before", has_head
         # A weight that autocast has cast for the micro-batch before would get this one's gradient too late for FSDP.
         torch.clear_autocast_cache()
         self.dtype = None if hidden is None else hidden.dtype
@@ -137,7 +137,7 @@ class _HiddenStates(_StandIn):
                 f"Its layers need {listed(names)}, computed by parameters that only another stage has.",
                 "Use pp_size=1 for this model.",
             )
-        self.stage._place = "inside"
+        self.stage._phase = "inside"
         return self.value
 
 
@@ -157,7 +157,7 @@ class _Recorder(_StandIn):
                 f"{self.name} returns a {type(value).__name__}; one tensor can cross from stage to stage.",
                 "Let the layers return hidden states only (as in transformers 5.3 and newer), or use pp_size=1.",
             )
-        self.value, self.stage._place = value, "after"
+        self.value, self.stage._phase = value, "after"
         return value
 
 
@@ -169,7 +169,7 @@ class _MetaPart(_StandIn):
         self.stage, self.name, self.is_late = stage, name, is_late
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        phase = self.stage._place
+        phase = self.stage._phase
         if phase == "inside" if not self.is_late else phase != "after":
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
