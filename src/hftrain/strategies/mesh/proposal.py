@@ -120,8 +120,7 @@ def measure(
     compute_bytes, reduce_bytes = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
     is_last, boundary = stage == layout.pp - 1, int(saved.inputs[indices[0]] * scale) if cut is not None else 0
     activations = saved.bytes(layout, indices, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
-    gradients = trainable
-    temporary = 2 * int(max(saved.largest[index] for index in (*indices, *[-1] * is_last)) * scale)
+    gradients, temporary = trainable, 2 * int(max(saved.largest[i] for i in (*indices, *[-1] * is_last)) * scale)
     if name not in ("single", "ddp"):
         # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
         temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(x[1] for x in units)
@@ -130,7 +129,7 @@ def measure(
     else:
         gradients += trainable if layout.dp_replicate > 1 else 0  # DDP's buckets
         temporary += compute_bytes if model.casts else 0
-    candidate = Candidate(
+    plan = Candidate(
         strategy=name,
         options=options | ({"num_micro_batches": turns} if cut is not None else {}),
         sizes=layout.sizes,
@@ -145,12 +144,8 @@ def measure(
         temporary=temporary,
         idle=(layout.pp - 1) / turns,
     )
-    stage_bytes = boundary * (1 if stage == 0 or is_last else 2)
-    traffic = _traffic(candidate, layout, saved, machine, scale, compute_bytes, reduce_bytes, stage_bytes)
-    return replace(candidate, **traffic)
-
-
-# -- implementation ------------------------------------------------------------------------------------------------
+    sent_bytes = boundary * (1 if stage == 0 or is_last else 2)
+    return replace(plan, **_traffic(plan, layout, saved, machine, scale, compute_bytes, reduce_bytes, sent_bytes))
 
 
 def _cut(model: Model, stages: int) -> Cut:
@@ -222,11 +217,11 @@ def _traffic(
     scale: float,
     compute_bytes: int,
     reduce_bytes: int,
-    stage_bytes: int,
+    sent_bytes: int,
 ) -> dict[str, Any]:
     """Return what a rank sends in a step.
 
-    `compute_bytes` of parameters are gathered, `reduce_bytes` of their gradients; a stage sends others `stage_bytes`
+    `compute_bytes` of parameters are gathered, `reduce_bytes` of their gradients; a stage sends others `sent_bytes`
     for a micro-batch, which is `scale` of those of `saved`.
     """
     shards, copies, times = layout.shard_size, layout.dp_replicate, candidate.accumulation
@@ -238,7 +233,7 @@ def _traffic(
         "copies": 2 * _part(copies) * reduces * reduce_bytes / shards,
         "layers": times * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
         "sequence": times * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
-        "stages": times * stage_bytes,
+        "stages": times * sent_bytes,
     }
     spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
     between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)
