@@ -68,14 +68,11 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
         ConfigError: `sortish_sampler` and `group_by_length` or `train_sampling_strategy` are both set.
     """
     is_sortish = bool(getattr(args, "sortish_sampler", False))
-    is_grouped = args.group_by_length or args.train_sampling_strategy == "group_by_length"
-    if is_sortish and (is_grouped or args.train_sampling_strategy != "random"):
-        given = (
-            "group_by_length=True"
-            if args.group_by_length
-            else f"train_sampling_strategy={args.train_sampling_strategy!r}"
-        )
-        raise clash(given, "sortish_sampler=True", "Both choose the order of the training data.")
+    sampling = args.train_sampling_strategy
+    is_grouped = args.group_by_length or sampling == "group_by_length"
+    if is_sortish and (is_grouped or sampling != "random"):
+        setting = "group_by_length=True" if args.group_by_length else f"train_sampling_strategy={sampling!r}"
+        raise clash(setting, "sortish_sampler=True", "Both choose the order of the training data.")
     if not is_sortish and not (is_grouped and is_training):
         return None
     if is_sortish and not is_training and not args.eval_do_concat_batches:
@@ -190,21 +187,21 @@ def non_blocking_copies(args: Any) -> bool | None:
 
 
 def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = config.get("gradient_accumulation_kwargs") or {}
-    if not isinstance(given, Mapping):
+    settings = config.get("gradient_accumulation_kwargs") or {}
+    if not isinstance(settings, Mapping):
         reason = "It is not a mapping of settings."
         remedy = "Give a dict, such as {'sync_each_batch': True}."
-        raise refused_key("gradient_accumulation_kwargs", given, reason, remedy)
-    for key, value in given.items():
+        raise refused_key("gradient_accumulation_kwargs", settings, reason, remedy)
+    for key, value in settings.items():
         if key not in _ACCUMULATION:
             reason = "gradient_accumulation_kwargs has no such key."
             raise refused_key(key, value, reason, suggest(str(key), _ACCUMULATION))
         if key in _FIXED and value is not True:
             raise refused_key(key, value, _FIXED[key], "Leave it out, or set it to True.")
-    num_steps = given.get("num_steps", 1)
+    num_steps = settings.get("num_steps", 1)
     if type(num_steps) is not int or num_steps < 1:
         raise refused_key("num_steps", num_steps, "It counts micro-batches.", "Use a whole number of at least 1.")
-    return given
+    return settings
 
 
 def refused_key(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:

@@ -74,23 +74,23 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
     return _data_parallel(args, sizes, options["dp_replicate"], options["dp_shard"])
 
 
-def _data_parallel(args: Any, sizes: dict[str, int], copies: int, parts: int) -> tuple[str, dict[str, Any]] | None:
-    if copies == parts == 1:
+def _data_parallel(args: Any, sizes: dict[str, int], replicas: int, shards: int) -> tuple[str, dict[str, Any]] | None:
+    if replicas == shards == 1:
         return None
-    if copies * parts != args.world_size:
-        reason = f"It describes {copies * parts} processes, and the launcher started {args.world_size}."
+    if replicas * shards != args.world_size:
+        reason = f"It describes {replicas * shards} processes, and the launcher started {args.world_size}."
         raise _refusal(sizes, reason, "Start that many, or change the sizes.")
-    if parts == 1:
+    if shards == 1:
         return "ddp", {}
     words = [str(word) for word in args.fsdp or ()]
     sharding = next((word for word in words if word not in ("offload", "auto_wrap")), "full_shard")
-    sharding = {hybrid: plain for plain, hybrid in _HYBRID.items()}.get(sharding, sharding) if copies > 1 else sharding
+    sharding = {hybrid: name for name, hybrid in _HYBRID.items()}.get(sharding, sharding) if replicas > 1 else sharding
     if sharding not in _HYBRID:
-        reason = f"fsdp={sharding!r} splits the model differently from dp_shard_size={parts}."
+        reason = f"fsdp={sharding!r} splits the model differently from dp_shard_size={shards}."
         raise _refusal(sizes, reason, "Leave one of the two out.")
-    if copies == 1:
+    if replicas == 1:
         return "fsdp", {"sharding": sharding}
-    return "fsdp", {"sharding": _HYBRID[sharding], "shard_size": parts}
+    return "fsdp", {"sharding": _HYBRID[sharding], "shard_size": shards}
 
 
 def _refusal(sizes: dict[str, Any], reason: str, remedy: str) -> ConfigError:

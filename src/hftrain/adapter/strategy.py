@@ -43,43 +43,43 @@ def strategy_request(
     _check_sagemaker(args)
     _check_kind(strategy)
     is_object = isinstance(strategy, Strategy)
-    chosen = _name_of(strategy)
+    explicit_name = _name_of(strategy)
     _check_fields(args, strategy)
     _check_launcher(strategy)
-    meshed, sizes = _mesh(args, strategy)
-    name = chosen or meshed or _automatic(args)
+    mesh_name, mesh_options = _mesh(args, strategy)
+    name = explicit_name or mesh_name or _automatic(args)
     engines = _engines_of(strategy if is_object else name)
-    wanted = _process_options(args)
+    options = _process_options(args)
     if "fsdp" in engines:
-        wanted.update(extra("fsdp").fsdp_options(args, chosen))
+        options.update(extra("fsdp").fsdp_options(args, explicit_name))
         name = "fsdp" if name == "fsdp1" else name
-        wanted.update(sizes)
+        options.update(mesh_options)
     elif args.fsdp_config and not args.fsdp:
         logger.warning("fsdp_config has no effect with strategy=%r: set fsdp too, or strategy='fsdp'.", name)
     if "deepspeed" in engines:
-        wanted.update(extra("deepspeed").deepspeed_options(args))
+        options.update(extra("deepspeed").deepspeed_options(args))
     if "xla" in engines:
-        wanted.update(extra("xla").xla_options(args))
-    wanted = {option: value for option, value in wanted.items() if value is not None}
+        options.update(extra("xla").xla_options(args))
+    options = {option: value for option, value in options.items() if value is not None}
     if not is_object:
-        _check_preset(name, wanted)
-    accepted = set() if is_object else accepted_options(name)  # None: any
-    ignored = [] if accepted is None else sorted(wanted.keys() - accepted)
+        _check_preset(name, options)
+    names = set() if is_object else accepted_options(name)  # None: any
+    ignored = [] if names is None else sorted(options.keys() - names)
     if ignored:
         logger.warning(
             "strategy=%r %s, so these settings change nothing: %s.",
             name,
             "was given as an object" if is_object else "does not take them",
-            ", ".join(f"{option}={wanted[option]!r}" for option in ignored),
+            ", ".join(f"{option}={options[option]!r}" for option in ignored),
         )
     # Documented defaults; a strategy chosen by name has its own for some.
     defaults: dict[str, Any] = {"use_cpu": args.use_cpu, "place_model": bool(args.place_model_on_device)}
-    if chosen is None:
+    if explicit_name is None:
         defaults["find_unused_parameters"] = not (is_checkpointing or is_task)
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {
-        option: value for option, value in {**defaults, **wanted}.items() if accepted is None or option in accepted
+        option: value for option, value in {**defaults, **options}.items() if names is None or option in names
     }
 
 
@@ -110,33 +110,33 @@ def note_devices(args: Any, strategy: Strategy) -> None:
 
 def _check_sagemaker(args: Any) -> None:
     """Raise for SageMaker's own runtimes and its start without torchrun: processes would each train alone."""
-    split, copied = "fsdp='full_shard' (or deepspeed=...), which splits the model", "strategy='ddp'"
+    fsdp, ddp = "fsdp='full_shard' (or deepspeed=...), which splits the model", "strategy='ddp'"
     hosts = os.environ.get("SM_HOSTS", "").split(",")
     if (args.mp_parameters or "{}").strip() not in ("", "{}"):
-        asked, what, successor = f"Cannot use mp_parameters={args.mp_parameters!r}.", "model-parallel runtime", split
+        error, kind, remedy = f"Cannot use mp_parameters={args.mp_parameters!r}.", "model-parallel runtime", fsdp
     elif args.parallel_mode == ParallelMode.SAGEMAKER_MODEL_PARALLEL:
-        asked, what, successor = "SM_HP_MP_PARAMETERS asks for model parallelism.", "model-parallel runtime", split
+        error, kind, remedy = "SM_HP_MP_PARAMETERS asks for model parallelism.", "model-parallel runtime", fsdp
     elif args.parallel_mode == ParallelMode.SAGEMAKER_DATA_PARALLEL:
-        asked, what, successor = "SM_FRAMEWORK_PARAMS asks for data parallelism.", "data-parallel runtime", copied
+        error, kind, remedy = "SM_FRAMEWORK_PARAMS asks for data parallelism.", "data-parallel runtime", ddp
     elif len(hosts) > 1 and read_launch().launcher is None:
-        asked, what, successor = f"SM_HOSTS lists {len(hosts)} machines.", "start of one script per machine", copied
+        error, kind, remedy = f"SM_HOSTS lists {len(hosts)} machines.", "start of one script per machine", ddp
     else:
         return
     raise ConfigError(
-        asked,
-        f"SageMaker's {what} is not supported.",
-        f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
+        error,
+        f"SageMaker's {kind} is not supported.",
+        f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {remedy}.",
     )
 
 
 def _check_kind(strategy: Any) -> None:
     if strategy is None or isinstance(strategy, Strategy) or (isinstance(strategy, str) and strategy):
         return
-    shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    label = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
     raise ConfigError(
-        f"Cannot use strategy={shown}.",
+        f"Cannot use strategy={label}.",
         "It is a class." if isinstance(strategy, type) else "It is neither a name nor a strategy.",
-        f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
+        f"Pass an object ({label}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
     )
 
 
@@ -149,29 +149,29 @@ def _engines_of(strategy: str | Strategy | None) -> set[str]:
 
 
 def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
-    chosen = _name_of(strategy)
+    explicit_name = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if chosen is None or not value:
+        if explicit_name is None or not value:
             continue
         is_xla = field == "tpu_num_cores" or (field == "fsdp" and _has_xla_config(args))
-        meant = "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
+        implied_name = "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
         # A DeepSpeed object has its own config.
-        has_own = field == "deepspeed" and isinstance(strategy, Strategy)
-        if has_own or meant not in _engines_of(strategy):
+        has_config = field == "deepspeed" and isinstance(strategy, Strategy)
+        if has_config or implied_name not in _engines_of(strategy):
             reason = f"Both choose how processes share the model, and {field} means another strategy."
-            raise clash(f"strategy={chosen!r}", f"{field}={value!r}", reason)
+            raise clash(f"strategy={explicit_name!r}", f"{field}={value!r}", reason)
 
 
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
     """Return the strategy and the options that `parallelism_config` selects; None and no options without it."""
-    found, chosen = mesh_request(args), _name_of(strategy)
-    if found is None:
+    request, explicit_name = mesh_request(args), _name_of(strategy)
+    if request is None:
         return None, {}
-    if chosen is not None and found[0] not in _engines_of(strategy):
-        reason = f"Its sizes mean strategy={found[0]!r}."
-        raise clash(f"strategy={chosen!r}", "parallelism_config", reason)
-    return found
+    if explicit_name is not None and request[0] not in _engines_of(strategy):
+        reason = f"Its sizes mean strategy={request[0]!r}."
+        raise clash(f"strategy={explicit_name!r}", "parallelism_config", reason)
+    return request
 
 
 def _automatic(args: Any) -> str:

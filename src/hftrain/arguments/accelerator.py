@@ -51,14 +51,14 @@ class AcceleratorConfig:
         Source: the documented `AcceleratorConfig.from_json_file`.
         """
         try:
-            loaded = dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
+            settings = dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"Cannot use accelerator_config={os.fspath(json_file)!r}.",
                 f"It cannot be read as a JSON file that holds settings: {error}",
                 "Give the path of a JSON file, or a dict.",
             ) from error
-        return cls.from_settings(loaded)
+        return cls.from_settings(settings)
 
     @classmethod
     def from_settings(cls, config: Any) -> AcceleratorConfig:
@@ -76,10 +76,10 @@ class AcceleratorConfig:
                 f"Give {config.__name__}(), or a dict.",
             )
         settings = {} if config is None else dict(config) if isinstance(config, Mapping) else dict(vars(config))
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
-            asked = f"Cannot use accelerator_config={{{key!r}: ...}}."
-            check_known(key, known, asked, "accelerator_config has no such key.")
+            problem = f"Cannot use accelerator_config={{{key!r}: ...}}."
+            check_known(key, names, problem, "accelerator_config has no such key.")
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

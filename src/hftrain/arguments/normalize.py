@@ -70,8 +70,8 @@ def _choose(choice: type[Enum], value: Any, setting: str) -> Enum:
     try:
         return choice(value)
     except ConfigError:
-        known = [str(member.value) for member in choice]
-        remedy = _MEANT.get(str(value).lower()) or suggest(str(value), known)
+        values = [str(member.value) for member in choice]
+        remedy = _MEANT.get(str(value).lower()) or suggest(str(value), values)
         raise ConfigError(f"Cannot use {setting}={value!r}.", f"{setting} has no such value.", remedy) from None
 
 
@@ -142,36 +142,36 @@ def _trackers(value: str | list[str] | None) -> list[str] | None:
 
 
 def _normalize_json(args: ArgumentFields) -> None:
-    ours = ArgumentFields._VALID_DICT_FIELDS
-    for name in dict.fromkeys([*ours, *type(args)._VALID_DICT_FIELDS]):
+    fields = ArgumentFields._VALID_DICT_FIELDS
+    for name in dict.fromkeys([*fields, *type(args)._VALID_DICT_FIELDS]):
         value = getattr(args, name)
         # A field that a subclass adds may be any text.
-        is_json = name in ours and name not in _JSON_OR_PATH
+        is_json = name in fields and name not in _JSON_OR_PATH
         if isinstance(value, str) and (is_json or value.lstrip().startswith("{")):
             setattr(args, name, convert_texts(_parse(name, value)))
     if args.lr_scheduler_kwargs is None:
         args.lr_scheduler_kwargs = {}
     # The Trainer reads a path later, because building arguments reads no file.
-    sharing: Any = args.accelerator_config
-    if not isinstance(sharing, (str, os.PathLike)):
-        sharing = AcceleratorConfig.from_settings(sharing)
-    args.accelerator_config = sharing
+    config: Any = args.accelerator_config
+    if not isinstance(config, (str, os.PathLike)):
+        config = AcceleratorConfig.from_settings(config)
+    args.accelerator_config = config
     if isinstance(args.fsdp_config, dict):
         args.fsdp_config = strip_fsdp(args.fsdp_config)
 
 
 def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
     """Return `fsdp_config` without the prefix ``fsdp_`` of its keys, and with booleans in place of their texts."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        short, value = str(key).removeprefix("fsdp_"), _flag(value)
-        if found.setdefault(short, value) != value:
+    settings: dict[str, Any] = {}
+    for name, value in config.items():
+        key, value = str(name).removeprefix("fsdp_"), _flag(value)
+        if settings.setdefault(key, value) != value:
             raise ConfigError(
-                f"Cannot use fsdp_config with both {short!r} and {'fsdp_' + short!r}.",
-                f"They are one key, with the values {found[short]!r} and {value!r}.",
+                f"Cannot use fsdp_config with both {key!r} and {'fsdp_' + key!r}.",
+                f"They are one key, with the values {settings[key]!r} and {value!r}.",
                 "Remove one of the two.",
             )
-    return found
+    return settings
 
 
 def convert_texts(settings: dict[str, Any]) -> dict[str, Any]:

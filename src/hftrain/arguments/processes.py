@@ -56,11 +56,11 @@ class ArgumentProcesses(ArgumentFields):
         import torch
 
         if not self.use_cpu:
-            found = torch.accelerator.current_accelerator(check_available=True)
-            if found is not None:
+            device = torch.accelerator.current_accelerator(check_available=True)
+            if device is not None:
                 # Modulo, because a launcher may make only one device visible to each process.
                 index = self.local_process_index % torch.accelerator.device_count()
-                return found if found.type == "mps" else torch.device(found.type, index)
+                return device if device.type == "mps" else torch.device(device.type, index)
         return torch.device("cpu")
 
     @property
@@ -70,9 +70,9 @@ class ArgumentProcesses(ArgumentFields):
         0 on the CPU; all visible CUDA devices if no launcher started the process (`DataParallel`). A Trainer sets it if
         its strategy uses another number.
         """
-        known = vars(self).get("_n_gpu", vars(self).get("_chosen_n_gpu"))
-        if known is not None:
-            return int(known)
+        count = vars(self).get("_n_gpu", vars(self).get("_chosen_n_gpu"))
+        if count is not None:
+            return int(count)
         device = self.device
         if device.type == "cuda" and read_launch().launcher is None:
             import torch
@@ -162,11 +162,11 @@ class ArgumentProcesses(ArgumentFields):
         backend = {} if self.ddp_backend is None else {"backend": self.ddp_backend}
         announce_launch()
         state = PartialState(cpu=self.use_cpu, timeout=self.ddp_timeout_delta, **backend)
-        logger, who = get_logger(__name__), f"process {self.process_index}"
-        logger.debug("%s: %s, one process first", who, desc)
+        logger, label = get_logger(__name__), f"process {self.process_index}"
+        logger.debug("%s: %s, one process first", label, desc)
         with state.local_main_process_first() if local else state.main_process_first():
             yield
-        logger.debug("%s: %s is done everywhere it was waited for", who, desc)
+        logger.debug("%s: %s is done everywhere it was waited for", label, desc)
 
     # -- names that other libraries, and code copied from transformers, use ----------------------------------------
 

@@ -85,12 +85,12 @@ def _deprecate(old: str, new: str) -> None:
 
 
 def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
-    received = {} if new.endswith("_token") else {old: old_value, new: new_value}
+    values = {} if new.endswith("_token") else {old: old_value, new: new_value}
     return ConfigError(
         f"Cannot use {old} together with {new}.",
         f"{old} is the old form of {new}, and the two differ.",
         f"Keep {new} alone.",
-        **received,
+        **values,
     )
 
 
@@ -122,21 +122,21 @@ def _take_over_fsdp_key(args: ArgumentFields, old: str, key: str) -> None:
 
 
 def _rename_sharded_ddp(args: ArgumentFields) -> None:
-    given: Any = args.sharded_ddp
+    setting: Any = args.sharded_ddp
     args.sharded_ddp = ""
-    words = ["simple"] if given is True else given.split() if isinstance(given, str) else list(given or [])
+    words = ["simple"] if setting is True else setting.split() if isinstance(setting, str) else list(setting or [])
     if not words:
         return
     # The 4.24 command lines write both spellings of offloading.
     options = [ShardedDDPOption(str(word).replace("cpu_offload", "offload")) for word in words]
     if ShardedDDPOption.SIMPLE in options and len(options) > 1:
         raise ConfigError(
-            f"Cannot use sharded_ddp={given!r}.",
+            f"Cannot use sharded_ddp={setting!r}.",
             "'simple' goes with no other option: offload and auto_wrap belong to zero_dp_2 and zero_dp_3.",
             "Use 'zero_dp_2' in place of 'simple', or leave the others out.",
         )
     shardings = list(dict.fromkeys(_SHARDINGS[option] for option in options))
     if args.fsdp and list(args.fsdp) != shardings:
-        raise _conflict("sharded_ddp", given, "fsdp", args.fsdp)
+        raise _conflict("sharded_ddp", setting, "fsdp", args.fsdp)
     args.fsdp = shardings
     _deprecate("sharded_ddp", f"fsdp={' '.join(shardings)!r}")

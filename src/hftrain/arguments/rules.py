@@ -99,9 +99,9 @@ def _annotation(kind: type, name: str) -> str:
 
 def check_kinds(args: ArgumentFields) -> None:
     """Raise if a value is of the wrong kind, such as a number or a list in place of text."""
-    for each in fields(ArgumentFields):
-        value = getattr(args, each.name)
-        heads = [part.split("[")[0].strip() for part in _annotation(ArgumentFields, each.name).split("|")]
+    for field in fields(ArgumentFields):
+        value = getattr(args, field.name)
+        heads = [part.split("[")[0].strip() for part in _annotation(ArgumentFields, field.name).split("|")]
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         is_list = isinstance(value, (list, tuple)) and "list" not in heads
         if (
@@ -109,10 +109,10 @@ def check_kinds(args: ArgumentFields) -> None:
             or (is_number and not {"int", "float", "bool"} & {*heads})
             or (isinstance(value, type) and "dict" not in heads)
         ):
-            wanted = [kind for head, kind in _KINDS.items() if head in heads] or ["True or False"]
-            remedy = "Pass an optimizer as Trainer(optimizers=(optimizer, None))." if each.name == "optim" else ""
+            kinds = [kind for head, kind in _KINDS.items() if head in heads] or ["True or False"]
+            remedy = "Pass an optimizer as Trainer(optimizers=(optimizer, None))." if field.name == "optim" else ""
             raise ConfigError(
-                f"Cannot use {each.name}={shorten(value)}:", f"it must be {' or '.join(dict.fromkeys(wanted))}.", remedy
+                f"Cannot use {field.name}={shorten(value)}:", f"it must be {' or '.join(dict.fromkeys(kinds))}.", remedy
             )
 
 
@@ -124,16 +124,16 @@ def check_values(args: ArgumentFields) -> None:
         _check_number(args, name, low, high, kind=Real)
     for name, choices in _CHOICES.items():
         _check_choice(name, getattr(args, name), choices)
-    for each in fields(args):
-        value = getattr(args, each.name)
-        if isinstance(value, str) and _annotation(type(args), each.name) in ("bool", "bool | None"):
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, str) and _annotation(type(args), field.name) in ("bool", "bool | None"):
             raise ConfigError(
-                f"Cannot use {each.name}={value!r}.",
+                f"Cannot use {field.name}={value!r}.",
                 "It must be True or False, not text.",
                 "Write it without quotation marks, in YAML too.",
             )
-    for include in args.include_for_metrics:
-        _check_choice("include_for_metrics", include, ("inputs", "loss"))
+    for choice in args.include_for_metrics:
+        _check_choice("include_for_metrics", choice, ("inputs", "loss"))
     for name, strategy in _INTERVALS.items():
         _check_interval(args, name, strategy)
     if args.max_steps <= 0 and not (args.num_train_epochs or 0) > 0:
@@ -149,11 +149,11 @@ def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, k
     is_right = name not in _NEEDED if value is None else isinstance(value, kind) and low <= value <= high
     if is_right:
         return
-    noun = "an integer" if kind is Integral else "a number"
+    sort = "an integer" if kind is Integral else "a number"
     bounds = "" if low == -math.inf else f" of at least {low}" if high == math.inf else f" from {low} to {high}"
     if low == -1:  # -1 means "not set"
         bounds = " above 0, or -1 for no limit" if name == "max_steps" else " from 0, or -1 for none"
-    raise ConfigError(f"Cannot use {name}={value!r}:", f"it must be {noun}{bounds}.", _number_remedy(name, value, kind))
+    raise ConfigError(f"Cannot use {name}={value!r}:", f"it must be {sort}{bounds}.", _number_remedy(name, value, kind))
 
 
 def _number_remedy(name: str, value: Any, kind: Any) -> str:
@@ -161,14 +161,14 @@ def _number_remedy(name: str, value: Any, kind: Any) -> str:
         number = float(value)
     except (TypeError, ValueError):
         return ""
-    written = f"{name}={int(number) if number.is_integer() else number}"
+    setting = f"{name}={int(number) if number.is_integer() else number}"
     if isinstance(value, str):
         # YAML 1.1 reads 5e-5 as text.
         hint = "; YAML reads 1e-3 as text, and 1.0e-3 as a number" if "e" in value.lower() else ""
-        return f"Write {written}, without quotation marks{hint}." if kind is Real or number.is_integer() else ""
+        return f"Write {setting}, without quotation marks{hint}." if kind is Real or number.is_integer() else ""
     if name == "warmup_ratio" and number > 1:
         return f"For a number of steps set warmup_steps={value}."
-    return f"Write {written}." if kind is Integral and isinstance(value, float) and number.is_integer() else ""
+    return f"Write {setting}." if kind is Integral and isinstance(value, float) and number.is_integer() else ""
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -221,8 +221,8 @@ def warn_of_idle(args: ArgumentFields) -> None:
     """Log settings that others make void, and a metric whose name contradicts its direction."""
     # logging_steps and 500 are what eval_strategy='steps' and set_evaluate() fill in.
     if args.eval_strategy != IntervalStrategy.STEPS and args.eval_steps not in (None, -1, 500, args.logging_steps):
-        given, found = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
-        logger.warning(f"{given} has no effect with {found}. Set eval_strategy='steps'.")
+        setting, switch = f"eval_steps={args.eval_steps!r}", f"eval_strategy={str(args.eval_strategy)!r}"
+        logger.warning(f"{setting} has no effect with {switch}. Set eval_strategy='steps'.")
     if args.max_steps > 0 and args.num_train_epochs not in (None, type(args).num_train_epochs):
         logger.warning(
             f"num_train_epochs={args.num_train_epochs!r} has no effect with max_steps={args.max_steps}, which ends the "

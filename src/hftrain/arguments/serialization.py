@@ -23,7 +23,7 @@ class ArgumentSerialization(ArgumentProcesses):
         Source: the documented `TrainingArguments.to_dict`.
         """
         names = [field.name for field in dataclasses.fields(self) if field.init]
-        values = {name: _plain(getattr(self, name)) for name in names}
+        values = {name: _to_plain(getattr(self, name)) for name in names}
         secrets = {name: f"<{name.upper()}>" for name in names if name.endswith("_token") and values[name] is not None}
         return values | secrets
 
@@ -64,29 +64,29 @@ def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, An
             return False
         if name == "run_name":
             return bool(value == values.get("output_dir"))
-        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = _plain(AcceleratorConfig()) if name == "accelerator_config" and made is None else _plain(made)
+        setting = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = _to_plain(AcceleratorConfig() if name == "accelerator_config" and setting is None else setting)
         # The constructor converts texts to lists, and None to False.
         return bool(value == default or (not value and not default and type(value) in (list, dict, bool, type(None))))
 
     return {name: value for name, value in values.items() if not is_default(name, value)}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if isinstance(value, type):
         return value
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        return _to_plain(value.to_dict())
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value

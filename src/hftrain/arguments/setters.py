@@ -164,9 +164,9 @@ class ArgumentSetters(ArgumentFields):
         """Set how batches are loaded."""
         return self._set(locals(), _OF_LOADING, prefix="dataloader_")
 
-    def _set(self, given: dict[str, Any], names: Mapping[str, str] | None = None, *, prefix: str = "") -> Self:
+    def _set(self, values: dict[str, Any], names: Mapping[str, str] | None = None, *, prefix: str = "") -> Self:
         """Set what a method was given, by the names of the settings: those in `names`, else with the prefix."""
-        for name, value in given.items():
+        for name, value in values.items():
             if name != "self":
                 setattr(self, (names or {}).get(name, prefix + name), value)
         normalize(self)

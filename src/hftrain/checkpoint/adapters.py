@@ -50,17 +50,17 @@ def missing_from_adapters(model: Any) -> dict[str, torch.Tensor]:
     with preserved_rng():  # a prompt's encoder may have dropout
         # PEFT would ask the Hub whether the embeddings have been resized.
         options: dict[str, Any] = {"save_embedding_layers": False}
-        held = [get_peft_model_state_dict(model, adapter_name=name, **options) for name in _saved_adapters(model)]
-    known = {tensor_identity(value) for state in held for value in state.values()}
-    prompts = [state["prompt_embeddings"] for state in held if "prompt_embeddings" in state]
-    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        states = [get_peft_model_state_dict(model, adapter_name=name, **options) for name in _saved_adapters(model)]
+    identities = {tensor_identity(value) for state in states for value in state.values()}
+    prompts = [state["prompt_embeddings"] for state in states if "prompt_embeddings" in state]
+    tensors = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False):
-            found.update({f"{name}.{key}": value for key, value in module.named_buffers(recurse=False)})
+            tensors.update({f"{name}.{key}": value for key, value in module.named_buffers(recurse=False)})
     return {
         name: value
-        for name, value in found.items()
-        if tensor_identity(value) not in known
+        for name, value in tensors.items()
+        if tensor_identity(value) not in identities
         if not any(value.shape == prompt.shape and torch.equal(value.cpu(), prompt) for prompt in prompts)
     }
 
@@ -82,21 +82,21 @@ def load_adapters(model: Any, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     for name in _saved_adapters(model):
-        where = _folder_of(model, folder, name)
-        path = where / (_WEIGHTS if (where / _WEIGHTS).is_file() else _BIN_WEIGHTS)
+        source = _folder_of(model, folder, name)
+        path = source / (_WEIGHTS if (source / _WEIGHTS).is_file() else _BIN_WEIGHTS)
         state = load_tensors(path) if path.name == _WEIGHTS else load_containers(path)
         try:
             result: Any = set_peft_model_state_dict(model, state, adapter_name=name)
         except (KeyError, RuntimeError) as error:
-            raise _unfit(path, name, str(error)) from error
+            raise _misfit(path, name, str(error)) from error
         if result.unexpected_keys and not model.peft_config[name].is_prompt_learning:  # whose names are not the model's
-            raise _unfit(path, name, f"unexpected: {', '.join(result.unexpected_keys)}")
+            raise _misfit(path, name, f"unexpected: {', '.join(result.unexpected_keys)}")
 
 
 def _folder_of(model: Any, folder: Path, name: str) -> Path:
     return folder if name == "default" or _has_loaded_adapters(model) else folder / name
 
 
-def _unfit(path: Path, name: str, problem: str) -> CheckpointError:
+def _misfit(path: Path, name: str, problem: str) -> CheckpointError:
     remedy = "Build the model with the adapter configuration of the checkpoint."
     return misfit(path, f"The adapter {name!r} does not fit: {problem}", remedy)

@@ -39,7 +39,7 @@ def restoring(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         is_of_group = isinstance(error, getattr(torch.distributed, "DistError", ()))
-        if is_of_group or any(words in str(error) for words in ("out of memory", "can't allocate memory")):
+        if is_of_group or any(phrase in str(error) for phrase in ("out of memory", "can't allocate memory")):
             raise
         raise misfit(path, f"It cannot be restored ({type(error).__name__}: {error})") from error
 
@@ -75,8 +75,8 @@ def keep_choices(state: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, 
     groups = state.get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(own) or not all(isinstance(group, dict) for group in groups):
         return state
-    chosen = [{name: value for name, value in settings.items() if name in _CHOICES} for settings in own]
-    return {**state, "param_groups": [{**group, **choice} for group, choice in zip(groups, chosen, strict=True)]}
+    choices = [{name: value for name, value in settings.items() if name in _CHOICES} for settings in own]
+    return {**state, "param_groups": [{**group, **choice} for group, choice in zip(groups, choices, strict=True)]}
 
 
 def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: list[dict[str, Any]]) -> None:
@@ -93,13 +93,13 @@ def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: lis
     for parameter, state in optimizer.state.items() if is_torchs else ():
         if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
             raise misfit(path, f"It has a state for {parameter!r:.80}, which is not a parameter")
-        needed = _NEEDED.get(kind.__name__, set())
-        if state and not needed <= state.keys():
+        required = _NEEDED.get(kind.__name__, set())
+        if state and not required <= state.keys():
             raise misfit(path, f"A parameter's state has only {sorted(map(str, state))}")
         for name, value in state.items():
             is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
             is_of_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if not is_of_shape and (name in needed - {"step"} or (value is not None and not is_number)):
+            if not is_of_shape and (name in required - {"step"} or (value is not None and not is_number)):
                 raise misfit(path, f"{name!r} does not have the shape of its parameter, {list(parameter.shape)}")
             if name == "step" and not (is_number and float(value) >= 0):
                 raise misfit(path, f"A parameter has been updated {value!r:.80} times")

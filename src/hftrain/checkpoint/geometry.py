@@ -59,14 +59,14 @@ def check_equal(saved: Mapping[str, Any], current: Mapping[str, Any], *, step: i
     Args:
         current: Values of this run, such as ``optimizer``.
     """
-    differing = [
+    differences = [
         f"{name}={value!r} (the checkpoint has {saved.get(name)!r})"
         for name, value in current.items()
         if name not in saved or saved[name] != value
     ]
-    if differing:
+    if differences:
         raise CheckpointError(
-            f"Cannot resume from step {step} with {', '.join(differing)}.",
+            f"Cannot resume from step {step} with {', '.join(differences)}.",
             "With that the position in the data is lost, or the optimizer's state means something else.",
             "Resume with the values of the checkpoint, or start a new run from its weights.",
         )
@@ -84,38 +84,39 @@ def check_resumable(
     Returns:
         Allowed differences, such as ``"batch_size 2 -> 4"``.
     """
-    fixed = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
+    names = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
     if saved.get("weights_dtype") is not None and saved["weights_dtype"] == current.get("weights_dtype"):
         # Only the arithmetic changes, not the weights and the optimizer's state.
-        fixed.remove("precision")
+        names.remove("precision")
     # In these cases, a position is only valid with the same number of ranks.
-    alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
-    fixed += ["world_size"] if is_within_epoch and alone else []
+    is_per_rank = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
+    names += ["world_size"] if is_within_epoch and is_per_rank else []
     is_countable = saved.get("round_size") and current.get("round_size")
     # A limit is a number of batches: with others, the rest of the pass would be other samples.
     if is_within_epoch and (not is_countable or saved.get("limits")):
-        fixed += ["world_size", "batch_size"]
-    assumed: dict[str, Any] = {**{name: current.get(name) for name in _FIXED_WITHIN}, "limits": {}}
-    check_equal({**assumed, **saved}, {name: current[name] for name in fixed if name in current}, step=step)
-    changed = [name for name in _FREE if name in current and saved.get(name) != current[name]]
-    return [f"{name} {saved.get(name)} -> {current[name]}" for name in changed]
+        names += ["world_size", "batch_size"]
+    defaults: dict[str, Any] = {**{name: current.get(name) for name in _FIXED_WITHIN}, "limits": {}}
+    check_equal({**defaults, **saved}, {name: current[name] for name in names if name in current}, step=step)
+    changes = [name for name in _FREE if name in current and saved.get(name) != current[name]]
+    return [f"{name} {saved.get(name)} -> {current[name]}" for name in changes]
 
 
 def convert_position(progress: Progress, saved: BatchGrid, current: BatchGrid) -> Progress:
     """Return the same position in another grid; `saved.num_batches` is that of the pass the position is in."""
-    used = progress.micro_steps_in_epoch
-    size, new_size = saved.round_size, current.round_size
-    if not (size and new_size) or size == new_size or not progress.is_within_epoch:
+    micro_steps = progress.micro_steps_in_epoch
+    old_round, new_round = saved.round_size, current.round_size
+    if not (old_round and new_round) or old_round == new_round or not progress.is_within_epoch:
         return progress
-    samples = progress.offset_in_epoch + used * size
+    samples = progress.offset_in_epoch + micro_steps * old_round
     # A pass may have more samples than the dataset.
-    is_over = used >= saved.num_batches if saved.num_batches is not None else samples >= (saved.num_samples or math.inf)
+    num_samples = saved.num_samples or math.inf
+    is_over = micro_steps >= saved.num_batches if saved.num_batches is not None else samples >= num_samples
     if is_over and current.num_batches is not None:
         return replace(progress, micro_steps_in_epoch=current.num_batches, offset_in_epoch=0)
     if is_over:
         return replace(progress, epoch=progress.epoch + 1, micro_steps_in_epoch=0, offset_in_epoch=0)
-    used, offset = divmod(samples, new_size)
-    return replace(progress, micro_steps_in_epoch=used, offset_in_epoch=offset)
+    micro_steps, offset = divmod(samples, new_round)
+    return replace(progress, micro_steps_in_epoch=micro_steps, offset_in_epoch=offset)
 
 
 def steps_left(progress: Progress, grid: BatchGrid, *, num_batches_first: int, num_steps: int) -> int:
@@ -127,10 +128,10 @@ def steps_left(progress: Progress, grid: BatchGrid, *, num_batches_first: int, n
         num_steps: The updates of a whole run in this grid.
     """
     per_epoch, accumulation = grid.steps_per_epoch, grid.accumulation
-    rest = num_steps - (progress.epoch + 1) * per_epoch
-    left = num_batches_first - progress.micro_steps_in_epoch
-    if rest < 0:
+    num_later = num_steps - (progress.epoch + 1) * per_epoch
+    num_batches = num_batches_first - progress.micro_steps_in_epoch
+    if num_later < 0:
         # It ends within this pass: subtract the micro-steps beyond the end.
-        beyond = num_batches_first - min(num_batches_first, (num_steps - progress.epoch * per_epoch) * accumulation)
-        left, rest = left - beyond, 0
-    return max(0, -(-left // accumulation)) + rest
+        excess = num_batches_first - min(num_batches_first, (num_steps - progress.epoch * per_epoch) * accumulation)
+        num_batches, num_later = num_batches - excess, 0
+    return max(0, -(-num_batches // accumulation)) + num_later

@@ -63,12 +63,12 @@ def checkpoint_names(output_dir: str | Path, *, with_links: bool = True) -> list
     if not os.path.isdir(output_dir):
         return []
     with os.scandir(output_dir) as entries:  # distinguishes folders from files without a stat call each
-        found = [
+        folders = [
             (step, entry.name)
             for entry in entries
             if (step := checkpoint_step(entry.name)) is not None and entry.is_dir(follow_symlinks=with_links)
         ]
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(folders)]
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
@@ -78,8 +78,8 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 
     Source: the documented `get_last_checkpoint`.
     """
-    found = list_checkpoints(folder)
-    return str(found[-1]) if found else None
+    checkpoints = list_checkpoints(folder)
+    return str(checkpoints[-1]) if checkpoints else None
 
 
 def contents(path: Path) -> str:
@@ -94,16 +94,16 @@ def contents(path: Path) -> str:
 
 def nearby(path: Path) -> str:
     """Describe which checkpoints are in a folder and next to it."""
-    around = [*list_checkpoints(path), *list_checkpoints(path.parent)]
-    found = ", ".join(str(each) for each in around if each != path)
+    paths = [*list_checkpoints(path), *list_checkpoints(path.parent)]
+    names = ", ".join(str(each) for each in paths if each != path)
     if path.name.lower() in ("true", "false", "none") and not path.exists():
         return f"Pass {path.name.capitalize()} without quotation marks."
     if path.is_file() and checkpoint_step(path.parent.name) is not None:
         return f"Pass its folder: {path.parent}."
     if path.suffix in _WEIGHTS and path.is_file():
         return "To start from these weights, load them into the model and call train() without a checkpoint."
-    places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
-    return f"{places} Pass a checkpoint's folder, or True for the newest in output_dir."
+    listing = f"Checkpoints found there: {names}." if names else "No checkpoint lies inside it or next to it."
+    return f"{listing} Pass a checkpoint's folder, or True for the newest in output_dir."
 
 
 def rng_name(*, rank: int, world_size: int) -> str:

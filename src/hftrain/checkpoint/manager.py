@@ -71,11 +71,11 @@ class CheckpointManager:
         self.run_id = uuid.uuid4().hex
         self.local = LocalCheckpoints(output_dir)
         # The highest known commit number; None until the folder has been read.
-        self._number: int | None = None
+        self._commit_number: int | None = None
         self._resumed_number = 0
         self.remote = None if url is None else extra("remote_checkpoints").RemoteCheckpoints(url, mirror=output_dir)
         self._uploads = uploads
-        self._publishted: Path | None = None
+        self._last_published: Path | None = None
         self._hashes: dict[hashing.Mark, str] = {}
 
     def save(
@@ -109,12 +109,12 @@ class CheckpointManager:
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
-        self._together(target, self._make_staging, group, is_for_main=self._uploads is None)
-        self._together(target, lambda path: self._write(path, writers), group)
+        self._run_stage(target, self._make_staging, group, is_for_main=self._uploads is None)
+        self._run_stage(target, lambda path: self._write(path, writers), group)
         if self._uploads is not None:
-            self._together(target, lambda path: self._send(path, step), group)
-        self._together(target, lambda path: self._publish(path, step, facts), group, is_for_main=True)
-        self._publishted = target
+            self._run_stage(target, lambda path: self._send_uploads(path, step), group)
+        self._run_stage(target, lambda path: self._publish(path, step, facts), group, is_for_main=True)
+        self._last_published = target
         return target
 
     def follow(self, manifest: Manifest) -> None:
@@ -132,13 +132,13 @@ class CheckpointManager:
         """
         if self.group.all_true(not self.is_committer or self.lock.take()):
             if self.is_committer:
-                self._look()
+                self._sweep()
             return
-        who, remedy = "Another run", "Give each run its own output_dir, or wait until the other run has ended."
+        owner, remedy = "Another run", "Give each run its own output_dir, or wait until the other run has ended."
         if self.on_each_node:
-            who += ", or another machine of this one,"
+            owner += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."
-        reason = f"{who} is saving there; each would delete what the other is writing."
+        reason = f"{owner} is saving there; each would delete what the other is writing."
         raise ConfigError(f"Cannot save checkpoints to {self.output_dir}.", reason, remedy)
 
     @property
@@ -160,8 +160,8 @@ class CheckpointManager:
             self.lock.wait_for_writer()
             files.restore(self.output_dir, is_ours=_is_ours)
         if self.remote is not None:
-            found: Path | None = self.remote.latest(is_asked_for)
-            return found
+            checkpoint: Path | None = self.remote.latest(is_asked_for)
+            return checkpoint
         for path in reversed(by_commit(self.output_dir)):
             try:
                 if not (path / MANIFEST).exists():
@@ -211,18 +211,19 @@ class CheckpointManager:
         if limit is None and self._keep_best is not None:
             limit = 1  # the newest one; the best are protected
         if self.remote is not None:
-            self.remote.rotate(self.run_id, limit, lambda known: self._protected(known, best))
+            self.remote.rotate(self.run_id, limit, lambda manifests: self._protected(manifests, best))
             limit = 1  # of the local copies
-        self.local.rotate(self.run_id, limit, lambda known: self._protected(known, best))
+        self.local.rotate(self.run_id, limit, lambda manifests: self._protected(manifests, best))
 
-    def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
+    def _protected(self, manifests: Mapping[str, Manifest], best: Path | None) -> set[str]:
         """Return the newest, the last finite ones, the best, the one committed last, and those `keep_best` keeps."""
         # A run goes back to it, as it would if it had never been interrupted.
-        last_planned = last_finite_name({name: each for name, each in known.items() if each.is_planned})
-        good = best_names(known, number=self._keep_best, is_greater_better=self._is_greater_better)
-        return self._here(best, self._publishted) | {*[*known][-1:]} | good | last_finite_name(known) | last_planned
+        last_planned = last_finite_name({name: each for name, each in manifests.items() if each.is_planned})
+        top = best_names(manifests, number=self._keep_best, is_greater_better=self._is_greater_better)
+        newest = {*[*manifests][-1:]}
+        return self._local_names(best, self._last_published) | newest | top | last_finite_name(manifests) | last_planned
 
-    def _here(self, *paths: Path | None) -> set[str]:
+    def _local_names(self, *paths: Path | None) -> set[str]:
         folder = self.output_dir.resolve()
         return {path.name for path in paths if path is not None and path.resolve().parent == folder}
 
@@ -231,17 +232,17 @@ class CheckpointManager:
 
         Only for the committer. Keeps the newest, the last finite one, the best and those of `keep_best`.
         """
-        known = self.local.own(self.run_id) if self.is_committer else {}
-        protected = self._protected(known, best)
+        manifests = self.local.own(self.run_id) if self.is_committer else {}
+        protected = self._protected(manifests, best)
         has_deleted = False
-        for name in known:
+        for name in manifests:
             if name in protected or (has_deleted and free_bytes(self.output_dir) >= needed_bytes):
                 continue
             self.local.delete(name, self.run_id)
             has_deleted = has_deleted or not (self.output_dir / name).exists()
         return has_deleted
 
-    def _look(self) -> None:
+    def _sweep(self) -> None:
         try:
             files.sweep(self.output_dir, is_ours=_is_ours)
         except OSError as error:
@@ -258,8 +259,8 @@ class CheckpointManager:
         """
         if not self.is_committer:
             return
-        chosen = self._here(path)
-        if not (self.local.own(self.run_id).keys() - chosen or self.remote):
+        names = self._local_names(path)
+        if not (self.local.own(self.run_id).keys() - names or self.remote):
             return
         try:
             is_finite = verify(path).is_finite
@@ -267,13 +268,13 @@ class CheckpointManager:
             logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
             return
 
-        def kept(known: Mapping[str, Manifest]) -> set[str]:
-            whole = chosen if chosen <= known.keys() else {*known}
-            return whole if is_finite else whole | last_finite_name(known)
+        def survivors_among(manifests: Mapping[str, Manifest]) -> set[str]:
+            survivors = names if names <= manifests.keys() else {*manifests}
+            return survivors if is_finite else survivors | last_finite_name(manifests)
 
         for each in (self.local, self.remote):
             if each is not None:  # the remote folder may contain more than the local one
-                each.rotate(self.run_id, 1, kept)
+                each.rotate(self.run_id, 1, survivors_among)
 
     def _make_staging(self, target: Path) -> None:
         if self._uploads is not None and self.is_committer:
@@ -290,18 +291,18 @@ class CheckpointManager:
                 writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can only flush what it wrote
 
-    def _send(self, target: Path, step: int) -> None:
+    def _send_uploads(self, target: Path, step: int) -> None:
         if self._uploads is not None and self._uploads.is_sender:
             self._uploads.send(files.find_staging(target), step=step)
 
     def _publish(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
         # Rounded: of all digits, the last ones may change without another value, and so without another checksum.
-        own = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
-        own["commit_number"] = self._number = self._last_number() + 1
+        entries = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
+        entries["commit_number"] = self._commit_number = self._last_number() + 1
         if self._uploads is not None:
             self._uploads.collect(staged)
-        manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
+        manifest = write_manifest(staged, {**facts, **entries}, step=step, hashes=self._hashes)
         files.commit(staged, target)
         self.local.note(target.name, manifest)
         if self.remote is not None:
@@ -309,33 +310,33 @@ class CheckpointManager:
 
     def _last_number(self) -> int:
         """Return the highest commit number in the folder, which only this run writes, and in the remote one."""
-        if self._number is None:
-            there = 0 if self.remote is None else self.remote.highest_number()
-            self._number = max(self.local.highest_number(), there)
-        return max(self._number, self._resumed_number)
+        if self._commit_number is None:
+            remote_number = 0 if self.remote is None else self.remote.highest_number()
+            self._commit_number = max(self.local.highest_number(), remote_number)
+        return max(self._commit_number, self._resumed_number)
 
-    def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
+    def _run_stage(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Run one stage on every process, and raise on all of them if it failed on one."""
-        cause: Exception | None = None
+        failure: Exception | None = None
         try:
             if self.is_committer or not is_for_main:
                 work(target)
         except Exception as error:
-            cause = error
-        if group.all_true(cause is None):
+            failure = error
+        if group.all_true(failure is None):
             return
         try:
             if self.is_committer:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
-            lacks_space = group.all_true(cause is None or is_disk_full(cause))
+            lacks_space = group.all_true(failure is None or is_disk_full(failure))
         reason = "Another process failed; see its error."
-        if cause is not None:
-            shortage = "The disk, or a quota, is full: " if lacks_space else ""
-            reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
+        if failure is not None:
+            prefix = "The disk, or a quota, is full: " if lacks_space else ""
+            reason = f"{prefix}{type(failure).__name__}: {str(failure).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Fix the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
-        raise kind(explain(f"Cannot write {target}.", reason, remedy)) from cause
+        raise kind(explain(f"Cannot write {target}.", reason, remedy)) from failure
 
 
 def _is_ours(name: str) -> bool:

@@ -94,9 +94,9 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if set(body) != set(Manifest.__dataclass_fields__) or not _is_well_typed(body):
         raise unreadable(folder / MANIFEST, "Its entries are not those of this format")
-    impossible = _impossible(body["step"], body["facts"])
-    if impossible:
-        raise unreadable(folder / MANIFEST, f"Its position in the data is impossible: {impossible}")
+    contradiction = _impossible(body["step"], body["facts"])
+    if contradiction:
+        raise unreadable(folder / MANIFEST, f"Its position in the data is impossible: {contradiction}")
     return Manifest(**body)
 
 
@@ -193,11 +193,11 @@ def _impossible(step: int, facts: Mapping[str, Any]) -> str | None:
     # The steps of an Engine are those that its user counts.
     if "plan" not in facts or "step" not in progress:
         return None
-    most = {"epoch": step + 1}
-    most |= dict.fromkeys(("micro_steps_in_epoch", "offset_in_epoch"), max(progress.get("samples", 0), step << 16))
-    found = [f"{name} is {progress[name]}" for name in most if progress.get(name, 0) > most[name]]
-    found += [f"its own step is {progress['step']}"] if progress["step"] != step else []
-    return f"{' and '.join(found)} at step {step}" if found else None
+    limits = {"epoch": step + 1}
+    limits |= dict.fromkeys(("micro_steps_in_epoch", "offset_in_epoch"), max(progress.get("samples", 0), step << 16))
+    excesses = [f"{name} is {progress[name]}" for name in limits if progress.get(name, 0) > limits[name]]
+    excesses += [f"its own step is {progress['step']}"] if progress["step"] != step else []
+    return f"{' and '.join(excesses)} at step {step}" if excesses else None
 
 
 def _is_geometry(value: Any) -> bool:

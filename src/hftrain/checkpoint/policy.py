@@ -64,7 +64,7 @@ class SavePolicy:
             "keep_best": self.keep_best is not None and not (_is_number(self.keep_best, int) and self.keep_best > 0),
             **{name: getattr(self, name) not in choices for name, choices in _CHOICES.items()},
         }
-        for name in (name for name, wrong in is_wrong.items() if wrong):
+        for name in (name for name, flag in is_wrong.items() if flag):
             raise ConfigError(
                 f"Cannot use SavePolicy({name}={getattr(self, name)!r}).",
                 "It has no such meaning.",

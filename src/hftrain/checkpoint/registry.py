@@ -57,17 +57,17 @@ class Registry:
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
 
-    def _of(self, scope: Scope) -> dict[str, Entry]:
+    def _in_scope(self, scope: Scope) -> dict[str, Entry]:
         return {name: entry for name, entry in self._entries.items() if entry.scope is scope}
 
     def facts(self) -> dict[str, Any]:
         """Return the values for the manifest."""
-        entries = self._of(Scope.MANIFEST).values()
+        entries = self._in_scope(Scope.MANIFEST).values()
         return {name: fact for entry in entries for name, fact in entry.state_dict().items()}
 
     def own_state(self) -> dict[str, Any]:
         """Return what each process saves for itself: its random numbers, and the entries that have a state."""
-        states = {name: entry.state_dict() for name, entry in self._of(Scope.RANK).items()}
+        states = {name: entry.state_dict() for name, entry in self._in_scope(Scope.RANK).items()}
         return {**capture_rng(), **{name: state for name, state in states.items() if state is not None}}
 
     def capture(self, keep: Keep, *, names: Container[str] | None = None) -> list[Writer]:
@@ -77,10 +77,10 @@ class Registry:
             keep: Copies tensors to host memory, if they are written later.
             names: Which entries; None for all.
         """
-        entries = {name: entry for name, entry in self._of(Scope.WHOLE).items() if names is None or name in names}
+        entries = {name: entry for name, entry in self._in_scope(Scope.WHOLE).items() if names is None or name in names}
         states = {name: entry.state_dict() for name, entry in entries.items()}
-        kept = {name: keep(state) for name, state in states.items() if state is not None}
-        return [partial(_write, entries[name], name, state) for name, state in kept.items()]
+        copies = {name: keep(state) for name, state in states.items() if state is not None}
+        return [partial(_write, entries[name], name, state) for name, state in copies.items()]
 
     def load(self, scope: Scope, read: Callable[[str, Any], Any]) -> None:
         """Restore the entries of a scope.
@@ -88,7 +88,7 @@ class Registry:
         Args:
             read: Returns what an entry's `load` gets, from its name and its default.
         """
-        for name, entry in self._of(scope).items():
+        for name, entry in self._in_scope(scope).items():
             if entry.load is not None:
                 entry.load(read(name, entry.default))
 

@@ -28,7 +28,7 @@ class Checkpoints(ABC):
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Manifest] = {}
+        self._cache: dict[str, Manifest] = {}
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -44,11 +44,11 @@ class Checkpoints(ABC):
 
     def manifests(self) -> dict[str, Manifest | None]:
         """Map checkpoints to their manifests, without the file records, in commit order; see `commit_order`."""
-        found = {name: self._known.get(name) or self.read(name) for name in self.names()}
-        self._known = {}
+        found = {name: self._cache.get(name) or self.read(name) for name in self.names()}
+        self._cache = {}
         for name, manifest in found.items():
             self.note(name, manifest)
-        return {name: self._known.get(name) for name, _ in sorted(found.items(), key=lambda each: commit_order(*each))}
+        return {name: self._cache.get(name) for name, _ in sorted(found.items(), key=lambda each: commit_order(*each))}
 
     def own(self, run_id: str) -> dict[str, Manifest]:
         """Map a run's checkpoints to their manifests, in commit order."""
@@ -68,8 +68,8 @@ class Checkpoints(ABC):
             kept: Returns the names of those that are kept regardless of the limit, given all of the run's.
         """
         if limit is not None and limit > 0:
-            known = self.own(run_id)
-            for name in surplus([*known], protected=kept(known), limit=limit):
+            manifests = self.own(run_id)
+            for name in surplus([*manifests], protected=kept(manifests), limit=limit):
                 self.delete(name, run_id)
 
     def delete(self, name: str, run_id: str) -> None:
@@ -82,9 +82,9 @@ class Checkpoints(ABC):
     def note(self, name: str, manifest: Manifest | None) -> None:
         """Store the manifest of a checkpoint that was just written; None removes it."""
         if manifest is None:
-            self._known.pop(name, None)
+            self._cache.pop(name, None)
         else:
-            self._known[name] = replace(manifest, files={}) if manifest.files else manifest
+            self._cache[name] = replace(manifest, files={}) if manifest.files else manifest
 
 
 class LocalCheckpoints(Checkpoints):
@@ -161,12 +161,12 @@ def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_grea
     metrics: dict[str, Any] = {}
     for name, manifest in manifests.items():
         metrics |= {name: manifest.facts.get("metric"), **manifest.facts.get("earlier_metrics", {})}
-    scored = [
+    scores = [
         (-metric if is_greater_better else metric, manifest.step, name)
         for name, manifest in manifests.items()
         if manifest.is_planned and isinstance(metric := metrics[name], (int, float))
     ]
-    return {name for _, _, name in sorted(scored)[: number or 0]}
+    return {name for _, _, name in sorted(scores)[: number or 0]}
 
 
 class Uncommitted:
@@ -175,21 +175,21 @@ class Uncommitted:
     def __init__(self, output_dir: Path, *, deletes: bool) -> None:
         self._output_dir, self._deletes = output_dir, deletes
         # In the order of their writing.
-        self._found: list[Path] = []
+        self._folders: list[Path] = []
 
     def note(self, step: int) -> None:
         """Note the folder of a step, if there is one without a manifest."""
         folder = self._output_dir / checkpoint_name(step)
         if folder.is_dir() and not (folder / MANIFEST).exists():
-            self._found = [*(each for each in self._found if each != folder), folder]
+            self._folders = [*(each for each in self._folders if each != folder), folder]
 
     def rotate(self, limit: int | None, *, best: Path | None, keeps_newest: bool = True) -> None:
         """Delete the oldest beyond the limit, but neither the best nor the newest."""
         if limit is None or limit < 1 or not self._deletes:
             return
-        protected = {each for each in self._found if best is not None and each.resolve() == best.resolve()}
-        protected |= {*self._found[-1:]} if keeps_newest else set()
-        for folder in surplus(self._found, protected=protected, limit=limit):
-            self._found.remove(folder)
+        protected = {each for each in self._folders if best is not None and each.resolve() == best.resolve()}
+        protected |= {*self._folders[-1:]} if keeps_newest else set()
+        for folder in surplus(self._folders, protected=protected, limit=limit):
+            self._folders.remove(folder)
             if not (folder / MANIFEST).exists():
                 discard(folder)

@@ -20,44 +20,44 @@ def check_shared_folder(folder: Path, strategy: Strategy, *, on_each_node: bool)
     Raises:
         ConfigError: Raised on all processes; it names two machines and their folders.
     """
-    own = folder / f"{WRITE_TEST}{secrets.token_hex(8)}" if strategy.is_local_main else None
+    probe = folder / f"{WRITE_TEST}{secrets.token_hex(8)}" if strategy.is_local_main else None
     host = socket.gethostname()
     try:
-        fault = _write(own, host)
-        notes = strategy.gather_object((host, str(folder), own and own.name, fault))
-        places = [(other, Path(at), name) for other, at, name, _ in notes if name is not None]
-        faults = [note[3] for note in notes]
-        if len(places) > 1 and not any(faults):
-            faults = strategy.gather_object(own and _compare(own, host, places, on_each_node=on_each_node))
+        problem = _write(probe, host)
+        notes = strategy.gather_object((host, str(folder), probe and probe.name, problem))
+        probes = [(other, Path(path), name) for other, path, name, _ in notes if name is not None]
+        problems = [note[3] for note in notes]
+        if len(probes) > 1 and not any(problems):
+            problems = strategy.gather_object(probe and _compare(probe, host, probes, on_each_node=on_each_node))
     finally:
-        if own is not None:
+        if probe is not None:
             with suppress(OSError):
-                own.unlink()
-    for reason, remedy in filter(None, faults):
+                probe.unlink()
+    for reason, remedy in filter(None, problems):
         raise ConfigError(f"Cannot save checkpoints to {folder}.", reason, remedy)
 
 
-def _write(own: Path | None, host: str) -> tuple[str, str] | None:
+def _write(probe: Path | None, host: str) -> tuple[str, str] | None:
     """Write this machine's file; return the problem and what to do about it, None if there is none."""
     try:
-        if own is not None:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            own.touch()
+        if probe is not None:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
     except OSError as error:
         return f"{host} cannot write there: {error}.", "Give a folder in which this user may create files."
     return None
 
 
 def _compare(
-    own: Path, host: str, places: list[tuple[str, Path, str]], *, on_each_node: bool
+    probe: Path, host: str, probes: list[tuple[str, Path, str]], *, on_each_node: bool
 ) -> tuple[str, str] | None:
     """Look for the other machines' files; return the problem and what to do about it, None if there is none."""
-    for other, folder, name in places if on_each_node else places[:1]:
-        is_other = name != own.name
-        if on_each_node and is_other and (own.parent / name).exists():
-            reason = f"{other} ({folder}) and {host} ({own.parent}) write to the same storage."
+    for other, folder, name in probes if on_each_node else probes[:1]:
+        is_other = name != probe.name
+        if on_each_node and is_other and (probe.parent / name).exists():
+            reason = f"{other} ({folder}) and {host} ({probe.parent}) write to the same storage."
             return reason, "On storage that machines share leave save_on_each_node out."
-        if not on_each_node and is_other and not appears(own.parent / name):
-            reason = f"What {other} writes to {folder}, {host} does not find in {own.parent}."
+        if not on_each_node and is_other and not appears(probe.parent / name):
+            reason = f"What {other} writes to {folder}, {host} does not find in {probe.parent}."
             return reason, "Give all machines one output_dir on storage that they share, or set save_on_each_node=True."
     return None

@@ -67,8 +67,8 @@ def load_optimizer(folder: Path, *, in_parts: bool = False) -> dict[str, Any]:
     """
     state = load_part(folder, OPTIMIZER)
     with restoring(folder / OPTIMIZER):
-        stored = open_shards(folder, stem=OPTIMIZER_SHARDS)
-        for name, tensor in (stored if in_parts else read_whole(stored)).items():
+        shards = open_shards(folder, stem=OPTIMIZER_SHARDS)
+        for name, tensor in (shards if in_parts else read_whole(shards)).items():
             index, _, key = name.partition(".")
             state["state"].setdefault(int(index), {})[key] = tensor
     return state
@@ -88,7 +88,7 @@ def save_trainer_state(state: TrainerState, folder: Path, history: HistoryText |
     try:
         parts = state.json_parts(history)
     except (TypeError, ValueError) as error:
-        names = [name for name, own in state.stateful_callbacks.items() if not _is_json(own)]
+        names = [name for name, value in state.stateful_callbacks.items() if not _is_json(value)]
         raise CheckpointError(
             f"Cannot write {TRAINER_STATE}.",
             f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
@@ -146,16 +146,16 @@ def capture_shards(
         model: As the strategy wrapped it.
         optimizer: None to leave its state out.
     """
-    place = {"rank": strategy.rank, "world_size": strategy.world_size}
+    position = {"rank": strategy.rank, "world_size": strategy.world_size}
     weights = strategy.model_shards(model)
     writers: list[Writer] = []
     if weights is not None:
-        kept = keep(weights)
-        writers.append(lambda folder: save_shards(kept, folder, stem=WEIGHT_SHARDS, **place))
+        blocks = keep(weights)
+        writers.append(lambda folder: save_shards(blocks, folder, stem=WEIGHT_SHARDS, **position))
     split = None if optimizer is None else strategy.optimizer_shards(model, optimizer)
     if split is not None:
-        pieces = keep(split[1])
-        writers.append(lambda folder: save_shards(pieces, folder, stem=OPTIMIZER_SHARDS, **place))
+        optimizer_blocks = keep(split[1])
+        writers.append(lambda folder: save_shards(optimizer_blocks, folder, stem=OPTIMIZER_SHARDS, **position))
     return writers
 
 
@@ -181,8 +181,8 @@ def load_own(folder: Path, strategy: Strategy, saved: Mapping[str, Any]) -> dict
             *(folder, len(readers), strategy.world_size),
         )
     if saved["world_size"] == data.world_size:
-        has_own = len(readers) == strategy.world_size and readers[rank] == data.rank
-        return load_process_state(folder, rank=rank if has_own else readers.index(data.rank), world_size=len(readers))
+        is_same = len(readers) == strategy.world_size and readers[rank] == data.rank
+        return load_process_state(folder, rank=rank if is_same else readers.index(data.rank), world_size=len(readers))
     states = [load_process_state(folder, rank=each, world_size=len(readers)) for each in range(len(readers))]
     return share_out(states, rank=data.rank)
 
@@ -211,13 +211,13 @@ def restore_optimizer(
     Raises:
         CheckpointError: The state is missing, damaged, or does not fit.
     """
-    before, state = group_settings(optimizer), load_optimizer(folder, in_parts=strategy.loads_parts)
+    settings, state = group_settings(optimizer), load_optimizer(folder, in_parts=strategy.loads_parts)
     if "deepspeed" in state and not has_engine(strategy, "deepspeed"):
         raise misfit(folder / OPTIMIZER, "DeepSpeed partitioned it, and the run does not use DeepSpeed")
     check(state)
     with restoring(folder / OPTIMIZER):
-        strategy.load_optimizer_state(model, optimizer, keep_choices(state, before))
-    check_optimizer(folder / OPTIMIZER, optimizer, before=before)
+        strategy.load_optimizer_state(model, optimizer, keep_choices(state, settings))
+    check_optimizer(folder / OPTIMIZER, optimizer, before=settings)
 
 
 def restore_scaler(folder: Path, precision: Precision) -> None:
@@ -242,17 +242,17 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
     Random numbers are those of the process with the same rank, or of the last. The open logging window is merged, so
     that the next log has the same means.
     """
-    own = dict(states[min(rank, len(states) - 1)])
+    result = dict(states[min(rank, len(states) - 1)])
     # The position in the process's own share of the data, which is a different share now.
-    own.pop("data", None)
+    result.pop("data", None)
     losses = [state["loss_window"] for state in states if "loss_window" in state]
     if losses:
-        own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _PER_RANK}}
+        result["loss_window"] = losses[0] | {name: _mean([window[name] for window in losses]) for name in _PER_RANK}
     logs = [state["log_window"] for state in states if "log_window" in state]
     if logs:
         total = {part: _sum([window.get(part, {}) for window in logs]) for part in ("sums", "counts")}
-        own["log_window"] = total if rank == 0 else {}
-    return own
+        result["log_window"] = total if rank == 0 else {}
+    return result
 
 
 def _mean(values: Sequence[Any]) -> Any:

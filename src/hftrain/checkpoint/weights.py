@@ -81,11 +81,11 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
     if not safe:
         plain_containers(dict(state), type(model).__name__)
         return
-    foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if foreign:
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
         raise CheckpointError(
             f"Cannot save the weights of {type(model).__name__} as safetensors.",
-            f"{', '.join(foreign)} are not tensors.",
+            f"{', '.join(others)} are not tensors.",
             "Set save_safetensors=False, or return tensors from get_extra_state().",
         )
     check_tensors(state)
@@ -107,8 +107,8 @@ def load_weights(
     # Each process of a split model has written its part of all weights, not only of the adapters.
     if saves_adapters(model) and not find_shards(folder, stem=WEIGHT_SHARDS):
         return load_adapters(model, folder)
-    own = None if strategy is None else strategy.own_state(model)
-    state = matching_weights(model, folder, strict=strict, own=own)
+    model_state = None if strategy is None else strategy.own_state(model)
+    state = matching_weights(model, folder, strict=strict, own=model_state)
     if strategy is None or not strategy.loads_parts:
         state = read_whole(state)
     try:
@@ -118,7 +118,7 @@ def load_weights(
             else:
                 strategy.load_model_state(model, state, strict=strict)
     except CheckpointError as error:
-        raise _unfit(model, folder, str(error.__cause__ or error)) from error
+        raise _misfit(model, folder, str(error.__cause__ or error)) from error
 
 
 def matching_weights(
@@ -136,12 +136,12 @@ def matching_weights(
         add_tied(state, own)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     missing = [name for name in own if name not in state and not any(re.search(key, name) for key in ignored)]
-    unexpected = [name for name in state if name not in own]
+    extra = [name for name in state if name not in own]
     problem = "; ".join(
-        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", extra)) if names
     )
     if problem and strict:
-        raise _unfit(model, folder, problem)
+        raise _misfit(model, folder, problem)
     if problem:
         logger.warning("The weights in %s were loaded in part; %s.", folder, problem)
     # what the model leaves out when it saves is created with it, and is kept
@@ -248,21 +248,21 @@ def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
     try:
         with preserved_rng():
-            twin, report = type(model).from_pretrained(
+            copied, report = type(model).from_pretrained(
                 None, config=copy.deepcopy(model.config), state_dict=state, dtype=dtype, output_loading_info=True
             )
     except RuntimeError as error:
-        raise _unfit(model, folder, str(error)) from error
-    found = {name: value for name, value in twin.state_dict().items() if name not in report["missing_keys"]}
-    return {**found, **{name: state[name] for name in report["unexpected_keys"]}}
+        raise _misfit(model, folder, str(error)) from error
+    weights = {name: value for name, value in copied.state_dict().items() if name not in report["missing_keys"]}
+    return {**weights, **{name: state[name] for name in report["unexpected_keys"]}}
 
 
 def add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
     """Add a missing name with the value of a loaded name that is the same tensor in the model."""
     # A split parameter has no memory to compare, but is the same object.
-    loaded = {tensor_identity(own[name]) or id(own[name]): name for name in state if name in own}
+    names = {tensor_identity(own[name]) or id(own[name]): name for name in state if name in own}
     for name, tensor in own.items():
-        source = loaded.get(tensor_identity(tensor) or id(tensor))
+        source = names.get(tensor_identity(tensor) or id(tensor))
         if name not in state and source is not None:
             state[name] = state[source]
 
@@ -294,6 +294,6 @@ def _open_files(folder: Path, index: Path) -> dict[str, Any]:
     return state
 
 
-def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
+def _misfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
     remedy = "Build the model as it was when the checkpoint was saved."
     return misfit(folder, f"Its weights and {type(model).__name__} do not fit: {problem}", remedy)

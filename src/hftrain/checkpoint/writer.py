@@ -83,10 +83,10 @@ class CheckpointWriter:
             may_wait = self._policy.on_full_disk != "stop"
             is_enough = free >= num_bytes or (may_wait and bool(manager.own_checkpoints()))
         if not manager.group.all_true(is_enough):
-            found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
+            reason = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
             raise ConfigError(
                 f"Cannot save checkpoints to {manager.output_dir}.",
-                f"One takes about {readable_bytes(num_bytes)}, and {found}.",
+                f"One takes about {readable_bytes(num_bytes)}, and {reason}.",
                 "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
             )
 
@@ -107,8 +107,8 @@ class CheckpointWriter:
             if free < num_bytes
             else "Another machine has no space for it."
         )
-        asked = f"Cannot write the checkpoint of step {step} to {manager.output_dir}."
-        error = NoSpaceError(asked, reason, "Free some space, then resume from the newest checkpoint.")
+        problem = f"Cannot write the checkpoint of step {step} to {manager.output_dir}."
+        error = NoSpaceError(problem, reason, "Free some space, then resume from the newest checkpoint.")
         if policy == "stop":
             raise error
         self._skip(step, error)
@@ -170,11 +170,11 @@ class CheckpointWriter:
     def _skip(self, step: int, error: BaseException) -> None:
         self.skipped_steps.append(step)
         if self.manager.is_committer:
-            own = self.manager.own_checkpoints()
+            checkpoints = self.manager.own_checkpoints()
             logger.warning(
                 "Skipped the checkpoint of step %d and train on; %s. %s The next save tries again; "
                 "SavePolicy(on_full_disk=...) can free space by deleting older checkpoints, or stop the run.",
                 step,
-                f"the last one is {own[-1].name}" if own else "there is none yet",
+                f"the last one is {checkpoints[-1].name}" if checkpoints else "there is none yet",
                 error,
             )

@@ -54,8 +54,8 @@ def install() -> None:
     _exchange(facades, {id(theirs): ours for _, theirs, ours in pairs})
     for facade in facades:
         # Names that a facade has not looked up yet are missing from its attributes, but listed by `dir`.
-        known = frozenset(dir(facade)) - vars(facade).keys()
-        for name, ours in [(name, ours) for name, _, ours in pairs if name in known]:
+        names = frozenset(dir(facade)) - vars(facade).keys()
+        for name, ours in [(name, ours) for name, _, ours in pairs if name in names]:
             setattr(facade, name, ours)
             undo.callback(vars(facade).pop, name, None)
     for owner, name, adapt in (
@@ -100,19 +100,19 @@ def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
 
 def _refuse_holders(theirs: set[int]) -> None:
     """Raise if a module outside transformers refers to the objects, or to classes derived from them."""
-    found = {
+    holders = {
         module.__name__: names
         for module in _modules()
         if _package(module) not in _LIBRARY
         and (names := [name for name, value in list(vars(module).items()) if _is_one_of(value, theirs)])
     }
-    if found:
-        first, names = next(iter(found.items()))
-        held = f"transformers' ({', '.join(sorted(names))})"
-        others = f" So do {len(found) - 1} more modules." if len(found) > 1 else ""
+    if holders:
+        module_name, names = next(iter(holders.items()))
+        objects = f"transformers' ({', '.join(sorted(names))})"
+        others = f" So do {len(holders) - 1} more modules." if len(holders) > 1 else ""
         raise ConfigError(
             "Cannot put hftrain's objects in place of transformers':",
-            f"the module {first!r} was imported before and holds {held}.{others}",
+            f"the module {module_name!r} was imported before and holds {objects}.{others}",
             "Call hftrain.compat.install() at the start of the program, before such imports.",
         )
 

@@ -23,14 +23,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where this process's block begins in the whole tensor, and its shape, according to torch's planner."""
     mesh = tensor.device_mesh
-    known = _blocks.setdefault(mesh, {})
+    blocks = _blocks.setdefault(mesh, {})
     key = (*(mesh.get_coordinate() or ()), tensor.shape, tensor.placements)
-    if key not in known:
+    if key not in blocks:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # half a second, for meshes alone
 
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({"": tensor.detach()})
         (item,) = planner.create_local_plan().items
         chunk = item.tensor_data.chunk  # type: ignore[union-attr]
-        known[key] = tuple(chunk.offsets), tuple(chunk.sizes)
-    return known[key]
+        blocks[key] = tuple(chunk.offsets), tuple(chunk.sizes)
+    return blocks[key]

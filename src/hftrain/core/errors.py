@@ -56,7 +56,7 @@ def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
     """
     text = " ".join(part for part in (asked, reason, remedy) if part)
     values = (f"{name}={shorten(value)}" for name, value in received.items() if f"{name}={value!r}" not in text)
-    return f"{text} Received: {said}." if (said := ", ".join(values)) else text
+    return f"{text} Received: {listing}." if (listing := ", ".join(values)) else text
 
 
 def read_json(path: Any, asked: str, remedy: str) -> Any:
@@ -109,13 +109,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "Did you mean 'ddp'?"
     """
     known = sorted(known)
-    folded = {each: _fold(each) for each in known}
-    longer = [each for each in known if name and folded[each].startswith(_fold(name))]
-    near = difflib.get_close_matches(_fold(name), folded.values())
-    near_ones = sorted((each for each in known if folded[each] in near), key=lambda each: near.index(folded[each]))
-    close = (longer + [each for each in near_ones if each not in longer])[:3]
-    if close:
-        return "Did you mean " + " or ".join(repr(match) for match in close) + "?"
+    keys = {each: _fold(each) for each in known}
+    extensions = [each for each in known if name and keys[each].startswith(_fold(name))]
+    matches = difflib.get_close_matches(_fold(name), keys.values())
+    similar = sorted((each for each in known if keys[each] in matches), key=lambda each: matches.index(keys[each]))
+    hints = (extensions + [each for each in similar if each not in extensions])[:3]
+    if hints:
+        return "Did you mean " + " or ".join(repr(match) for match in hints) + "?"
     return "Known names: " + ", ".join(known) + "."
 
 

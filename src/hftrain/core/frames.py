@@ -31,11 +31,11 @@ def user_line(thread: int) -> str:
         >>> user_line(threading.get_ident()).startswith("<module> (")
         True
     """
-    innermost = own = sys._current_frames().get(thread)
-    while own is not None and _is_library(own.f_code.co_filename):
-        own = own.f_back
-    own = own or innermost
-    return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"
+    top = frame = sys._current_frames().get(thread)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or top
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "an unknown place"
 
 
 def raising_line(error: BaseException, *, only_above: bool = False) -> str | None:
@@ -52,10 +52,11 @@ def raising_line(error: BaseException, *, only_above: bool = False) -> str | Non
         '<doctest hftrain.core.frames.raising_line[0]>'
     """
     lines = traceback.extract_tb(error.__traceback__)
-    own = [each for each in lines if not (_is_library(each.filename) or "site-packages" in each.filename)]
-    if not own or (only_above and own[-1] is lines[-1]):
+    user_lines = [each for each in lines if not (_is_library(each.filename) or "site-packages" in each.filename)]
+    if not user_lines or (only_above and user_lines[-1] is lines[-1]):
         return None
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}".removesuffix(": ")
+    last = user_lines[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}: {last.line}".removesuffix(": ")
 
 
 def _is_library(path: str) -> bool:

@@ -99,7 +99,7 @@ def announce_launch() -> None:
     is_foreign = launch.launcher != _TORCH.launcher
     if launch.world_size == 1 or (not is_foreign and _number(_TORCH.rank) is None):
         return
-    said = {
+    variables = {
         "RANK": launch.rank,
         "WORLD_SIZE": launch.world_size,
         "LOCAL_RANK": launch.local_rank or 0,
@@ -107,7 +107,7 @@ def announce_launch() -> None:
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or (_first_machine(launch) if is_foreign else None),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or (_meeting_port(launch) if is_foreign else None),
     }
-    os.environ.update({name: str(value) for name, value in said.items() if value is not None})
+    os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
 
 
 def first_of_node_list(nodes: str) -> str:
@@ -117,8 +117,8 @@ def first_of_node_list(nodes: str) -> str:
         >>> first_of_node_list("gpu[007-012,20]-ib,login1")
         'gpu007-ib'
     """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else nodes)
 
 
 def _read(names: _Names) -> Launch:

@@ -36,26 +36,26 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     home_of = {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
-    handed_on = {name for name, home in home_of.items() if home.startswith("transformers.")}
-    absent = tuple(
+    reexports = {name for name, home in home_of.items() if home.startswith("transformers.")}
+    unavailable = tuple(
         modules
-        for needed, modules in _NEEDED.items()
+        for module, modules in _NEEDED.items()
         # In `sys.modules`, None forbids an import.
-        if handed_on and not sys.modules.get(needed, needed not in sys.modules and importlib.util.find_spec(needed))
+        if reexports and not sys.modules.get(module, module not in sys.modules and importlib.util.find_spec(module))
     )
-    public = {*own, *(name for name, home in home_of.items() if not home.startswith(absent))}
+    public = {*own, *(name for name, home in home_of.items() if not home.startswith(unavailable))}
 
     def get(name: str) -> Any:
         if home_of.get(name) == package:
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
             home = home_of[name]
-            value = _from_transformers(home, name) if name in handed_on else getattr(_imported(home), name)
+            value = _from_transformers(home, name) if name in reexports else getattr(_imported(home), name)
             setattr(sys.modules[package], name, value)
             return value
-        lightnings = names_elsewhere("lightning_names").get(name, "")
-        lightnings = lightnings and f"It is one of Lightning's names. {lightnings}"
-        remedy = names_elsewhere("transformers_names").get(name, lightnings)
+        lightning_hint = names_elsewhere("lightning_names").get(name, "")
+        lightning_hint = lightning_hint and f"It is one of Lightning's names. {lightning_hint}"
+        remedy = names_elsewhere("transformers_names").get(name, lightning_hint)
         hint = remedy or suggest(name, public)
         message = f"module {package!r} has no attribute {name!r}."
         message = f"{message} {hint}" if remedy or (hint.startswith("Did") and not name.startswith("__")) else message

@@ -36,21 +36,21 @@ def sharing_verbosity(library: str = "transformers") -> Iterator[None]:
     A script that turns on transformers' messages (`set_verbosity_info`) expects those of the run too. The other level
     is used only if it shows more than warnings; its handlers are used if this package has none.
     """
-    ours, theirs = logging.getLogger(ROOT), logging.getLogger(library)
-    is_asked = logging.NOTSET < theirs.level < logging.WARNING
-    if not is_asked or ours.level != logging.NOTSET or ours.getEffectiveLevel() <= theirs.level:
+    logger, other = logging.getLogger(ROOT), logging.getLogger(library)
+    is_asked = logging.NOTSET < other.level < logging.WARNING
+    if not is_asked or logger.level != logging.NOTSET or logger.getEffectiveLevel() <= other.level:
         yield
         return
-    handlers = [] if ours.hasHandlers() else list(theirs.handlers)
-    ours.setLevel(theirs.level)
+    handlers = [] if logger.hasHandlers() else list(other.handlers)
+    logger.setLevel(other.level)
     for handler in handlers:
-        ours.addHandler(handler)
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        ours.setLevel(logging.NOTSET)
+        logger.setLevel(logging.NOTSET)
         for handler in handlers:
-            ours.removeHandler(handler)
+            logger.removeHandler(handler)
 
 
 @contextmanager
@@ -58,8 +58,8 @@ def refusing_broadcast() -> Iterator[None]:
     """Make torch's warning about a column of labels against a row of outputs, or the reverse, an error."""
     column, row = r"\(torch\.Size\(\[{}, 1\]\)\)", r"\(torch\.Size\(\[{}\]\)\)"
     with warnings.catch_warnings():
-        for target, given in ((column, row), (row, column)):
-            sizes = target.format(r"([2-9]|\d\d+)"), given.format(r"\1")
+        for target, output in ((column, row), (row, column)):
+            sizes = target.format(r"([2-9]|\d\d+)"), output.format(r"\1")
             message = f"Using a target size {sizes[0]} that is different to the input size {sizes[1]}"
             warnings.filterwarnings("error", message, UserWarning)
         yield

@@ -85,9 +85,9 @@ def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
     """Merge values by name; for a duplicate name, warn and keep the first value."""
     merged: dict[str, Any] = {}
     for report in reports:
-        clashing = sorted(merged.keys() & report.keys())
-        if clashing:
-            warn_once(f"These numbers are left out, for their names are taken: {', '.join(clashing)}. Rename them.")
+        duplicates = sorted(merged.keys() & report.keys())
+        if duplicates:
+            warn_once(f"These numbers are left out, for their names are taken: {', '.join(duplicates)}. Rename them.")
         merged |= {name: value for name, value in report.items() if name not in merged}
     return merged
 
@@ -97,7 +97,7 @@ def as_entry(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
 
     Warns of other values under these names.
     """
-    own = {"epoch": state.epoch or 0.0, "step": state.global_step}
-    merge_reports(own, {name: logs[name] for name in own if logs.get(name) not in (None, own[name])})
-    logs.update({name: own[name] for name in own if name == "epoch" or name in logs})
-    return {**to_plain(logs), **own}
+    position = {"epoch": state.epoch or 0.0, "step": state.global_step}
+    merge_reports(position, {name: logs[name] for name in position if logs.get(name) not in (None, position[name])})
+    logs.update({name: position[name] for name in position if name == "epoch" or name in logs})
+    return {**to_plain(logs), **position}

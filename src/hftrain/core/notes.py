@@ -55,8 +55,8 @@ def describe(value: Any) -> str:
     if isinstance(value, (torch.Tensor, numpy.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        shown = [f"{name} {describe(part)}" for name, part in list(value.items())[:_MAX_SHOWN]]
-        return ", ".join(shown) + (", ..." if len(value) > _MAX_SHOWN else "") or "empty"
+        parts = [f"{name} {describe(part)}" for name, part in list(value.items())[:_MAX_SHOWN]]
+        return ", ".join(parts) + (", ..." if len(value) > _MAX_SHOWN else "") or "empty"
     if isinstance(value, (list, tuple)):
         if any(isinstance(part, (torch.Tensor, numpy.ndarray)) for part in value):
             return f"{type(value).__name__} of ({', '.join(map(describe, value[:_MAX_SHOWN]))})"

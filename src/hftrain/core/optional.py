@@ -23,9 +23,9 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
     """
     if not _cache(requirement):
         package = re.split(r"[^\w.-]", requirement)[0]
-        found = _version(package)
+        release = _version(package)
         target = f"hftrain[{extra}]" if extra else requirement
-        state = "which is not installed" if found is None else f"and {package} {found} is installed"
+        state = "which is not installed" if release is None else f"and {package} {release} is installed"
         raise MissingDependencyError(
             f"Cannot use {feature}:", f"it needs {requirement}, {state}.", f"Run: pip install '{target}'"
         )

@@ -36,12 +36,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=True):
-        own = optimizer.state.get(parameter, {})
-        for name, saved in state["state"].get(key, {}).items():
-            loaded = own.get(name)
-            is_cast = isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)
-            if is_cast and loaded.dtype == parameter.dtype != saved.dtype:
-                own[name] = torch.empty_like(loaded, dtype=saved.dtype).copy_(saved)
+        entry = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(key, {}).items():
+            current = entry.get(name)
+            is_cast = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
+            if is_cast and current.dtype == parameter.dtype != value.dtype:
+                entry[name] = torch.empty_like(current, dtype=value.dtype).copy_(value)
 
 
 # -- what models hold under private names, which have no public way; each stands here only ----------------------------

@@ -15,13 +15,13 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 @contextmanager
 def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of an object, which it has, within the context."""
-    before = {name: getattr(owner, name) for name in attributes}
+    old_values = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             setattr(owner, name, value)
 
 
@@ -32,15 +32,15 @@ def preserved(*owners: Any) -> Iterator[None]:
     The whole ``__dict__`` of each object is restored, so no attribute can be missed. Objects without one are left
     alone.
     """
-    found = [owner for owner in owners if hasattr(owner, "__dict__")]
-    kept = [
+    objects = [owner for owner in owners if hasattr(owner, "__dict__")]
+    copies = [
         {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in vars(owner).items()}
-        for owner in found
+        for owner in objects
     ]
     try:
         yield
     finally:
-        for owner, attributes in zip(found, kept, strict=True):
+        for owner, attributes in zip(objects, copies, strict=True):
             # Bypasses a __setattr__ that checks names.
             object.__setattr__(owner, "__dict__", attributes)
 
@@ -49,11 +49,11 @@ def preserved(*owners: Any) -> Iterator[None]:
 def preserved_signals() -> Iterator[None]:
     """Restore the signal handlers that a library replaces; with its own, later training runs would get no signal."""
     is_main = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 

@@ -87,11 +87,11 @@ class TrainerControl:
 def check_flags(control: TrainerControl) -> None:
     """Warn once about a flag that was set but that nothing reads, such as a misspelt one."""
     if len(control.__dict__) > len(fields(TrainerControl)):
-        known = {field.name for field in fields(TrainerControl)}
-        for name in sorted(control.__dict__.keys() - known):
+        names = {field.name for field in fields(TrainerControl)}
+        for name in sorted(control.__dict__.keys() - names):
             if name.startswith("should_"):
-                meant = name.replace("should_stop", "should_training_stop")
-                warn_once(f"A callback set control.{name}, which nothing reads. {suggest(meant, known)}")
+                flag = name.replace("should_stop", "should_training_stop")
+                warn_once(f"A callback set control.{name}, which nothing reads. {suggest(flag, names)}")
 
 
 # Marks what each process has for itself: another number of processes resumes with the mean.

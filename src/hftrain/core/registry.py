@@ -67,14 +67,14 @@ class Registry(Generic[T]):
 
     def usable_names(self) -> list[str]:
         """List the known names whose entry point can be imported; a warning lists the others."""
-        found = []
+        names = []
         for name in self.names():
             try:
                 self.resolve(name)
-                found.append(name)
+                names.append(name)
             except MissingDependencyError as error:
                 warn_once(f"{error} It is skipped.")
-        return found
+        return names
 
     def summary(self, name: str) -> str:
         """Return the one-line description of a name."""
@@ -110,7 +110,7 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"Cannot use {self.kind}={name!r}.",
                 f"No {self.kind} has that name.",
-                f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(str(name))) else suggest(name, self._entries),
+                f"Did you mean {term!r}?" if (term := self._elsewhere.get(str(name))) else suggest(name, self._entries),
             )
         return self._entries[name]
 

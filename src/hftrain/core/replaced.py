@@ -52,9 +52,9 @@ def warn_of_unread(*, is_resume: bool) -> None:
     """Warn once of functions and classes that a library has replaced and that a training does not call."""
     for module, names in watched:
         for name, value in names.items():
-            new = getattr(module, name, None)
-            if new is not value and new is not None and (is_resume or name not in _IN_RESUMES):
-                owner = getattr(new, "__module__", None) or type(new).__module__
+            replacement = getattr(module, name, None)
+            if replacement is not value and replacement is not None and (is_resume or name not in _IN_RESUMES):
+                owner = getattr(replacement, "__module__", None) or type(replacement).__module__
                 remedies = {**names_elsewhere("transformers_names"), **_IN_RESUMES}
                 remedy = remedies.get(name, "Override a method of the Trainer, or pass a callback.")
                 place = f"{module.__name__}.{name}"

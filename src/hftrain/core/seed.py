@@ -107,8 +107,8 @@ def restore_rng(state: dict[str, Any]) -> None:
             module.set_rng_state(state[name])
         elif name in state:
             per_device = state[name] if isinstance(state[name], (list, tuple)) else [state[name]]
-            for index, each in zip(_indices(name), per_device, strict=False):
-                module.set_rng_state(each, index)
+            for index, device_state in zip(_indices(name), per_device, strict=False):
+                module.set_rng_state(device_state, index)
     for name, (_, restore) in _added.items():
         if name in state:
             restore(state[name])
@@ -125,18 +125,18 @@ def _check(state: dict[str, Any]) -> None:
 
 def rng_devices() -> list[tuple[str, Any]]:
     """Return kind and module of the accelerator, whose devices have a generator each."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return []
-    module: Any = torch.get_device_module(found)
+    module: Any = torch.get_device_module(device)
     with_generators = module if hasattr(module, "get_rng_state") else getattr(module, "random", None)
     if not hasattr(with_generators, "get_rng_state"):
         warn_once(
-            f"torch.{found.type} has no get_rng_state(): a resumed run draws other random numbers on the device "
+            f"torch.{device.type} has no get_rng_state(): a resumed run draws other random numbers on the device "
             "(dropout) than the uninterrupted one would have. Use a version of its package that has the function."
         )
         return []
-    return [(found.type, with_generators)]
+    return [(device.type, with_generators)]
 
 
 def _indices(name: str) -> range:

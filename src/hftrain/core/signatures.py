@@ -35,12 +35,12 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-def _differing(kind: type, given: inspect.BoundArguments) -> list[str]:
+def _differing(kind: type, call: inspect.BoundArguments) -> list[str]:
     """Return ``name=value`` of the arguments after `self` that are not defaults, those passed on to a base included."""
     inits = [inspect.signature(vars(each)["__init__"]) for each in kind.__mro__[-2::-1] if "__init__" in vars(each)]
     defaults = {name: shorten(each.default) for init in inits for name, each in init.parameters.items()}
-    values = {**dict(list(given.arguments.items())[1:]), **given.kwargs}
-    passed_on = {name for name, each in given.signature.parameters.items() if each.kind is each.VAR_KEYWORD}
+    values = {**dict(list(call.arguments.items())[1:]), **call.kwargs}
+    passed_on = {name for name, each in call.signature.parameters.items() if each.kind is each.VAR_KEYWORD}
     texts = {name: shorten(value) for name, value in values.items() if name not in passed_on}
     return [f"{name}={text}" for name, text in texts.items() if text != defaults.get(name)]
 
@@ -51,11 +51,11 @@ def check_overrides(kind: type, base: type) -> None:
         override = inspect.getattr_static(kind, name)
         if name.startswith("_") or override is method or not inspect.isfunction(override):
             continue
-        expected = inspect.signature(method)
-        fixed = [p for p in expected.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        named = {p.name: None for p in fixed if p.kind is p.KEYWORD_ONLY}
+        signature = inspect.signature(method)
+        parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
         try:
-            inspect.signature(override).bind(*[None] * (len(fixed) - len(named)), **named)
+            inspect.signature(override).bind(*[None] * (len(parameters) - len(keywords)), **keywords)
         except TypeError as error:
             raise TaskError(
                 f"Cannot call {kind.__name__}.{name}{inspect.signature(override)}:",

@@ -39,9 +39,9 @@ class HistoryText:
         """Capture the entries as they are now; their text can be made later, in another thread."""
         if self._mark is None or self._mark != _mark(history[: self._size]):
             self._size, self._text, self._waiting = 0, "", []
-        new = history[self._size :]
-        if new:
-            self._waiting = [*self._waiting, *(dict(each) if isinstance(each, Mapping) else each for each in new)]
+        entries = history[self._size :]
+        if entries:
+            self._waiting = [*self._waiting, *(dict(each) if isinstance(each, Mapping) else each for each in entries)]
             self._size, self._mark = len(history), _mark(history)
 
     def parts(self) -> list[str]:
@@ -106,8 +106,8 @@ class TrainerState:
         entries = history.parts()
         if not entries:
             return [text]
-        before, after = text.split(_NO_HISTORY)
-        return [before, _NO_HISTORY[:-1], "\n    ", *entries, "\n  ]", after]
+        head, tail = text.split(_NO_HISTORY)
+        return [head, _NO_HISTORY[:-1], "\n    ", *entries, "\n  ]", tail]
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TrainerState:

@@ -68,8 +68,9 @@ def is_samples(batch: Any) -> bool:
 def batch_size_of(batch: Any) -> int | None:
     """Return how many samples a batch holds, or None if that is unknown.
 
-    The size is that of a mapping's ``"labels"``, else the commonest among the tensors (the first of equally common
-    ones). For a list of mappings it is the length, because these are samples.
+    The size is that of a mapping's ``"labels"``, because other tensors may count something else, such as image
+    patches; without labels, the commonest among the tensors (the first of equally common ones). For a list of mappings
+    it is the length, because these are samples.
     """
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() > 0 else None

@@ -112,7 +112,7 @@ class ShardedBatches:
 
     def facts(self) -> dict[str, Any]:
         """Return the position, which is the same on all ranks, and the settings that it depends on."""
-        return {"progress": self._progress.state_dict(), "shape": self._shape()}
+        return {"progress": self._progress.state_dict(), "shape": self._geometry()}
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs by rank."""
@@ -124,12 +124,12 @@ class ShardedBatches:
         Raises:
             CheckpointError: The position cannot be mapped to this loader.
         """
-        saved, now, progress = facts["shape"], self._shape(), Progress(**facts["progress"])
-        changes = check_resumable(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
+        saved, geometry, progress = facts["shape"], self._geometry(), Progress(**facts["progress"])
+        changes = check_resumable(saved, geometry, is_within_epoch=progress.is_within_epoch, step=step)
         if changes:
             logger.warning("The batch layout has changed (%s); the position in the data is kept.", ", ".join(changes))
         self._progress = convert_position(
-            progress, *(BatchGrid.of(shape, shape["num_batches"]) for shape in (saved, now))
+            progress, *(BatchGrid.of(shape, shape["num_batches"]) for shape in (saved, geometry))
         )
         self._epoch_rng = own["epoch_rng"]
         with preserved_rng():  # report invalid states now instead of in the next iteration
@@ -137,7 +137,7 @@ class ShardedBatches:
         # Each rank that reads a stream may have been at a different position in it.
         self._feed.load_state_dict(None if changes and self._feed.is_stream else own["data"])
 
-    def _shape(self) -> dict[str, Any]:
+    def _geometry(self) -> dict[str, Any]:
         world_size = self._strategy.data.world_size
         dataset: Any = getattr(self._loader, "dataset", None)
         return {

@@ -66,12 +66,12 @@ class EngineCheckpoints:
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> Path:
         """Save a checkpoint, and delete old ones. Collective."""
-        manager, strategy, bare = self._claimed("save()"), self._strategy, self._strategy.unwrap(model)
+        manager, strategy, module = self._claimed("save()"), self._strategy, self._strategy.unwrap(model)
         registry = self._registry(model, optimizer)
         weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
-        whole = [partial(save_weights, bare, state_dict=weights), *registry.capture(as_it_is)]
-        own = [*capture_shards(strategy, model, optimizer), capture_own(registry.own_state(), strategy)]
-        path = manager.save(step, [*own, *(whole if manager.is_committer else ())], facts=registry.facts())
+        shared = [partial(save_weights, module, state_dict=weights), *registry.capture(as_it_is)]
+        per_rank = [*capture_shards(strategy, model, optimizer), capture_own(registry.own_state(), strategy)]
+        path = manager.save(step, [*per_rank, *(shared if manager.is_committer else ())], facts=registry.facts())
         manager.rotate()
         return path
 
@@ -80,7 +80,7 @@ class EngineCheckpoints:
         folder = self._find(path)
         if folder is None:
             return 0
-        manager, strategy, bare = self._claimed("load()"), self._strategy, self._strategy.unwrap(model)
+        manager, strategy, module = self._claimed("load()"), self._strategy, self._strategy.unwrap(model)
         manifest = read_manifest(folder)
         if "batches" not in manifest.facts:
             reason, remedy = "A Trainer saved it.", "Resume it with that Trainer, or read its model.safetensors."
@@ -88,12 +88,12 @@ class EngineCheckpoints:
         with restoring(folder):
             registry, saved = self._registry(model, optimizer, folder), manifest.facts["geometry"]
             check_equal(saved, self._kind(optimizer), step=manifest.step)
-            check_resumable(saved, self._shape(), is_within_epoch=False, step=manifest.step)
-            load_weights(bare, folder, strategy=strategy)
+            check_resumable(saved, self._geometry(), is_within_epoch=False, step=manifest.step)
+            load_weights(module, folder, strategy=strategy)
             registry.load(Scope.WHOLE, lambda *_: folder)
-            own = load_own(folder, strategy, saved)
-            registry.load(Scope.RANK, own.get)
-            restore_rng(own)
+            states = load_own(folder, strategy, saved)
+            registry.load(Scope.RANK, states.get)
+            restore_rng(states)
         manager.follow(manifest)
         return manifest.step
 
@@ -103,7 +103,7 @@ class EngineCheckpoints:
         in_training = self._strategy, model, optimizer, self._precision
 
         def position() -> dict[str, Any]:
-            geometry = {**self._kind(optimizer), **self._shape()}
+            geometry = {**self._kind(optimizer), **self._geometry()}
             return {"geometry": geometry, "batches": [each.facts() for each in self.batches]}
 
         def read_precision(folder: Path) -> str:
@@ -121,8 +121,8 @@ class EngineCheckpoints:
 
         def load_batches(states: list[dict[str, Any]]) -> None:
             manifest = read_manifest(folder)
-            for batches, known, state in zip(self.batches, manifest.facts["batches"], states, strict=True):
-                batches.restore(known, state, step=manifest.step)
+            for batches, facts, state in zip(self.batches, manifest.facts["batches"], states, strict=True):
+                batches.restore(facts, state, step=manifest.step)
 
         return Registry(
             {
@@ -135,15 +135,15 @@ class EngineCheckpoints:
 
     def _find(self, path: str | Path) -> Path | None:
         """Return the checkpoint to load; the main process verifies it. Collective."""
-        manager, found, error = self._claimed("load()"), None, None
+        manager, folder, error = self._claimed("load()"), None, None
         if self._strategy.is_main:
             try:
-                found = manager.latest() if path == "auto" else Path(path)
+                folder = manager.latest() if path == "auto" else Path(path)
                 if path != "auto" and manager.open(Path(path)) is None:
                     raise CheckpointError(f"{path} has no manifest. Load a checkpoint that Engine.save() wrote.")
             except CheckpointError as problem:
                 error = problem
-        name, reason = self._strategy.broadcast_object([found and str(found), error and str(error)])
+        name, reason = self._strategy.broadcast_object([folder and str(folder), error and str(error)])
         if reason:
             raise CheckpointError(reason) from error
         return name and Path(name)
@@ -152,7 +152,7 @@ class EngineCheckpoints:
         """Return the facts that a checkpoint must match."""
         return {"optimizer": type(optimizer).__name__, "registered": [*self.objects], "shards": len(self.batches)}
 
-    def _shape(self) -> dict[str, Any]:
+    def _geometry(self) -> dict[str, Any]:
         policy = self._precision.policy
         dtype = None if Owns.CASTING in self._strategy.owns else str(policy.param_dtype)
         place = {"world_size": self._strategy.data.world_size, "readers": readers_of(self._strategy)}

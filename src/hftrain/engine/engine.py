@@ -158,24 +158,24 @@ class Engine:
             remedy = "Remove the config's scheduler and register() one of torch.optim.lr_scheduler."
             raise refused("setup()", "The DeepSpeed config makes a schedule that would know no length.", remedy)
         strategy.plan_clipping(self._max_grad_norm)
-        unheld: list[torch.Tensor] = []
+        extras: list[torch.Tensor] = []
 
-        def make(bare: nn.Module) -> Optimizer:
-            optimizer = make_optimizer(bare)
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            unheld[:] = [p for p in bare.parameters() if id(p) not in held]
-            if not any(id(p) in held for p in bare.parameters()):
+        def make(module: nn.Module) -> Optimizer:
+            optimizer = make_optimizer(module)
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            extras[:] = [p for p in module.parameters() if id(p) not in ids]
+            if not any(id(p) in ids for p in module.parameters()):
                 remedy = "Make it from the model that the function is called with."
                 raise refused("setup()", "The optimizer holds none of the model's parameters.", remedy)
-            return precision.attach(bare, optimizer)
+            return precision.attach(module, optimizer)
 
-        wrapped, optimizer = strategy.setup(precision.convert(model), make, precision.policy)
+        wrapper, optimizer = strategy.setup(precision.convert(model), make, precision.policy)
         assert optimizer is not None
         stepper = assemble_stepper(
-            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, unheld=unheld
+            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, unheld=extras
         )
-        self._run = _Run(wrapped, optimizer, stepper)
-        return wrapped, optimizer
+        self._run = _Run(wrapper, optimizer, stepper)
+        return wrapper, optimizer
 
     def register(self, name: str, stateful: T) -> T:
         """Add an object to checkpoints, such as a schedule or a counter. Each rank saves its own state.
@@ -272,9 +272,9 @@ class Engine:
         """
         with self.accumulate(is_last):
             with self.autocast():
-                found = loss(self._run.model, self.strategy.to_device(batch))
-            self.backward(found)
-        return found.detach()
+                value = loss(self._run.model, self.strategy.to_device(batch))
+            self.backward(value)
+        return value.detach()
 
     def optim_step(self, lr: float | None = None) -> Update:
         """Clip to the engine's `max_grad_norm`, update the parameters and drop the gradients. Collective.
@@ -307,15 +307,15 @@ class Engine:
 
         Ranks may read different numbers of batches.
         """
-        wrapped = self._run.model
-        model = self.strategy.for_evaluation(wrapped)
-        with kept_modes(wrapped):
+        wrapper = self._run.model
+        model = self.strategy.for_evaluation(wrapper)
+        with kept_modes(wrapper):
             try:
                 with torch.no_grad():
                     yield model.eval()
                     self.strategy.finish_forwards()
             finally:
-                self.strategy.after_evaluation(wrapped)
+                self.strategy.after_evaluation(wrapper)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -167,11 +167,11 @@ def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: the documented integrations.
     """
-    renamed = {}
+    grouped = {}
     for name, value in metrics.items():
         stage, _, rest = name.partition("_")
-        renamed[f"{stage}/{rest}" if stage in ("eval", "test") and rest else f"train/{name}"] = value
-    return renamed
+        grouped[f"{stage}/{rest}" if stage in ("eval", "test") and rest else f"train/{name}"] = value
+    return grouped
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -204,10 +204,10 @@ def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
             "yes" and "on".
     """
     value = os.environ.get(variable, "").strip().lower()
-    known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, names["true"]), **names}
-    if value not in known:
+    choices = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, names["true"]), **names}
+    if value not in choices:
         raise ConfigError(f"{variable}={value!r} is set.", "It has no such value.", suggest(value, {"false", *names}))
-    return known[value]
+    return choices[value]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,7 +46,7 @@ class MLflowLogger(Logger):
         self.run_id = active.info.run_id
         if tags := _tags():
             mlflow.set_tags(tags)
-        self._log_params(run, known=active.data.params)
+        self._log_params(run, recorded=active.data.params)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         import mlflow
@@ -84,13 +84,13 @@ class MLflowLogger(Logger):
 
         return mlflow.MlflowClient()
 
-    def _log_params(self, run: RunFacts, *, known: Mapping[str, Any]) -> None:
+    def _log_params(self, run: RunFacts, *, recorded: Mapping[str, Any]) -> None:
         """Record new parameters; MLflow does not allow changes, so a resumed run keeps its recorded values."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         params = flatten(run.config) if is_set("MLFLOW_FLATTEN_PARAMS") else run.config
-        params = {name: str(value) for name, value in params.items() if name not in known}
+        params = {name: str(value) for name, value in params.items() if name not in recorded}
         too_long = sorted(name for name, value in params.items() if len(value) > MAX_PARAM_VAL_LENGTH)
         if too_long:
             logger.warning(
@@ -101,8 +101,8 @@ class MLflowLogger(Logger):
             )
         items = [item for item in params.items() if item[0] not in too_long]
         items = items[: int(os.environ.get("MLFLOW_MAX_LOG_PARAMS") or len(items))]
-        for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
-            mlflow.log_params(dict(items[first : first + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self.run_id)
+        for start in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
+            mlflow.log_params(dict(items[start : start + MAX_PARAMS_TAGS_PER_BATCH]), run_id=self.run_id)
 
 
 def _tags() -> dict[str, Any]:

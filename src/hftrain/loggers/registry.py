@@ -40,13 +40,13 @@ def available_loggers() -> list[str]:
     Trackers added by other packages are used only if named.
     """
     kinds: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names(with_entry_points=False)}
-    found = {
+    usable = {
         name: kind
         for name, kind in kinds.items()
         if not kind.missing_packages() and kind.why_off() is None and kind.joins_all()
     }
-    replaced = {name for kind in found.values() for name in kind.replaces}
-    return [name for name in found if name not in replaced]
+    superseded = {name for kind in usable.values() for name in kind.replaces}
+    return [name for name in usable if name not in superseded]
 
 
 def installed_tracker(name: str) -> Any:

@@ -40,8 +40,8 @@ class WandbLogger(MediaByWrapping):
 
         self._is_own = wandb.run is None
         if self._is_own:
-            known = {"id": run.run_id, "resume": "allow"} if run.run_id else {}
-            wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=run.name, **known)
+            resume = {"id": run.run_id, "resume": "allow"} if run.run_id else {}
+            wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=run.name, **resume)
         self._run = wandb.run
         self.run_id = self._run.id
         self._run.config.update(run.config, allow_val_change=True)

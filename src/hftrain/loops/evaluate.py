@@ -133,7 +133,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
     def attach(self, parts: EvaluateParts) -> None:
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
-        self._kept: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
         self._batch_metrics: Any = None
         if config.computes_per_batch and hooks.compute_metrics is not None:
             self._batch_metrics = extra("prediction_metrics").BatchMetrics(
@@ -181,14 +181,14 @@ class EvaluateLoop(Loop[EvaluateParts]):
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if hooks.read_metrics is not None:
             reports.append(hooks.read_metrics())
-        kept = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
-        predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
+        arrays = {name: self._collect(name, is_interleaved) for name in tuple(self._buffers)}
+        predictions, labels = arrays.pop("outputs", None), arrays.pop("labels", None)
         num_samples = int(self.parts.group.reduce(torch.tensor(self._num_samples, device=self.parts.group.device)))
         if predictions is not None and config.joins_batches and num_samples:
             extra("predictions").check_rows(predictions, labels, num_samples)
         is_complete = predictions is not None and labels is not None
         if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
-            prediction = EvalPrediction(predictions, labels, **kept)
+            prediction = EvalPrediction(predictions, labels, **arrays)
             reports.append(extra("prediction_metrics").call_metrics(hooks.compute_metrics, prediction))
         if not config.returns_predictions:
             predictions = labels = None
@@ -212,7 +212,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_watched = self.stops_early or metrics is not None or hooks.repeat_batch is not None
         takes_turns = self.parts.group.world_size > 1 and is_watched
         agree: Callable[[bool], bool] = self.parts.group.all_true if takes_turns else bool
-        upcoming, last = next(batches, _END), None
+        upcoming, last_batch = next(batches, _END), None
         if takes_turns and hooks.repeat_batch is not None and not agree(upcoming is not _END):
             raise ConfigError(
                 "Cannot evaluate with an accelerator in use, or a split model that generates.",
@@ -226,13 +226,13 @@ class EvaluateLoop(Loop[EvaluateParts]):
             if upcoming is not _END:
                 num_read += 1
                 batch, upcoming = upcoming, next(batches, _END)
-                last = _copied(batch) if upcoming is _END else None  # a step may pop from what it is given
+                last_batch = _copied(batch) if upcoming is _END else None  # a step may pop from what it is given
                 output = self.run_batch(batch)
                 if metrics is not None:
                     parts = self._batch_parts(batch, output)
                 self._fire_prediction_step(output)
             elif hooks.repeat_batch is not None:
-                hooks.repeat_batch(_copied(last))
+                hooks.repeat_batch(_copied(last_batch))
             if takes_turns and hooks.finish is not None:
                 hooks.finish()
             is_enough = self.stops_early and self.should_stop(output)
@@ -259,10 +259,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
-        keeping = extra("predictions")
-        kind = partial(keeping.Kept, num_samples=num_expected) if config.joins_batches else keeping.KeptBatches
+        predictions = extra("predictions")
+        kind = partial(predictions.Kept, num_samples=num_expected) if config.joins_batches else predictions.KeptBatches
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
-            self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
+            self._buffers[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
     def _fire_prediction_step(self, output: StepOutput) -> None:
         self.parts.events.fire("on_prediction_step")
@@ -298,10 +298,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
                     "it is None, so there is nothing to call compute_metrics with.",
                     "Return what compute_metrics is to get as predictions.",
                 )
-        if self._kept:
+        if self._buffers:
             for name, part in self._batch_parts(batch, output).items():
-                if name in self._kept:
-                    self._kept[name].add(part)
+                if name in self._buffers:
+                    self._buffers[name].add(part)
         return output
 
     def _batch_parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        joined = self._kept.pop(name).joined(self.parts.group, is_interleaved=is_interleaved, order=self._order)
+        joined = self._buffers.pop(name).joined(self.parts.group, is_interleaved=is_interleaved, order=self._order)
         finish = self.parts.hooks.finish_outputs
         return joined if finish is None or name != "outputs" else finish(joined)
 
@@ -336,8 +336,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         hooks, device = self.parts.hooks, self.parts.group.device
         pairs = [number for each in self._loss_sums.values() for number in (each.total, each.num_items)]
         sums = torch.stack([torch.as_tensor(number, dtype=self._sum_dtype, device=device) for number in pairs])
-        per_kind = zip(hooks.kinds, self.parts.group.reduce(sums).reshape(-1, 2).tolist(), strict=True)
-        means = {kind: total / num_items for kind, (total, num_items) in per_kind if num_items}
+        totals = zip(hooks.kinds, self.parts.group.reduce(sums).reshape(-1, 2).tolist(), strict=True)
+        means = {kind: total / num_items for kind, (total, num_items) in totals if num_items}
         loss = means.get(hooks.kinds[0]) if hooks.choose_mean is None else hooks.choose_mean(means)
         return {} if loss is None else {"loss": loss}
 
@@ -375,11 +375,11 @@ def _main_input(batch: Any, name: str) -> Any:
 
 
 def _check_complete(output: StepOutput, batch: Any) -> None:
-    for what, value in (("predictions", output.outputs), ("labels", output.labels)):
+    for name, value in (("predictions", output.outputs), ("labels", output.labels)):
         if value is None:
             raise TaskError(
                 "Cannot use compute_metrics.",
-                f"An evaluation batch gave no {what} to call it with (the batch has {_columns(batch)}).",
+                f"An evaluation batch gave no {name} to call it with (the batch has {_columns(batch)}).",
                 "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
                 "evaluation_step, or leave compute_metrics out.",
             )

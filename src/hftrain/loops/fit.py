@@ -219,11 +219,11 @@ class FitLoop(Loop[FitParts]):
         while progress.step < max_steps and not is_over:
             if progress.micro_steps_in_epoch == num_batches:
                 # Hooks must not be asked for batches after the last one. A loader may hold more than its length.
-                more = list(islice(batches, 1))
-                if not more:
+                lookahead = list(islice(batches, 1))
+                if not lookahead:
                     is_exhausted = True
                     break
-                batches = chain(more, batches)
+                batches = chain(lookahead, batches)
                 self._check_pass(progress.micro_steps_in_epoch + 1, num_batches)
             window, num_items = hooks.get_batch_samples(batches, accumulation, parts.device)
             if len(window) < accumulation:
@@ -276,12 +276,13 @@ class FitLoop(Loop[FitParts]):
             window: The step's micro-batches, at least one.
             num_items: Their item count from `get_batch_samples`.
         """
-        parts, hooks, last = self.parts, self.parts.hooks, len(window) - 1
+        parts, hooks, last_index = self.parts, self.parts.hooks, len(window) - 1
         for index, batch in enumerate(window):
-            if index == last and hooks.mark_sync is not None and last:
+            # The only micro-batch of a step has been marked by `run_epoch`.
+            if index == last_index and hooks.mark_sync is not None and last_index:
                 hooks.mark_sync(True)
             try:
-                if index == last:
+                if index == last_index:  # exchanges the gradients of all micro-batches
                     loss = hooks.training_step(parts.model, batch, num_items)
                 else:
                     with parts.no_sync(parts.model):
@@ -289,7 +290,7 @@ class FitLoop(Loop[FitParts]):
             except Exception as error:
                 keep_facts(error, batch=batch)
                 raise
-            if index != last and "on_substep_end" in parts.events.heard:
+            if index != last_index and "on_substep_end" in parts.events.heard:
                 parts.events.fire("on_substep_end")
             parts.losses.add(loss)
         self.update()

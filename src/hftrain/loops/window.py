@@ -155,9 +155,9 @@ def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     try:
         return torch.stack(losses)
     except TypeError as error:
-        wrong = next(each for each in losses if not isinstance(each, torch.Tensor))
+        other = next(each for each in losses if not isinstance(each, torch.Tensor))
         raise TaskError(
-            f"Cannot log what the Trainer's training_step returned ({describe(wrong)}):",
+            f"Cannot log what the Trainer's training_step returned ({describe(other)}):",
             "it is not a tensor.",
             "Return the detached loss of the micro-batch: loss.detach().",
         ) from error
@@ -209,10 +209,10 @@ class LogWindow:
 
     def read(self) -> dict[str, float]:
         """Return the means over steps and ranks and reset them; synchronises, collective."""
-        mine = {name: (_number(name, value), self._counts[name]) for name, value in self._sums.items()}
+        numbers = {name: (_number(name, value), self._counts[name]) for name, value in self._sums.items()}
         self._sums, self._counts = {}, {}
         merged: dict[str, list[float]] = {}
-        for per_rank in self._gather_object(mine):
+        for per_rank in self._gather_object(numbers):
             for name, (value, count) in per_rank.items():
                 total = merged.setdefault(name, [0.0, 0])
                 total[0] += value
@@ -224,11 +224,11 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         remedy = "Return a number under that name."
         if hasattr(value, "compute"):
             remedy = "Return its compute(), or name the metric in the task's metrics('train'), which are logged too."
-        raise TaskError(f"Cannot log {name!r}:", f"it is {found}, but logs hold only numbers.", remedy) from error
+        raise TaskError(f"Cannot log {name!r}:", f"it is {kind}, but logs hold only numbers.", remedy) from error
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -248,12 +248,12 @@ def as_numbers(*values: Any) -> list[float]:
 
     The host waits once, if they are plain tensors.
     """
-    whole = [_whole(value) for value in values]
-    devices = {value.device if type(value) is torch.Tensor and value.numel() == 1 else None for value in whole}
+    tensors = [_whole(value) for value in values]
+    devices = {value.device if type(value) is torch.Tensor and value.numel() == 1 else None for value in tensors}
     if None in devices or len(devices) > 1:
-        return [float(value) for value in whole]
-    dtype = reduce(torch.promote_types, [value.dtype for value in whole], torch.float32)
-    numbers: list[float] = torch.stack([value.detach().reshape(()).to(dtype) for value in whole]).tolist()
+        return [float(value) for value in tensors]
+    dtype = reduce(torch.promote_types, [value.dtype for value in tensors], torch.float32)
+    numbers: list[float] = torch.stack([value.detach().reshape(()).to(dtype) for value in tensors]).tolist()
     return numbers
 
 

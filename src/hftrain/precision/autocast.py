@@ -120,19 +120,19 @@ class ScaledPrecision(AutocastPrecision):
 
     def apply(self, optimizer: Optimizer) -> None:
         # GradScaler does not report skipped steps: it does not call the optimizer then.
-        calls: list[Any] = []
-        hook = register_optimizer_step_post_hook(lambda *call: calls.append(call))
+        optimizer_calls: list[Any] = []
+        hook = register_optimizer_step_post_hook(lambda *call: optimizer_calls.append(call))
         try:
             self._scaler.step(optimizer)
         finally:
             hook.remove()
         # One of torch's that was made with fused=True skips its update itself, and so may one of another package.
         is_plain = type(optimizer).__module__.startswith("torch.optim.") and not optimizer.defaults.get("fused")
-        self._is_skipped |= not calls
+        self._is_skipped |= not optimizer_calls
         self._is_unsure |= not is_plain
 
     def update_scale(self) -> bool:
-        is_skipped, before = self._is_skipped, self._scale
+        is_skipped, last_scale = self._is_skipped, self._scale
         self._scaler.update()
         self._unscaled.clear()
         self._num_in_a_row += 1
@@ -140,8 +140,8 @@ class ScaledPrecision(AutocastPrecision):
         if is_skipped or self._is_unsure or self._num_in_a_row >= self._scaler.get_growth_interval():
             self._scale = self._scaler.get_scale()
             # Only an overflow lowers the scale. One of 0 cannot get lower, and gradients divided by it are not finite.
-            is_skipped = is_skipped or self._scale < before or not self._scale
-            self._num_in_a_row = 0 if self._scale != before else self._num_in_a_row
+            is_skipped = is_skipped or self._scale < last_scale or not self._scale
+            self._num_in_a_row = 0 if self._scale != last_scale else self._num_in_a_row
         self._is_skipped = self._is_unsure = False
         self._num_skipped += is_skipped
         if is_skipped and self._scale < 1:

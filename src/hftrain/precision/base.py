@@ -142,7 +142,7 @@ def set_matmul(matmul: str) -> Callable[[], None]:
         with warnings.catch_warnings():
             # torch 2.9 recommends the newer flags once per process; 2.13 no longer does.
             warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
-            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+            old_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:
         raise ConfigError(
             f"Cannot use matmul={matmul!r}.",
@@ -150,7 +150,7 @@ def set_matmul(matmul: str) -> Callable[[], None]:
             "Remove those settings, or let them control TF32 and set neither `matmul` nor 'tf32' here.",
         ) from error
     _apply(matmul, matmul == "high")
-    return lambda: _apply(*before)
+    return lambda: _apply(*old_settings)
 
 
 def _apply(matmul: str, allow_tf32: bool) -> None:

@@ -19,17 +19,17 @@ class Board:
 
     def __init__(self, store: Store | None = None) -> None:
         self._store = store
-        self._own: dict[str, str] = {}
+        self._notes: dict[str, str] = {}
 
     def post(self, key: str, text: str) -> None:
         """Write a note; replaces an earlier one with the same key."""
         if self._store is None:
-            self._own[key] = text
+            self._notes[key] = text
         else:
             self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
         """Return a note, or None if it has not been written; does not wait."""
         if self._store is None:
-            return self._own.get(key)
+            return self._notes.get(key)
         return self._store.get(key).decode() if self._store.check([key]) else None

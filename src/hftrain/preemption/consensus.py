@@ -104,15 +104,15 @@ class Consensus:
     ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.is_main, self.is_local_main = group.is_main, group.is_local_main
-        self._act, self._pending, self._board, self._progress = act, pending, board, progress
+        self._act, self._pending_calls, self._board, self._progress = act, pending, board, progress
         self._timeout_s, self._every_s = timeout_s, every_s if group.is_main else None
         self._ends_s = math.inf
         self._saved_at_s = time.monotonic()
-        self._asked: set[str] = set()
+        self._requests: set[str] = set()
         self._closing = threading.Event()
         self._is_deaf = False
         self._turn = 0
-        self._agreed: tuple[str | None, int] | None = None
+        self._agreement: tuple[str | None, int] | None = None
         self._is_known, self._is_taken = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hftrain-consensus", daemon=True)
 
@@ -120,42 +120,42 @@ class Consensus:
 
     def ask(self, what: str) -> bool:
         """Make a request, from any thread or a signal handler; return whether it will be handled."""
-        self._asked.add(what)
+        self._requests.add(what)
         if self.world_size == 1:
             self._raise_flag()
         return not self._is_deaf
 
     def withdraw(self, what: str) -> None:
         """Remove a request that is handled; a round that has begun may still return it."""
-        self._asked.discard(what)
+        self._requests.discard(what)
 
     def due(self, step: int) -> str | None:
         """Return the request to handle at the boundary after `step`, if any; called in the main thread, by `act`."""
         if self.world_size == 1:
             # First, so that later requests are seen at the next boundary.
             self._lower_flag()
-            what = strongest(set(self._asked))
-            self._forget(what)
-            if self._asked:
+            request = strongest(set(self._requests))
+            self._forget(request)
+            if self._requests:
                 self._raise_flag()
-            return what
+            return request
         # With a timeout, because on some systems no signal handler runs otherwise.
         while not self._is_known.wait(1.0):
             pass
-        if self._agreed is None or step < self._agreed[1]:
+        if self._agreement is None or step < self._agreement[1]:
             return None
-        what, self._agreed = self._agreed[0], None
+        request, self._agreement = self._agreement[0], None
         self._is_known.clear()
         self._lower_flag()
         # From here on the thread may begin another round.
         self._is_taken.set()
-        return what
+        return request
 
     def left_over(self) -> str | None:
         """Return a requested stop that `due` never returned."""
-        asked, agreed = strongest(self._asked.intersection(STOPS)), self._agreed
+        stop, agreement = strongest(self._requests.intersection(STOPS)), self._agreement
         # The agreed boundary may be after the end of the run.
-        return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
+        return strongest([stop, agreement[0]]) if agreement is not None and agreement[0] in STOPS else stop
 
     def share(self, value: Any) -> list[str | None]:
         """Post the progress of this process as JSON, and return the last one of each process; from any thread."""
@@ -176,15 +176,15 @@ class Consensus:
     def start(self) -> None:
         """Start the clock, and the thread, if they are needed."""
         if self._every_s is not None:
-            self._pending.append(self._check_clock)
+            self._pending_calls.append(self._check_clock)
         if self.world_size > 1:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
         """End the thread. `all_true` still works for a save that is not complete."""
         self._closing.set()
-        if self._check_clock in self._pending:
-            self._pending.remove(self._check_clock)
+        if self._check_clock in self._pending_calls:
+            self._pending_calls.remove(self._check_clock)
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
         # Posted after the last note of the thread, so a process that reads this one has read all.
@@ -203,13 +203,13 @@ class Consensus:
         begun_s = time.monotonic()
         self._turn += 1
 
-        def is_late(of: int) -> bool:
+        def is_late(rank: int) -> bool:
             now_s = time.monotonic()
             if now_s < min(begun_s + self._timeout_s, self._ends_s):
                 return False
             raise CheckpointError(
                 "Processes were to agree on a save in the background.",
-                f"There was no word from rank {of} in {now_s - begun_s:.0f} s.",
+                f"There was no word from rank {rank} in {now_s - begun_s:.0f} s.",
                 "Look for its error; allow more time with ddp_timeout.",
             )
 
@@ -225,7 +225,7 @@ class Consensus:
     def _watch(self) -> None:
         try:
             for number in itertools.count():
-                if not (self._wait_for(number) and self._hold(number)):
+                if not (self._wait_for(number) and self._take_part(number)):
                     return
         except Exception as error:
             # The board is not available any more, because the process that hosted it has ended.
@@ -239,25 +239,25 @@ class Consensus:
         while not self._closing.is_set():
             if int(self._board.read("opened") or -1) >= number:
                 return True
-            if self._asked:
+            if self._requests:
                 self._board.post("opened", str(number))
                 return True
             self._closing.wait(_POLL_S)
         return False
 
-    def _hold(self, number: int) -> bool:
+    def _take_part(self, number: int) -> bool:
         """Take part in a round, and wait until the main thread has acted on it; False if it was the last one."""
         self._is_known.clear()
         # In this order; see the class.
         self._raise_flag()
-        note = [self._progress.step, strongest(set(self._asked))]
-        agreed = self._exchange("round", number, note, _decide, self._gives_up())
-        if agreed is None:
-            return self._go_on_alone()
+        note = [self._progress.step, strongest(set(self._requests))]
+        decision = self._exchange("round", number, note, _decide, self._gives_up())
+        if decision is None:
+            return self._continue_alone()
         # In this order: at any time, one of the two shows a stop, see `left_over`.
-        self._agreed = agreed[0], int(agreed[1])
-        self._forget(agreed[0])
-        if self.on_stop is not None and agreed[0] == "SIGTERM":
+        self._agreement = decision[0], int(decision[1])
+        self._forget(decision[0])
+        if self.on_stop is not None and decision[0] == "SIGTERM":
             self.on_stop()
         self._is_known.set()
         while not self._is_taken.wait(_POLL_S):
@@ -270,30 +270,30 @@ class Consensus:
         """Return a function that tells whether a process will not post its note of a round."""
         begun_s = time.monotonic()
 
-        def gives_up(of: int) -> bool:
+        def gives_up(rank: int) -> bool:
             waited_s = time.monotonic() - begun_s
             if waited_s > 2 * _ANSWER_S:
-                self._end_if_asked(f"process {of} does not answer")
+                self._end_if_asked(f"process {rank} does not answer")
             # Only the main process decides that a process is dead, so that all get the same answer.
             is_late = self.is_main and waited_s > _ANSWER_S
-            return self._closing.is_set() or is_late or self._board.read(f"left/{of}") is not None
+            return self._closing.is_set() or is_late or self._board.read(f"left/{rank}") is not None
 
         return gives_up
 
-    def _go_on_alone(self) -> bool:
+    def _continue_alone(self) -> bool:
         """Continue training after a round without a result; False if no further round can have one."""
-        left = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
-        self._is_deaf = "failed" in left
-        if not self._closing.is_set() and (self._is_deaf or "ended" not in left):
+        departures = [self._board.read(f"left/{rank}") for rank in range(self.world_size)]
+        self._is_deaf = "failed" in departures
+        if not self._closing.is_set() and (self._is_deaf or "ended" not in departures):
             self._end_if_asked("another process has failed or does not answer")
-            if SAVE in self._asked:
+            if SAVE in self._requests:
                 logger.warning("The requested save is skipped: another process does not respond.")
-                self._asked.discard(SAVE)
+                self._requests.discard(SAVE)
         self._release()
-        return not (self._closing.is_set() or any(left))
+        return not (self._closing.is_set() or any(departures))
 
     def _release(self) -> None:
-        self._agreed = None
+        self._agreement = None
         self._lower_flag()
         self._is_known.set()
 
@@ -316,41 +316,41 @@ class Consensus:
         """
         self._board.post(f"{topic}/{self.rank}", json.dumps([turn, value]))
         if self.is_main:
-            found = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
+            result = combine([self._await(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
             # A process that is leaving does not report that others are silent: it posts that it leaves.
-            if found is not None or not self._closing.is_set():
-                self._board.post(topic, json.dumps([turn, found]))
-        return self._hear(topic, turn, 0, gives_up)
+            if result is not None or not self._closing.is_set():
+                self._board.post(topic, json.dumps([turn, result]))
+        return self._await(topic, turn, 0, gives_up)
 
-    def _hear(self, key: str, turn: int, of: int, gives_up: Callable[[int], bool]) -> Any:
+    def _await(self, key: str, turn: int, sender: int, gives_up: Callable[[int], bool]) -> Any:
         pause_s = _FIRST_PAUSE_S
         while True:
             # Checked first: a process that has left posts nothing afterwards.
-            is_over = gives_up(of)
-            at, value = json.loads(self._board.read(key) or "[-1, null]")
-            if at == turn:
+            is_over = gives_up(sender)
+            posted_turn, value = json.loads(self._board.read(key) or "[-1, null]")
+            if posted_turn == turn:
                 return value
-            if is_over or at > turn:
+            if is_over or posted_turn > turn:
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _forget(self, what: str | None) -> None:
+    def _forget(self, request: str | None) -> None:
         """Remove a request that `due` returned, and those that it includes."""
-        strength = _STRENGTH.get(what or "", 0)
-        self._asked -= {what, *(each for each, its_own in _STRENGTH.items() if its_own <= strength)}
+        strength = _STRENGTH.get(request or "", 0)
+        self._requests -= {request, *(each for each, level in _STRENGTH.items() if level <= strength)}
 
     def _raise_flag(self) -> None:
-        if self._act not in self._pending:
-            self._pending.append(self._act)
+        if self._act not in self._pending_calls:
+            self._pending_calls.append(self._act)
 
     def _lower_flag(self) -> None:
-        while self._act in self._pending:
-            self._pending.remove(self._act)
+        while self._act in self._pending_calls:
+            self._pending_calls.remove(self._act)
 
 
 def _decide(notes: list[Any]) -> tuple[str | None, int] | None:
     """Return what to do and after which step; None if a process has left, or does not answer."""
     if None in notes:
         return None
-    return strongest(asked for _, asked in notes), 1 + max(step for step, _ in notes)
+    return strongest(request for _, request in notes), 1 + max(step for step, _ in notes)

@@ -55,11 +55,11 @@ class GracePeriod:
     def start(self, run: Any) -> int:
         """Start the thread for a run, given by its `Interrupts`; return the descriptor to write signal numbers to."""
         self._run, self._strategy = run, run.strategy
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="hftrain-grace", daemon=True)
         self._thread.start()
-        return self._mouth.fileno()
+        return self._sender.fileno()
 
     def ring(self) -> None:
         """Notify the thread that another process must stop."""
@@ -73,25 +73,25 @@ class GracePeriod:
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._thread = None
-            self._ear.close()
-            self._mouth.close()
+            self._receiver.close()
+            self._sender.close()
 
-    def _send(self, what: int) -> None:
+    def _send(self, message: int) -> None:
         if self._thread is not None:
             with suppress(OSError):
-                self._mouth.send(bytes([what]))
+                self._sender.send(bytes([message]))
 
-    def _hear(self, timeout_s: float | None) -> int | None:
-        self._ear.settimeout(timeout_s)
+    def _receive(self, timeout_s: float | None) -> int | None:
+        self._receiver.settimeout(timeout_s)
         try:
-            return self._ear.recv(1)[0]
+            return self._receiver.recv(1)[0]
         except TimeoutError:
             return None
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        longest_s = self._until_asked()
+        longest_s = self._await_sigterm()
         if longest_s is None:
             return
         self._run.ask("SIGTERM")
@@ -99,16 +99,16 @@ class GracePeriod:
         if reason is not None:
             self._end(reason)
 
-    def _until_asked(self) -> float | None:
+    def _await_sigterm(self) -> float | None:
         """Wait for SIGTERM, and return the longest pause of the run; None if the run ends first."""
         longest_s, is_under_way = 0.0, False
         pulse, changed_s = self._run.pulse(), time.monotonic()
         pause_s = None if self._grace_s is None else min(self._grace_s / 4, _LONGEST_POLL_S)
         while True:
-            heard = self._hear(pause_s)
-            if heard == _CLOSE:
+            message = self._receive(pause_s)
+            if message == _CLOSE:
                 return None
-            if heard in (signal.SIGTERM, _ELSEWHERE):
+            if message in (signal.SIGTERM, _ELSEWHERE):
                 return longest_s
             latest, now_s = self._run.pulse(), time.monotonic()
             if latest != pulse:
@@ -128,10 +128,10 @@ class GracePeriod:
         begun_s = changed_s = time.monotonic()
         pulse, is_hurried, has_asked = self._pulse(), False, False
         while True:
-            heard, now_s = self._hear(_POLL_S), time.monotonic()
-            if heard == _CLOSE:
+            message, now_s = self._receive(_POLL_S), time.monotonic()
+            if message == _CLOSE:
                 return None
-            is_hurried = is_hurried or (heard == signal.SIGTERM and now_s - begun_s > same_s)
+            is_hurried = is_hurried or (message == signal.SIGTERM and now_s - begun_s > same_s)
             latest = self._pulse()
             if latest is not None and latest != pulse:
                 pulse, changed_s = latest, now_s
@@ -149,56 +149,56 @@ class GracePeriod:
         place = self._place()
         self._say(f"SIGTERM interrupts {place}, because {reason}.")
         # The thread receives the interrupting signal, too.
-        is_own = self._run.handlers.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
+        is_own_signal = self._run.handlers.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
         pulse, changed_s = self._pulse(), time.monotonic()
         while time.monotonic() - changed_s < LAST_S:
-            heard = self._hear(_POLL_S)
-            if heard == _CLOSE:
+            message = self._receive(_POLL_S)
+            if message == _CLOSE:
                 return
-            if heard == signal.SIGTERM and not is_own:
+            if message == signal.SIGTERM and not is_own_signal:
                 break
-            is_own = is_own and heard != signal.SIGTERM
+            is_own_signal = is_own_signal and message != signal.SIGTERM
             latest = self._pulse()
             if latest is not None and latest != pulse:
                 pulse, changed_s = latest, time.monotonic()
-        words = _within(_SAY_S, self._run.last_words) or ""
-        self._say(f"SIGTERM ends the process at once: it is still in {self._place()}. {words}")
+        last_words = _call_within(_SAY_S, self._run.last_words) or ""
+        self._say(f"SIGTERM ends the process at once: it is still in {self._place()}. {last_words}")
         end_process(128 + signal.SIGTERM)
 
     def _place(self) -> str:
         return f"{self._run.where()}, at {user_line(self._main)}"
 
     def _pulse(self) -> Any:
-        return _within(_SAY_S, self._run.share_pulse)
+        return _call_within(_SAY_S, self._run.share_pulse)
 
     def _say_who_is_missing(self) -> None:
         watch = self._strategy.watch
         if watch is not None and waits_for_others(self._main):
 
             def say() -> None:
-                late, places = watch.missing()
-                logger.warning("rank %d: %s: %s.", self._strategy.rank, late, places)
+                problem, places = watch.missing()
+                logger.warning("rank %d: %s: %s.", self._strategy.rank, problem, places)
 
             threading.Thread(target=say, name="hftrain-missing", daemon=True).start()
 
     def _say(self, text: str) -> None:
         """Log from another thread, because the log's pipe may be closed, and the main thread may hold its lock."""
         label = "" if self._strategy.world_size == 1 else f"rank {self._strategy.rank}: "
-        _within(_SAY_S, lambda: logger.warning("%s%s", label, text))
+        _call_within(_SAY_S, lambda: logger.warning("%s%s", label, text))
 
 
-def _within(limit_s: float, call: Callable[[], Any]) -> Any:
+def _call_within(limit_s: float, call: Callable[[], Any]) -> Any:
     """Return a function's result, or None if it fails or takes too long; it then continues unobserved."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
         with suppress(Exception):
-            found.append(call())
+            results.append(call())
 
     thread = threading.Thread(target=work, name="hftrain-grace-call", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def end_process(status: int) -> NoReturn:

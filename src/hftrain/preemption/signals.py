@@ -16,7 +16,7 @@ from hftrain.preemption.consensus import SAVE, Consensus
 logger = get_logger(__name__)
 
 # Windows has no SIGUSR1.
-_ASKED_BY = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGUSR1": SAVE}
+_REQUESTS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGUSR1": SAVE}
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _NO_WAKEUP = -1
 # Our descriptor to which Python's C code writes signals, if any: a forked process must not write its own to it.
@@ -68,10 +68,10 @@ class SignalHandlers:
 
     def __enter__(self) -> SignalHandlers:
         if threading.current_thread() is threading.main_thread():
-            for name in _ASKED_BY:
+            for name in _REQUESTS:
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) in _DEFAULTS:
-                    self._previous[number] = signal.signal(number, self._note)
+                    self._previous[number] = signal.signal(number, self._record_request)
                 elif number is not None:
                     logger.info("%s is handled by the program itself; the training does not react to it.", name)
         else:
@@ -87,7 +87,7 @@ class SignalHandlers:
     def __exit__(self, *error: object) -> None:
         with self._leaving:
             for number, handler in self._previous.items():
-                if signal.getsignal(number) == self._note:
+                if signal.getsignal(number) == self._record_request:
                     signal.signal(number, handler)
         _leave_wakeup(self._wakeup)
 
@@ -97,28 +97,28 @@ class SignalHandlers:
         Sends SIGTERM to do so. Returns False and does nothing if another handler has been set for SIGTERM.
         """
         with self._leaving:
-            is_ours = signal.getsignal(signal.SIGTERM) == self._note and hasattr(signal, "pthread_kill")
+            is_ours = signal.getsignal(signal.SIGTERM) == self._record_request and hasattr(signal, "pthread_kill")
             if is_ours:
                 self._ending = TrainingStopped(message, signum=signal.SIGTERM, is_early=True)
                 # To the main thread itself; otherwise a blocking call there would continue.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             return is_ours
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_request(self, signum: int, frame: FrameType | None) -> None:
         """Only record the request: the process may be interrupted anywhere."""
-        name = signal.Signals(number).name
+        name = signal.Signals(signum).name
         ending, self._ending = self._ending, None
         if os.getpid() != self._process:
-            self._act_by_default(number)
+            self._act_by_default(signum)
         elif ending is not None:
             raise ending
         elif name == "SIGTERM" and self._descriptor != self._wakeup:
-            os.write(self._descriptor, bytes([number]))  # because Python's C code writes to another descriptor
-            self._consensus.ask(_ASKED_BY[name])
+            os.write(self._descriptor, bytes([signum]))  # because Python's C code writes to another descriptor
+            self._consensus.ask(_REQUESTS[name])
         elif name == "SIGINT" and self._is_interrupted:
-            signal.default_int_handler(number, frame)
-        elif not self._consensus.ask(_ASKED_BY[name]):
-            self._act_by_default(number)
+            signal.default_int_handler(signum, frame)
+        elif not self._consensus.ask(_REQUESTS[name]):
+            self._act_by_default(signum)
         elif name == "SIGINT":
             self._is_interrupted = True
             # Not with a logger or a stream, which the handler may have interrupted.
@@ -133,9 +133,9 @@ class SignalHandlers:
 def _take_wakeup(descriptor: int) -> int:
     """Let Python's C code write signal numbers to this descriptor, unless another is set; return it, or -1."""
     global _wakeup
-    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    if before != _NO_WAKEUP:
-        signal.set_wakeup_fd(before)
+    old_descriptor = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if old_descriptor != _NO_WAKEUP:
+        signal.set_wakeup_fd(old_descriptor)
         return _NO_WAKEUP
     _wakeup = descriptor
     return descriptor
@@ -145,9 +145,9 @@ def _leave_wakeup(descriptor: int) -> None:
     global _wakeup
     if descriptor != _NO_WAKEUP and _wakeup == descriptor:
         _wakeup = _NO_WAKEUP
-        now = signal.set_wakeup_fd(_NO_WAKEUP)
-        if now != descriptor:
-            signal.set_wakeup_fd(now)
+        current = signal.set_wakeup_fd(_NO_WAKEUP)
+        if current != descriptor:
+            signal.set_wakeup_fd(current)
 
 
 def _forget_wakeup() -> None:

@@ -65,15 +65,15 @@ def assemble_stepper(
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
     if has_own_steps(optimizer):
         computing = computing or StepCalls(precision.backward, precision.autocast)
-        own: Stepper = optimizer.assemble(strategy, precision, args, computing)  # type: ignore[attr-defined]
-        return own
-    max_grad_norm, left = args.max_grad_norm, list(unheld)
+        stepper: Stepper = optimizer.assemble(strategy, precision, args, computing)  # type: ignore[attr-defined]
+        return stepper
+    max_grad_norm, extras = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if hasattr(optimizer, "update_in_backward") and strategy.world_size == 1:
-        return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
+        return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, extras)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     norm = getattr(strategy, "last_norm", None) if max_grad_norm else None  # its float() reads the last update's
-    unscale, reached = (partial(precision.unscale, optimizer), []) if unscales else (None, left)
+    unscale, reached = (partial(precision.unscale, optimizer), []) if unscales else (None, extras)
     own_clip = partial(_clip, strategy, optimizer, args, unscale, unclipped, reached, computing)
     clip: Callable[[], Any] = (lambda: norm) if Owns.CLIP in owns else own_clip
     if hasattr(optimizer, "measure"):
@@ -85,7 +85,7 @@ def assemble_stepper(
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=engine.zero_grad
         if Owns.STEP in owns and hasattr(engine, "zero_grad")
-        else _zero_grad_of(optimizer, left),
+        else _zero_grad_of(optimizer, extras),
     )
     follower = getattr(strategy, "follower", None)
     return stepper if follower is None else _checked(stepper, follower)
@@ -143,13 +143,13 @@ def _clip(
         unscale()
     # Read at each step because a callback may add a parameter group.
     parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
-    reached = unheld and [parameter for parameter in unheld if parameter.grad is not None]
-    if reached:
-        held = set(map(id, parameters))
-        parameters += [parameter for parameter in reached if id(parameter) not in held]
+    with_grads = unheld and [parameter for parameter in unheld if parameter.grad is not None]
+    if with_grads:
+        ids = set(map(id, parameters))
+        parameters += [parameter for parameter in with_grads if id(parameter) not in ids]
     if unclipped:
-        left_out = set(map(id, unclipped))
-        parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
+        excluded = set(map(id, unclipped))
+        parameters = [parameter for parameter in parameters if id(parameter) not in excluded]
     if computing is None or computing.accelerator is None:
         return strategy.clip_grad_norm(parameters, max_norm)
     norm: torch.Tensor | None = computing.accelerator.clip_grad_norm_(parameters, max_norm)
@@ -176,14 +176,14 @@ def _zero_grad_of(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:
     owns = strategy.owns
-    both = Owns.BACKWARD | Owns.STEP
+    calls = Owns.BACKWARD | Owns.STEP
     reason = None
     for part, method in ((Owns.BACKWARD, "backward"), (Owns.STEP, "step")):
         if part in owns and not callable(getattr(strategy, method, None)):
             reason = f"It declares {part} and has no method {method!r}."
-    if Owns.SCALING in owns and both not in owns:
+    if Owns.SCALING in owns and calls not in owns:
         reason = "It declares Owns.SCALING, which needs its own backward and step as well."
-    elif scales and Owns.SCALING not in owns and owns & both:
+    elif scales and Owns.SCALING not in owns and owns & calls:
         reason = "It runs backward or step itself, and leaves the scaling of the loss to a precision it bypasses."
     if reason:
         raise StrategyError(

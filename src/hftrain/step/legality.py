@@ -131,11 +131,11 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
     if policy.compute_dtype == torch.float64 and device_type == "mps":
         return "MPS has no float64"
     if capability is not None and capability < _AMPERE:
-        has = f"and this one has {capability[0]}.{capability[1]}"
+        gpu = f"and this one has {capability[0]}.{capability[1]}"
         if policy.matmul == "high":
-            return f"TF32 needs a GPU of compute capability 8.0 or newer, {has}"
+            return f"TF32 needs a GPU of compute capability 8.0 or newer, {gpu}"
         if policy.compute_dtype == torch.bfloat16:
-            return f"bfloat16 needs a GPU of compute capability 8.0 or newer, {has}; 'fp16' works"
+            return f"bfloat16 needs a GPU of compute capability 8.0 or newer, {gpu}; 'fp16' works"
     return None
 
 

@@ -78,12 +78,12 @@ def average_gradients(parameters: Sequence[torch.Tensor], strategy: Strategy) ->
     A process whose batch did not use a parameter has no gradient for it. If no process used it, it keeps none.
     """
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        chosen = [parameter for parameter in parameters if parameter.dtype == dtype]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        flags = parts[0].new_tensor([float(p.grad is not None) for p in chosen])
+        same_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in same_dtype]
+        flags = parts[0].new_tensor([float(p.grad is not None) for p in same_dtype])
         sums = strategy.reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "mean")
-        means = torch.split(sums[len(flags) :], [p.numel() for p in chosen])
-        for number, (parameter, mean) in enumerate(zip(chosen, means, strict=True)):
+        means = torch.split(sums[len(flags) :], [p.numel() for p in same_dtype])
+        for number, (parameter, mean) in enumerate(zip(same_dtype, means, strict=True)):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean.view_as(parameter))
             elif sums[number] > 0:

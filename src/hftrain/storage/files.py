@@ -44,16 +44,16 @@ logger = get_logger(__name__)
 
 def check_writable(folder: str | Path) -> None:
     """Create a folder if it does not exist, and check that a file can be written in it."""
-    asked = f"Cannot write to {str(folder)!r}."
+    problem = f"Cannot write to {str(folder)!r}."
     if _URL.fullmatch(str(folder)) or _SPOILT.fullmatch(str(folder)):
-        raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
+        raise ConfigError(problem, "This version writes to local folders only.", "Give a path without scheme.")
     probe = Path(folder) / f"{WRITE_TEST}{secrets.token_hex(4)}"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(asked, f"{error}.", "Give a folder in which this user may create files.") from error
+        raise ConfigError(problem, f"{error}.", "Give a folder in which this user may create files.") from error
 
 
 def appears(path: Path) -> bool:
@@ -138,14 +138,14 @@ def begin(target: Path) -> Path:
 
 def find_staging(target: Path) -> Path:
     """Return the one staging folder of `target` that another process created."""
-    found = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
-    if len(found) != 1:
+    candidates = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
+    if len(candidates) != 1:
         raise CheckpointError(
             f"Cannot write {target} from several processes.",
-            f"This one sees {len(found)} staging folders that the main process made for it in {target.parent}.",
+            f"This one sees {len(candidates)} staging folders that the main process made for it in {target.parent}.",
             "Put the output folder on storage that all machines share, and let one run at a time write to it.",
         )
-    return found[0]
+    return candidates[0]
 
 
 def staged_bytes(folder: Path) -> int:
@@ -167,22 +167,22 @@ def take_over(target: Path, staged: Path, *, unless: tuple[str, ...]) -> Path:
     """
     if target.is_dir() and not target.is_symlink() and not any((target / name).exists() for name in unless):
         for path in target.iterdir():
-            own = staged / path.name
-            if not own.exists():
-                shutil.copytree(path, own) if path.is_dir() else shutil.copy2(path, own)
+            copy = staged / path.name
+            if not copy.exists():
+                shutil.copytree(path, copy) if path.is_dir() else shutil.copy2(path, copy)
     return staged
 
 
 def commit(staged: Path, target: Path) -> None:
     """Flush a staging folder and rename it to `target`, replacing an existing one; durable on return."""
     fsync_tree(staged)
-    replaced = _beside(target, "replaced") if os.path.lexists(target) else None
-    if replaced is not None:
-        os.rename(target, replaced)
+    backup = _beside(target, "replaced") if os.path.lexists(target) else None
+    if backup is not None:
+        os.rename(target, backup)
     os.rename(staged, target)
     _fsync_folder(target.parent)
-    if replaced is not None:
-        discard(replaced)
+    if backup is not None:
+        discard(backup)
 
 
 def discard(folder: Path) -> None:
@@ -227,13 +227,13 @@ def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
     if not parent.is_dir():
         return []
     with os.scandir(parent) as entries:  # a folder may contain thousands of checkpoints
-        found = [
+        matches = [
             (entry.name, match)
             for entry in entries
             if (match := _LEFTOVER.fullmatch(entry.name)) is not None and entry.is_dir(follow_symlinks=False)
         ]
-    found.sort(key=lambda each: each[0])
-    return [(parent / name, match["kind"], match["name"] or match["older_name"]) for name, match in found]
+    matches.sort(key=lambda each: each[0])
+    return [(parent / name, match["kind"], match["name"] or match["older_name"]) for name, match in matches]
 
 
 def _fsync_file(path: Path) -> None:
@@ -266,9 +266,9 @@ def free_bytes(folder: Path) -> int:
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Tell whether an error, or its cause, says that a disk or a quota is full."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    ids: set[int] = set()
+    while error is not None and id(error) not in ids:
+        ids.add(id(error))
         # safetensors reports the error number only in its message.
         if getattr(error, "errno", None) in _DISK_FULL or any(
             f"(os error {number})" in str(error) for number in _DISK_FULL
@@ -306,9 +306,9 @@ def is_url(folder: str | Path) -> bool:
 def check_url(folder: str | Path) -> None:
     """Raise unless a folder is a path, or a URL whose store package is installed; does not use the network."""
     text = str(folder)
-    asked = f"Cannot use the folder {text!r}."
+    problem = f"Cannot use the folder {text!r}."
     if _SPOILT.fullmatch(text):
-        raise ConfigError(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
+        raise ConfigError(problem, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
     if not is_url(text):
         return
     from fsspec.registry import get_filesystem_class, known_implementations
@@ -317,12 +317,12 @@ def check_url(folder: str | Path) -> None:
     try:
         get_filesystem_class(protocol)
     except ValueError as error:
-        raise ConfigError(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
+        raise ConfigError(problem, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
     except ImportError as error:
         package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
         # For some stores, only their own error message names the missing package.
         remedy = f"Run: pip install {package}." if package not in ("", "fsspec") else "Install what the message names."
-        raise MissingDependencyError(asked, f"{str(error).rstrip('.')}.", remedy) from error
+        raise MissingDependencyError(problem, f"{str(error).rstrip('.')}.", remedy) from error
 
 
 def mirror_of(url: str) -> Path:
@@ -332,8 +332,8 @@ def mirror_of(url: str) -> Path:
     user's cache (`XDG_CACHE_HOME`, ``~/.cache``). It may be deleted between two runs.
     """
     url = url.rstrip("/")
-    own = os.environ.get(CACHE_VARIABLE)
-    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hftrain"
+    setting = os.environ.get(CACHE_VARIABLE)
+    cache = Path(setting) if setting else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hftrain"
     return cache.absolute() / "mirrors" / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rpartition("/")[2]
 
 

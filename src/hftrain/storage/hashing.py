@@ -52,8 +52,8 @@ def create(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file for sequential writing; within `noting` it is hashed, and durable when closed."""
     notes = _notes.get()
     if notes is None:
-        with open(path, "wb") as plain:
-            yield plain
+        with open(path, "wb") as stream:
+            yield stream
         return
     with open(path, "wb", buffering=0) as raw, ThreadPoolExecutor(1, "hftrain-hash") as pool:
         file = _Hashed(raw, pool)
@@ -65,9 +65,9 @@ def create(path: Path) -> Iterator[IO[bytes]]:
     # the time, so the time is moved to the past, where no later change can set it.
     with contextlib.suppress(OSError):  # some network file systems cannot
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - _BACKWARDS_NS))
-        moved = path.stat()
-        if moved.st_mtime_ns < status.st_mtime_ns:
-            notes[mark(moved)] = digest
+        backdated = path.stat()
+        if backdated.st_mtime_ns < status.st_mtime_ns:
+            notes[mark(backdated)] = digest
 
 
 class _Hashed(io.RawIOBase):
@@ -83,36 +83,36 @@ class _Hashed(io.RawIOBase):
         # Page-aligned, as direct writes need it; one block is filled while the previous one is hashed.
         self._pieces = [numpy.frombuffer(mmap.mmap(-1, _PIECE_BYTES), numpy.uint8) for _ in range(2)]
         self._hashed: Future[None] | None = None
-        self._used = 0
+        self._fill = 0
         self._is_direct: bool | None = None  # until the first full block
 
     def write(self, data: Any) -> int:
         """Write bytes; they may change afterwards."""
-        left = numpy.frombuffer(data, numpy.uint8)
-        num_bytes = len(left)
-        while len(left):
-            part = left[: _PIECE_BYTES - self._used]
-            self._pieces[0][self._used : self._used + len(part)] = part  # releases the GIL, unlike bytes
-            self._used += len(part)
-            left = left[len(part) :]
-            if self._used == _PIECE_BYTES:
-                self._put()
+        rest = numpy.frombuffer(data, numpy.uint8)
+        num_bytes = len(rest)
+        while len(rest):
+            part = rest[: _PIECE_BYTES - self._fill]
+            self._pieces[0][self._fill : self._fill + len(part)] = part  # releases the GIL, unlike bytes
+            self._fill += len(part)
+            rest = rest[len(part) :]
+            if self._fill == _PIECE_BYTES:
+                self._flush_piece()
         return num_bytes
 
     def finish(self) -> str:
         """Write the rest, and return the SHA-256 of the file."""
         if self._is_direct:  # its last block may be partial
             self._set_direct(False)
-        self._put()
+        self._flush_piece()
         if self._hashed is not None:
             self._hashed.result()
         return self._digest.hexdigest()
 
-    def _put(self) -> None:
-        piece = self._pieces[0].data[: self._used]
-        if self._is_direct is None and self._used == _PIECE_BYTES:
+    def _flush_piece(self) -> None:
+        piece = self._pieces[0].data[: self._fill]
+        if self._is_direct is None and self._fill == _PIECE_BYTES:
             self._set_direct(True)
-        before, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
+        pending, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
         while piece:
             try:
                 piece = piece[self._raw.write(piece) :]
@@ -120,10 +120,10 @@ class _Hashed(io.RawIOBase):
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._set_direct(False)
-        if before is not None:
-            before.result()
+        if pending is not None:
+            pending.result()
         self._pieces.reverse()
-        self._used = 0
+        self._fill = 0
 
     def _set_direct(self, is_direct: bool) -> None:
         self._is_direct = False

@@ -40,14 +40,14 @@ class StoredBlock(NamedTuple):
 
     def read(self, starts: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
         """Return a copy of the elements from `starts` to `stops`, indices of the whole tensor."""
-        cut = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, self.offsets, strict=True))
+        slices = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, self.offsets, strict=True))
         try:
             # the reader returns memory-mapped tensors, which change when the file is overwritten
-            if not cut or self.dtype == _PACKED:  # which it does not slice
-                found = self.file.get_tensor(self.name)[cut]
+            if not slices or self.dtype == _PACKED:  # which it does not slice
+                block = self.file.get_tensor(self.name)[slices]
             else:
-                found = self.file.get_slice(self.name)[cut]
-            copy: torch.Tensor = found.clone(memory_format=torch.contiguous_format)
+                block = self.file.get_slice(self.name)[slices]
+            copy: torch.Tensor = block.clone(memory_format=torch.contiguous_format)
         except Exception as error:
             raise unreadable_tensors(self.path, error) from error
         return copy
@@ -65,24 +65,24 @@ class FileTensor(StoredTensor):
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Return a block, see `StoredTensor`; only the stored blocks that intersect with it are read."""
-        first = tuple(offsets or (0 for _ in self.shape))
+        begin = tuple(offsets or (0 for _ in self.shape))
         sizes = self.shape if sizes is None else torch.Size(sizes)
-        last = [start + size for start, size in zip(first, sizes, strict=True)]
-        found: torch.Tensor | None = None
+        end = [start + size for start, size in zip(begin, sizes, strict=True)]
+        result: torch.Tensor | None = None
         for block in self.blocks:
-            starts = list(map(max, first, block.offsets))
-            stops = [min(stop, o + size) for stop, o, size in zip(last, block.offsets, block.sizes, strict=True)]
+            starts = list(map(max, begin, block.offsets))
+            stops = [min(stop, o + size) for stop, o, size in zip(end, block.offsets, block.sizes, strict=True)]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
             piece = block.read(starts, stops)
             if piece.shape == sizes:
                 return piece
-            found = piece.new_empty(sizes) if found is None else found
-            found[tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, first, strict=True))] = piece
-        if found is None:  # an empty block, whose dtype is that of the others
-            at = self.blocks[0].offsets
-            found = self.blocks[0].read(at, at).new_empty(sizes)
-        return found
+            result = piece.new_empty(sizes) if result is None else result
+            result[tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, begin, strict=True))] = piece
+        if result is None:  # an empty block, whose dtype is that of the others
+            origin = self.blocks[0].offsets
+            result = self.blocks[0].read(origin, origin).new_empty(sizes)
+        return result
 
 
 def open_tensors(path: Path) -> dict[str, FileTensor]:
@@ -94,19 +94,19 @@ def open_tensors(path: Path) -> dict[str, FileTensor]:
     try:
         check_header(path)
         file: Any = safe_open(path, framework="pt")
-        found = {}
+        tensors = {}
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             shape, dtype = part.get_shape(), part.get_dtype()
             if dtype == _PACKED:
                 shape[-1] //= 2
             block = StoredBlock(path, file, name, dtype, tuple(shape), tuple(0 for _ in shape))
-            found[name] = FileTensor(block.sizes, [block])
+            tensors[name] = FileTensor(block.sizes, [block])
         aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
-        found.update({alias: found[name] for alias, name in aliases.items()})
+        tensors.update({alias: tensors[name] for alias, name in aliases.items()})
     except Exception as error:
         raise unreadable_tensors(path, error) from error
-    return found
+    return tensors
 
 
 def read_whole(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,19 +163,19 @@ def open_shards(folder: Path, *, stem: str) -> dict[str, FileTensor]:
     blocks: dict[str, list[StoredBlock]] = {}
     for path in find_shards(folder, stem=stem):
         places = _places_in(path)
-        for name, stored in open_tensors(path).items():
-            block, shape = stored.blocks[0], tuple(stored.shape)
+        for name, tensor in open_tensors(path).items():
+            block, shape = tensor.blocks[0], tuple(tensor.shape)
             if name in places:
-                first, whole = places[name]
-                is_rows = isinstance(first, int)
-                offsets = (first, *block.offsets[1:]) if is_rows else tuple(first)
-                block, shape = block._replace(offsets=offsets), (whole, *shape[1:]) if is_rows else tuple(whole)
-            known = shapes.setdefault(name, shape)
-            found = blocks.setdefault(name, [])
-            if known != shape or not len(shape) == len(block.offsets) == len(block.sizes):
-                raise unreadable(path, f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(known)}")
-            found.append(block)
-    return {name: FileTensor(shapes[name], _covering(name, shapes[name], found)) for name, found in blocks.items()}
+                start, size = places[name]
+                is_rows = isinstance(start, int)
+                offsets = (start, *block.offsets[1:]) if is_rows else tuple(start)
+                block, shape = block._replace(offsets=offsets), (size, *shape[1:]) if is_rows else tuple(size)
+            whole = shapes.setdefault(name, shape)
+            parts = blocks.setdefault(name, [])
+            if whole != shape or not len(shape) == len(block.offsets) == len(block.sizes):
+                raise unreadable(path, f"It is damaged: {name} is a part of {list(shape)}, elsewhere of {list(whole)}")
+            parts.append(block)
+    return {name: FileTensor(shapes[name], _covering(name, shapes[name], parts)) for name, parts in blocks.items()}
 
 
 def _covering(name: str, shape: tuple[int, ...], blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
@@ -185,15 +185,15 @@ def _covering(name: str, shape: tuple[int, ...], blocks: Sequence[StoredBlock]) 
     """
     blocks = [block for block in blocks if 0 not in block.sizes] or list(blocks[:1])
     spans = [[(o, o + size) for o, size in zip(each.offsets, each.sizes, strict=True)] for each in blocks]
-    cuts = [sorted({0, size, *(at for span in spans for at in span[dim])}) for dim, size in enumerate(shape)]
+    cuts = [sorted({0, size, *(bound for span in spans for bound in span[dim])}) for dim, size in enumerate(shape)]
     # How often the files hold each cell of the grid that all blocks cut.
     counts = torch.zeros([len(cut) - 1 for cut in cuts], dtype=torch.int64)
     problem = f"{_text(spans[0])} has another dtype than the others" if len({x.dtype for x in blocks}) > 1 else ""
     for span in spans:
         counts[tuple(slice(cut.index(a), cut.index(b)) for cut, (a, b) in zip(cuts, span, strict=True))] += 1
     for cell in (counts != 1).nonzero()[:1].tolist():
-        where = _text([(cut[at], cut[at + 1]) for cut, at in zip(cuts, cell, strict=True)])
-        problem = f"{where} is {'there more than once' if counts[tuple(cell)] else 'missing'}"
+        span_text = _text([(cut[index], cut[index + 1]) for cut, index in zip(cuts, cell, strict=True)])
+        problem = f"{span_text} is {'there more than once' if counts[tuple(cell)] else 'missing'}"
     for span in spans:
         if any(stop > size for (_, stop), size in zip(span, shape, strict=True)):
             problem = f"{_text(span)} is outside of it"
@@ -215,10 +215,10 @@ def _places_in(path: Path) -> dict[str, Any]:
         check_header(path)
         with safe_open(path, framework="pt") as file:
             places = json.loads((file.metadata() or {})[_PLACES])
-        for name, (first, whole) in places.items():
-            numbers = [first, whole] if isinstance(first, int) else [*first, *whole]
+        for name, (start, shape) in places.items():
+            numbers = [start, shape] if isinstance(start, int) else [*start, *shape]
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError(f"the place of {name} is {[first, whole]}")
+                raise ValueError(f"the place of {name} is {[start, shape]}")
         return dict(places)
     except Exception as error:
         raise unreadable(path, f"It is damaged: {error!r}") from error

@@ -55,28 +55,28 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
 
     Tensors that share memory in any other way are each written in full.
     """
-    kept: dict[str, torch.Tensor] = {}
+    unique: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        first = names.setdefault(tensor_identity(tensor) or name, name)
-        if first == name:
-            kept[name] = tensor.detach()
+        stored_name = names.setdefault(tensor_identity(tensor) or name, name)
+        if stored_name == name:
+            unique[name] = tensor.detach()
         else:
-            aliases[name] = first
+            aliases[name] = stored_name
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
         notes[ALIASES] = json.dumps(aliases, sort_keys=True)
-    kept = _with_small_in_host_memory(kept)
-    ordered = sorted(kept.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    unique = _with_small_in_host_memory(unique)
+    ordered = sorted(unique.items(), key=lambda item: (-item[1].element_size(), item[0]))
     text = _header(ordered, notes)
     with create(path) as file:  # the format's library opens the file itself, so the bytes could not be hashed
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             if tensor.numel():
-                plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+                contiguous = tensor.resolve_conj().resolve_neg().cpu().contiguous()
                 # Not `reshape`: a single number may keep another stride.
-                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
+                file.write(contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -153,8 +153,8 @@ def tree_bytes(tree: Any) -> int:
         sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
         return tensor
 
-    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
-    del kept
+    guard = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
+    del guard
     return sum(sizes.values())
 
 
@@ -175,8 +175,8 @@ def _with_small_in_host_memory(tree: Any) -> Any:
         is_queued = tensor.device.type != "cpu" and has_own_queue(tensor.device.type)
         if is_queued and (identity := tensor_identity(tensor)):
             views[identity[:2]][identity] = tensor
-    alone = [item for same in views.values() if len(same) == 1 for item in same.items()]
-    small = {identity: tensor for identity, tensor in alone if tensor.nbytes <= _SMALL_BYTES}
+    unshared = [item for group in views.values() if len(group) == 1 for item in group.items()]
+    small = {identity: tensor for identity, tensor in unshared if tensor.nbytes <= _SMALL_BYTES}
     if not small:
         return tree
     copies = to_host(small)()
@@ -203,14 +203,14 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, 
 
 
 def _format_dtype(name: str, tensor: torch.Tensor) -> str:
-    known = _known_dtype(tensor.dtype) if tensor.layout == torch.strided else None
-    if known is None:
+    code = _known_dtype(tensor.dtype) if tensor.layout == torch.strided else None
+    if code is None:
         raise CheckpointError(
             f"Cannot save {name} as safetensors.",
             f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
             "Set save_safetensors=False.",
         )
-    return known
+    return code
 
 
 @functools.cache
@@ -262,10 +262,10 @@ def _check_size(tree: Any, num_bytes: int) -> None:
             counts[id(node)] = None
             parts = [*node.keys(), *node.values()] if isinstance(node, dict) else node
             counts[id(node)] = 1 + sum(count(part, depth + 1) for part in parts)
-        found = counts[id(node)]
-        if found is None:
+        total = counts[id(node)]
+        if total is None:
             raise ValueError("it holds itself")
-        return found
+        return total
 
     if count(tree, 0) > max(_MAX_SHARED, num_bytes):
         raise ValueError(f"it repeats values more than {_MAX_SHARED} times")
@@ -289,21 +289,21 @@ def _plain(tree: Any, depth: int = 0) -> Any:
         raise _NotPlain(f"It holds itself, or is nested more than {_MAX_DEPTH} deep")
     if kind is set:
         return set(map(_key, tree))
-    place: Any = None
+    key: Any = None
     try:
         if kind in (dict, OrderedDict, Counter):
             items = {}
-            for place, value in tree.items():
-                items[_key(place)] = _plain(value, depth + 1)
+            for key, value in tree.items():
+                items[_key(key)] = _plain(value, depth + 1)
             return items if kind is dict else kind(items)
         if kind in (list, tuple, torch.Size):
             parts: list[Any] = []
             for value in tree:
-                place = len(parts)
+                key = len(parts)
                 parts.append(_plain(value, depth + 1))
             return parts if kind is list else kind(parts)
     except _NotPlain as error:
-        error.place = f"[{place!r:.80}]{error.place}"
+        error.place = f"[{key!r:.80}]{error.place}"
         raise
     raise _NotPlain(f"It is a {kind.__module__}.{kind.__qualname__}, which could not be loaded without running code")
 

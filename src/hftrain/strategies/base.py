@@ -141,7 +141,7 @@ class Strategy(Ranks, Shown):
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
-        self._made_in = (launch := read_launch()).rank, launch.world_size
+        self._origin = (launch := read_launch()).rank, launch.world_size
         self.planned_device, self.place_model = planned_device, place_model
         self.non_blocking: bool | None = None
         self._device: torch.device | None = None
@@ -195,8 +195,8 @@ class Strategy(Ranks, Shown):
         """Raise `ConfigError` if the strategy was created in another process."""
         launch = read_launch()
         rank, world_size = launch.rank, launch.world_size
-        if self._made_in != (rank, world_size):
-            made_as = "rank {} of {}".format(*self._made_in)
+        if self._origin != (rank, world_size):
+            made_as = "rank {} of {}".format(*self._origin)
             raise ConfigError(
                 f"Cannot use this {type(self).__name__} as rank {rank} of {world_size}.",
                 f"It was made before the processes were launched, as {made_as}, and would wait for the others.",
@@ -257,12 +257,12 @@ class Strategy(Ranks, Shown):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside the wrappers that distribute or compile it."""
         while True:
-            inner: nn.Module = uncompiled(model)
+            module: nn.Module = uncompiled(model)
             if isinstance(model, (DistributedDataParallel, DataParallel)):
-                inner = model.module
-            if inner is model:
+                module = model.module
+            if module is model:
                 return model
-            model = inner
+            model = module
 
     def called(self, model: nn.Module) -> nn.Module:
         """Return the module whose calls return the model's outputs: the model, or the pipeline that evaluates it."""

@@ -33,12 +33,12 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         """Return each replica's inputs and store its share of the rows."""
         count = kwargs.pop(_COUNT, None)
         inputs, kwargs = super().scatter(inputs, kwargs, device_ids)
-        rows = [batch_size_of(named) or batch_size_of(given) or 1 for given, named in zip(inputs, kwargs, strict=True)]
+        rows = [batch_size_of(kw) or batch_size_of(args) or 1 for args, kw in zip(inputs, kwargs, strict=True)]
         self._shares = [num / sum(rows) for num in rows]
-        for named, share, index in zip(kwargs, self._shares, device_ids, strict=False):
+        for kw, share, index in zip(kwargs, self._shares, device_ids, strict=False):
             if count is not None:
-                own = count * share
-                named[_COUNT] = own.to(self.device_of(index)) if isinstance(own, torch.Tensor) else own
+                items = count * share
+                kw[_COUNT] = items.to(self.device_of(index)) if isinstance(items, torch.Tensor) else items
         return inputs, kwargs
 
     def device_of(self, index: int) -> torch.device:
@@ -51,9 +51,9 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         kind = self.src_device_obj.type
         dtype = torch.get_autocast_dtype(kind)
 
-        def call(replica: nn.Module, *given: Any, **named: Any) -> Any:
+        def call(replica: nn.Module, *positional: Any, **options: Any) -> Any:
             torch.set_autocast_dtype(kind, dtype)
-            return replica(*given, **named)
+            return replica(*positional, **options)
 
         return super().parallel_apply([partial(call, replica) for replica in replicas], inputs, kwargs)
 
@@ -91,8 +91,8 @@ class DataParallelStrategy(Strategy):
             reason = f"It copies the model to CUDA devices, and torch sees {0 if kind != 'cuda' else num_seen} of them."
             remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."
         if reason:
-            received = {"device_ids": device_ids, "use_cpu": use_cpu}
-            raise ConfigError("Cannot use strategy='data_parallel'.", reason, remedy, **received)
+            title = "Cannot use strategy='data_parallel'."
+            raise ConfigError(title, reason, remedy, device_ids=device_ids, use_cpu=use_cpu)
         super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
         self._wrapper: Callable[[], nn.Module | None] = lambda: None
         if self.num_devices > 1:
@@ -136,13 +136,13 @@ def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device)
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        moved = [part.to(device) for part in parts]
+        tensors = [part.to(device) for part in parts]
         if first.dim():
-            return torch.cat(moved)
-        return sum(part * share for part, share in zip(moved, shares, strict=True))
+            return torch.cat(tensors)
+        return sum(part * share for part, share in zip(tensors, shares, strict=True))
     if isinstance(first, Mapping):
-        joined = {name: join([part[name] for part in parts], shares, device=device) for name in first}
-        return type(first)(joined)  # type: ignore[call-arg]
+        outputs = {name: join([part[name] for part in parts], shares, device=device) for name in first}
+        return type(first)(outputs)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
         fields = [join(list(column), shares, device=device) for column in zip(*parts, strict=True)]
         return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)

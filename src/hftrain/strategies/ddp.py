@@ -84,26 +84,26 @@ class DDPStrategy(DistributedStrategy):
             ConfigError: The ranks have different models, or no parameter requires a gradient.
         """
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
-            wrapped, optimizer = super().setup(model, make_optimizer, policy)
-            if isinstance(wrapped, DistributedDataParallel):
-                self._follow(wrapped)
-            return wrapped, optimizer
+            wrapper, optimizer = super().setup(model, make_optimizer, policy)
+            if isinstance(wrapper, DistributedDataParallel):
+                self._follow(wrapper)
+            return wrapper, optimizer
         self._check_same(model)
         check_trainable(model, name=self.name)
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
-        wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
-        self._follow(wrapped)
-        return wrapped, make_optimizer(self.unwrap(wrapped))
+        wrapper = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
+        self._follow(wrapper)
+        return wrapper, make_optimizer(self.unwrap(wrapper))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the unwrapped model with rank 0's buffers, which a checkpoint would hold, on every rank.
 
         The replicas' running statistics differ between two forward passes. Collective; mutates the buffers.
         """
-        bare = self.unwrap(model)
-        if bare is not model:
-            self._share_buffers(bare)
-        return bare
+        module = self.unwrap(model)
+        if module is not model:
+            self._share_buffers(module)
+        return module
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

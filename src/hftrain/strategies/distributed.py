@@ -161,30 +161,30 @@ class DistributedStrategy(GroupRanks, Strategy):
         """
         if self.world_size == 1:
             return
-        stored = stored_in(model)
-        own = [
-            f"{name} {str(each.dtype).removeprefix('torch.')} {() if is_lazy(each) else tuple(each.shape)}"
-            + (" frozen" if isinstance(each, nn.Parameter) and not each.requires_grad else "")
-            + " in files" * (name in stored)
-            for name, each in chain(model.named_parameters(), model.named_buffers())
+        file_tensors = stored_in(model)
+        descriptions = [
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {() if is_lazy(tensor) else tuple(tensor.shape)}"
+            + (" frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else "")
+            + " in files" * (name in file_tensors)
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
         ]
-        digest = int.from_bytes(hashlib.sha256("\n".join(own).encode()).digest()[:7], "big")
+        digest = int.from_bytes(hashlib.sha256("\n".join(descriptions).encode()).digest()[:7], "big")
         highest, lowest = self.reduce(torch.tensor([digest, -digest]), "max").tolist()
         if highest == -lowest:
             return
-        found: dict[str, list[str]] = {}
-        for row in zip_longest(*self.gather_object(own), fillvalue="no further parameter"):
-            if len(set(row)) > 1:
-                for rank, each in enumerate(row):
-                    found.setdefault(each, []).append(str(rank))
+        ranks_by_line: dict[str, list[str]] = {}
+        for lines in zip_longest(*self.gather_object(descriptions), fillvalue="no further parameter"):
+            if len(set(lines)) > 1:
+                for rank, line in enumerate(lines):
+                    ranks_by_line.setdefault(line, []).append(str(rank))
                 break
-        told = (
-            f"{each} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:4])}{', ...' * (len(ranks) > 4)}"
-            for each, ranks in found.items()
+        differences = (
+            f"{line} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:4])}{', ...' * (len(ranks) > 4)}"
+            for line, ranks in ranks_by_line.items()
         )
         raise ConfigError(
             f"Cannot train {type(model).__name__} on {self.world_size} ranks: their models differ.",
-            f"The first difference: {'; '.join(told)}.",
+            f"The first difference: {'; '.join(differences)}.",
             "Build the same model on every rank: from the same config, with the same number of labels and vocabulary.",
         )
 

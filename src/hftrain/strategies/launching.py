@@ -79,7 +79,7 @@ def launch(
     with tempfile.TemporaryDirectory() as notes:
         try:
             with preserved_signals(), _preserved_environment():
-                found = elastic_launch(config, _call)(function, notes, args, kwargs)
+                results = elastic_launch(config, _call)(function, notes, args, kwargs)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt(str(error)) from None
@@ -87,13 +87,13 @@ def launch(
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             message: Any = failure.message
-            told = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
-            rank, told = _first_failure(notes) or (rank, told)
+            trace = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
+            rank, trace = _first_failure(notes) or (rank, trace)
             raise StrategyError(
                 f"Cannot finish launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}).",
-                f"The process of rank {rank} failed: {told}",
+                f"The process of rank {rank} failed: {trace}",
             ) from error
-    return [found[rank] for rank in range(num_processes)]
+    return [results[rank] for rank in range(num_processes)]
 
 
 def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -124,27 +124,27 @@ def _first_failure(notes: str) -> tuple[int, str] | None:
 
 
 def _check(num_processes: int, *, method: str) -> None:
-    asked = f"Cannot launch(num_processes={num_processes!r}, start_method={method!r})."
+    problem = f"Cannot launch(num_processes={num_processes!r}, start_method={method!r})."
     if type(num_processes) is not int or num_processes < 1:
         raise ConfigError(
             f"Cannot use num_processes={num_processes!r}:", "the number of processes must be an integer above 0."
         )
     if read_launch().world_size > 1:
         raise ConfigError(
-            asked,
+            problem,
             f"This process is one of {read_launch().world_size} already, that a launcher started.",
             "Start the script with plain python, or leave launch() out.",
         )
     if method == "fork" and dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            asked,
+            problem,
             "This process is in a process group, and forked processes would inherit that group: each would train "
             "alone, or wait forever.",
             "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
         )
     if method == "fork" and _has_used_gpu():
         raise ConfigError(
-            asked,
+            problem,
             "This process has used a GPU, which a forked one cannot use any more.",
             "Touch no GPU before launch(), or put the function into a file and use start_method='spawn'.",
         )

@@ -141,9 +141,9 @@ class Links:
         """Enable keep-alive probes after a third of the timeout, then after every sixth."""
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+        idle_option = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
         sixth_s = max(1, round(self._timeout_s / 6))
-        options = {idle: 2 * sixth_s, "TCP_KEEPINTVL": sixth_s, "TCP_KEEPCNT": 4}
+        options = {idle_option: 2 * sixth_s, "TCP_KEEPINTVL": sixth_s, "TCP_KEEPCNT": 4}
         # For data that was just sent and is not acknowledged.
         options["TCP_USER_TIMEOUT"] = round(1000 * self._timeout_s)
         for option, value in options.items():
@@ -178,9 +178,9 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
     family, _, _, _, address = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
-        own = probe.getsockname()[0]
+        ip = probe.getsockname()[0]
     # If the store is on this machine, use its name, which other machines can resolve; the IP may be a loopback address.
-    return family, store if own == address[0] or ipaddress.ip_address(own).is_loopback else own
+    return family, store if ip == address[0] or ipaddress.ip_address(ip).is_loopback else ip
 
 
 def _hang_up(connection: Any) -> None:

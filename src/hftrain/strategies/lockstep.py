@@ -65,10 +65,10 @@ class Lockstep:
 
     def _tell(self, status: int) -> list[int]:
         """Exchange which ranks will run a forward pass; send arguments to ranks that have not run any."""
-        mine = torch.tensor([status], device=self._strategy.device)
-        all_of_them = [torch.empty_like(mine) for _ in range(self._strategy.world_size)]
-        dist.all_gather(all_of_them, mine)
-        statuses: list[int] = torch.cat(all_of_them).tolist()
+        message = torch.tensor([status], device=self._strategy.device)
+        messages = [torch.empty_like(message) for _ in range(self._strategy.world_size)]
+        dist.all_gather(messages, message)
+        statuses: list[int] = torch.cat(messages).tolist()
         if _CALLING in statuses and _EMPTY in statuses:
             call = broadcast_tree(self._strategy, self._call, src=statuses.index(_CALLING))
             if self._call is None:
@@ -82,9 +82,9 @@ def broadcast_tree(strategy: Strategy, tree: Any, *, src: int) -> Any:
     Raises:
         StrategyError: They hold another type; raised on rank `src` alone.
     """
-    form = strategy.broadcast_object(described(tree, _refused) if strategy.rank == src else None, src)
+    description = strategy.broadcast_object(described(tree, _refused) if strategy.rank == src else None, src)
     if strategy.rank != src:
-        tree = map_tensors(restored(form), lambda like: empty(like, strategy.device))
+        tree = map_tensors(restored(description), lambda like: empty(like, strategy.device))
     for tensor in tensors_of(tree):
         # As bytes: backends do not support every dtype.
         dist.broadcast(tensor.detach().contiguous().reshape(-1).view(torch.uint8), src)
@@ -112,13 +112,13 @@ def described(tree: Any, other: Callable[[Any], Any] = lambda leaf: None) -> Any
 
 def restored(form: Any, kind: Any = dict) -> Any:
     """Return what was described, with tensors on the meta device."""
-    what, value, *more = form
-    if what == "tensor":
-        return torch.empty(more[0], dtype=getattr(torch, value), device="meta", requires_grad=more[1])
-    if what == "mapping":
+    kind_name, value, *details = form
+    if kind_name == "tensor":
+        return torch.empty(details[0], dtype=getattr(torch, value), device="meta", requires_grad=details[1])
+    if kind_name == "mapping":
         return kind({key: restored(each) for key, each in value})
-    if what in ("list", "tuple"):
-        return (tuple if what == "tuple" else list)(map(restored, value))
+    if kind_name in ("list", "tuple"):
+        return (tuple if kind_name == "tuple" else list)(map(restored, value))
     return value
 
 

@@ -91,12 +91,12 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
     """
     if name == "auto":
         name = "ddp" if read_launch().world_size > 1 else "single"
-    accepted = accepted_options(name)
-    unknown = {option: value for option, value in options.items() if accepted is not None and option not in accepted}
+    names = accepted_options(name)
+    unknown = {option: value for option, value in options.items() if names is not None and option not in names}
     if unknown:
         raise ConfigError(
             f"Cannot make strategy={name!r} with these options.",
-            f"It takes {sorted(accepted or ())}.",
+            f"It takes {sorted(names or ())}.",
             "Remove the others, or choose another strategy.",
             **unknown,
         )
@@ -106,7 +106,7 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
 def accepted_options(name: str) -> set[str] | None:
     """Return the options that a strategy accepts; None if it accepts any."""
     factory, _ = strategies.resolve(name)
-    accepted: set[str] = set()
+    names: set[str] = set()
     # A class that forwards **kwargs also accepts the options of its base classes.
     kinds = (
         [vars(kind)["__init__"] for kind in factory.__mro__ if "__init__" in vars(kind)]
@@ -115,7 +115,7 @@ def accepted_options(name: str) -> set[str] | None:
     )
     for each in kinds:
         parameters = inspect.signature(each).parameters.values()
-        accepted |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        names |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            return accepted - {"self"}
+            return names - {"self"}
     return None

@@ -27,24 +27,24 @@ def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta)
     Raises:
         StrategyError: Not all processes arrived in time.
     """
-    board, own = Board(PrefixStore("hftrain/rendezvous", store)), uuid.uuid4().hex
-    board.post(f"name/{rank}", own)
+    board, name = Board(PrefixStore("hftrain/rendezvous", store)), uuid.uuid4().hex
+    board.post(f"name/{rank}", name)
     deadline_s, pause_s = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_S
-    proposed = None
+    last_names = None
     while time.monotonic() < deadline_s:
         if rank == 0:
             names = [board.read(f"name/{each}") for each in range(world_size)]
-            if None not in names and names != proposed:
-                proposed = names
+            if None not in names and names != last_names:
+                last_names = names
                 board.post("proposal", json.dumps(names))
-        found = json.loads(board.read("proposal") or "[]")
-        if len(found) == world_size and found[rank] == own:
-            place = hashlib.sha256("".join(found).encode()).hexdigest()[:16]
-            board.post(f"agrees/{rank}", place)
-            if rank == 0 and all(board.read(f"agrees/{each}") == place for each in range(world_size)):
-                board.post("agreed", place)
-            if board.read("agreed") == place:
-                return PrefixStore(f"hftrain/{place}", store)
+        proposal = json.loads(board.read("proposal") or "[]")
+        if len(proposal) == world_size and proposal[rank] == name:
+            prefix = hashlib.sha256("".join(proposal).encode()).hexdigest()[:16]
+            board.post(f"agrees/{rank}", prefix)
+            if rank == 0 and all(board.read(f"agrees/{each}") == prefix for each in range(world_size)):
+                board.post("agreed", prefix)
+            if board.read("agreed") == prefix:
+                return PrefixStore(f"hftrain/{prefix}", store)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise StrategyError(

@@ -39,15 +39,15 @@ class SingleDeviceStrategy(Strategy):
                 "Use strategy='ddp' or 'auto', or start one process.",
                 world_size=read_launch().world_size,
             )
-        planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
-        num_seen = torch.accelerator.device_count() if planned.type == find_device_type() else 0
-        is_there = planned.type in ("cpu", "meta", "xla") or (planned.index or 0) < num_seen
-        if not is_there or (use_cpu and planned.type != "cpu"):
+        target = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
+        num_seen = torch.accelerator.device_count() if target.type == find_device_type() else 0
+        is_there = target.type in ("cpu", "meta", "xla") or (target.index or 0) < num_seen
+        if not is_there or (use_cpu and target.type != "cpu"):
             reason = (
-                "use_cpu=True forbids it." if use_cpu else f"torch sees {num_seen} devices of type {planned.type!r}."
+                "use_cpu=True forbids it." if use_cpu else f"torch sees {num_seen} devices of type {target.type!r}."
             )
             raise ConfigError(f"Cannot use device={str(device)!r}.", reason, "Choose another.", use_cpu=use_cpu)
-        super().__init__(planned, place_model=place_model)
+        super().__init__(target, place_model=place_model)
 
 
 class MPSStrategy(SingleDeviceStrategy):

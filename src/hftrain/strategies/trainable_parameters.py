@@ -32,45 +32,45 @@ class Trained:
     _parameters: tuple[nn.Parameter, ...] = ()
 
     def __init__(self, model: nn.Module) -> None:
-        self._take(self._named(model))
-        self._first = self._known
+        self._remember(self._named_parameters(model))
+        self._initial_ids = self._known_ids
         _watch_additions()
         _WATCHING.add(self)
 
     def note_addition(self, new: Any) -> None:
         """Look at the whole model next time if a module or parameter is new; engines register known ones again."""
-        self._is_stale |= id(new) not in self._known
+        self._is_stale |= id(new) not in self._known_ids
 
     def _follow(self, model: nn.Module) -> None:
         if not self._is_stale and list(map(_REQUIRES_GRAD, self._parameters)) == self._flags:
             return
-        named = self._named(model)
+        parameters = self._named_parameters(model)
         # The earlier ones are kept until the end, so that a new parameter cannot have the id of a freed one.
-        earlier = zip(self._names, self._parameters, self._flags, strict=True)
-        before = {id(p): name for name, p, is_trained in earlier if is_trained}
-        now = {id(p) for _, p in named if p.requires_grad}
-        begun = {name: p for name, p in named if p.requires_grad and id(p) not in before}
-        ended = [name for key, name in before.items() if key not in now]
-        if begun or ended:
-            self._act(model, begun, ended)
-        self._take(named)
+        rows = zip(self._names, self._parameters, self._flags, strict=True)
+        old_names = {id(p): name for name, p, is_trained in rows if is_trained}
+        ids = {id(p) for _, p in parameters if p.requires_grad}
+        additions = {name: p for name, p in parameters if p.requires_grad and id(p) not in old_names}
+        removals = [name for key, name in old_names.items() if key not in ids]
+        if additions or removals:
+            self._apply_changes(model, additions, removals)
+        self._remember(parameters)
 
-    def _take(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        self._names, self._parameters = tuple(name for name, _ in named), tuple(p for _, p in named)
+    def _remember(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        self._names, self._parameters = tuple(name for name, _ in parameters), tuple(p for _, p in parameters)
         self._flags = list(map(_REQUIRES_GRAD, self._parameters))
-        self._known = frozenset(map(id, self._parameters))
+        self._known_ids = frozenset(map(id, self._parameters))
         self._is_stale = False
 
-    def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+    def _named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
         return list(model.named_parameters())
 
-    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
+    def _apply_changes(self, model: Any, additions: dict[str, nn.Parameter], removals: list[str]) -> None:
         """Apply the change to the engine, or raise; called before the change is noted."""
         raise NotImplementedError
 
-    def _refuse_added(self, begun: dict[str, nn.Parameter]) -> None:
+    def _refuse_added(self, additions: dict[str, nn.Parameter]) -> None:
         """Raise `StrategyError` if one of these was not in the model at first."""
-        names = [name for name, parameter in begun.items() if id(parameter) not in self._first]
+        names = [name for name, parameter in additions.items() if id(parameter) not in self._initial_ids]
         if names:
             raise StrategyError(
                 f"Cannot add {names[0]!r} to a model that is split while the training runs.",
@@ -110,9 +110,9 @@ class FixedParameters(Trained):
         """Raise `StrategyError` if the set of trainable parameters has changed."""
         self._follow(self._model)
 
-    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
-        self._refuse_added(begun)
-        names = [*begun, *ended]
+    def _apply_changes(self, model: Any, additions: dict[str, nn.Parameter], removals: list[str]) -> None:
+        self._refuse_added(additions)
+        names = [*additions, *removals]
         raise StrategyError(
             f"Cannot freeze or unfreeze {names[0]!r} while the training runs.",
             f"{self._engine} fixes the trained parameters when a run starts.",
@@ -180,9 +180,9 @@ class Follower(Trained):
         if not self._is_called or self._is_reached or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         # Outputs that cannot be looked into may be used, and a leaf is no result of the parameters.
-        found = [tensor for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
-        self._is_reached = not found
-        for tensor in found:
+        tensors = [tensor for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+        self._is_reached = not tensors
+        for tensor in tensors:
             tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
 
     def _reach(self, gradient: torch.Tensor) -> None:
@@ -205,9 +205,10 @@ class Follower(Trained):
             )
         raise StrategyError("Cannot average the gradients of a step over the processes:", reason, remedy)
 
-    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
+    def _apply_changes(self, model: Any, additions: dict[str, nn.Parameter], removals: list[str]) -> None:
         if self._agreement is not None:
-            self._agreement.check([f"trains {name!r}" for name in begun] + [f"freezes {name!r}" for name in ended])
+            changes = [f"trains {name!r}" for name in additions] + [f"freezes {name!r}" for name in removals]
+            self._agreement.check(changes)
 
 
 class AveragedParameters(Follower):
@@ -216,12 +217,12 @@ class AveragedParameters(Follower):
     syncs = "require_backward_grad_sync"
     wraps = True
 
-    def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+    def _named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
         return list(model.module.named_parameters())
 
-    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
-        super()._act(model, begun, ended)
-        for parameter in begun.values():
+    def _apply_changes(self, model: Any, additions: dict[str, nn.Parameter], removals: list[str]) -> None:
+        super()._apply_changes(model, additions, removals)
+        for parameter in additions.values():
             torch.distributed.broadcast(parameter.detach(), src=0, group=model.process_group)
         # As unpickling does: create a reducer for the trainable parameters and keep everything else.
         model.__setstate__(model.__getstate__())

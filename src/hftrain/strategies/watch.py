@@ -68,7 +68,7 @@ class RankWatch:
         self.make_board, self._board = make_board, make_board()
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
-        self._answered: str | None = None
+        self._last_question: str | None = None
         self._failure: str | None = None
         self._gave_up = self._is_cut = False
         self._num_calls = 0
@@ -99,10 +99,10 @@ class RankWatch:
         """
         if not (is_broken_exchange(error) and _LATE.search(str(error))):
             return None
-        late, places = self.missing()
+        problem, places = self.missing()
         return StrategyError(
             f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
-            f"{late} within {timeout_s:g} s: {places}.",
+            f"{problem} within {timeout_s:g} s: {places}.",
             "Fix what delays them, or raise ddp_timeout.",
         )
 
@@ -113,28 +113,28 @@ class RankWatch:
             StrategyError: A rank makes another call, has ended, or waits for this one elsewhere.
         """
         self._num_calls += 1
-        own = [self._num_calls, f"calls {call}()"]
-        self._post(f"call {self.rank}", json.dumps(own))
+        note = [self._num_calls, f"calls {call}()"]
+        self._post(f"call {self.rank}", json.dumps(note))
         asked_s, deadline = time.monotonic(), time.monotonic() + self.timeout_s
         answers: dict[int, Any] = {}
         while not self._is_over.is_set():
             notes = [json.loads(self._read(f"call {rank}") or "[0, null]") for rank in range(self.world_size)]
-            late = [rank for rank, (number, _) in enumerate(notes) if number < own[0]]
-            apart = {
-                r: told for r, (number, told) in enumerate(notes) if number in (0, own[0]) and told != own[1] and told
+            late = [rank for rank, (number, _) in enumerate(notes) if number < note[0]]
+            reports = {
+                r: text for r, (number, text) in enumerate(notes) if number in (0, note[0]) and text != note[1] and text
             }
-            if late and not apart and time.monotonic() > asked_s + _POLL_S:
-                before, asked_s = answers, time.monotonic()
+            if late and not reports and time.monotonic() > asked_s + _POLL_S:
+                last_answers, asked_s = answers, time.monotonic()
                 with temporarily(self, _gave_up=True):
                     answers = self._ask()
                 # Twice at one place: ranks may wait for each other for a moment.
-                stuck = {r for r in late if _waits(answers.get(r)) and answers[r][1:] == before.get(r, [])[1:]}
-                apart = {rank: _told(answers.get(rank)) for rank in (late if asked_s > deadline else stuck)}
-            if apart:
+                waiting = {r for r in late if _waits(answers.get(r)) and answers[r][1:] == last_answers.get(r, [])[1:]}
+                reports = {rank: _describe(answers.get(rank)) for rank in (late if asked_s > deadline else waiting)}
+            if reports:
                 self._num_calls -= 1
                 raise StrategyError(
                     f"Rank {self.rank} cannot call {call}() without the other ranks:",
-                    "; ".join(f"rank {rank} {told}" for rank, told in apart.items()) + ".",
+                    "; ".join(f"rank {rank} {text}" for rank, text in reports.items()) + ".",
                     "Call it on every rank, and not after `if trainer.is_world_process_zero():`.",
                 )
             if not late:
@@ -149,9 +149,9 @@ class RankWatch:
         """Return which ranks are missing where this one waits, and where each rank is, as text; takes seconds."""
         answers = self._ask()
         missing = [rank for rank in range(self.world_size) if rank != self.rank and not _waits(answers.get(rank))]
-        places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
-        late = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
-        return late, places
+        places = "; ".join(f"rank {rank} {_describe(answers.get(rank))}" for rank in sorted({*missing, *answers}))
+        problem = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
+        return problem, places
 
     def failure_elsewhere(self, *, wait_s: float = 0.0) -> str | None:
         """Return which other process failed and how, as soon as one posts it; None if none does within `wait_s`."""
@@ -199,10 +199,10 @@ class RankWatch:
                     # The main thread waits in a collective that never ends and that no exception can interrupt.
                     end_process(1)
                 return
-            asked = self._read("asked")
-            if asked != self._answered:
-                self._answered = asked
-                self._post(f"at {self.rank}", json.dumps([asked, *self._place()]))
+            question = self._read("asked")
+            if question != self._last_question:
+                self._last_question = question
+                self._post(f"at {self.rank}", json.dumps([question, *self._place()]))
             self._do_chore()
         if self._is_cut and self._is_orphan():
             self._end_line("torchrun, which started it, is gone, and the ranks cannot agree on a last checkpoint")
@@ -234,7 +234,7 @@ class RankWatch:
     def _ask(self) -> dict[int, Any]:
         """Return the position that each other rank's thread reports; some ranks may not answer in time."""
         self._gave_up = True
-        before = self._read("asked")
+        last_question = self._read("asked")
         self._post("asked", f"{self.rank} {time.time()}")
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + _ANSWER_S
@@ -243,7 +243,7 @@ class RankWatch:
             for rank in range(self.world_size):
                 answer = json.loads(self._read(f"at {rank}") or "[null]")
                 # Accept an answer to any rank's new question.
-                if rank != self.rank and answer[0] not in (None, before):
+                if rank != self.rank and answer[0] not in (None, last_question):
                     answers[rank] = answer
         return answers
 
@@ -304,25 +304,25 @@ class Agreement:
         Raises:
             StrategyError: Another rank makes another change, or none.
         """
-        at = self._position.value
+        position = self._position.value
         with self._lock:
             # Before the note: a rank that has read all notes of a position must not be asked for it again.
-            self._board.post("change", str(at))
-            self._post(at, change)
+            self._board.post("change", str(position))
+            self._post(position, change)
         deadline = time.monotonic() + self._timeout_s
-        while others := {rank: names for rank in self._ranks if (names := self._told(rank, at)) != change}:
+        while others := {rank: names for rank in self._ranks if (names := self._read_change(rank, position)) != change}:
             if any(names is not None for names in others.values()) or time.monotonic() > deadline:
-                told = "; ".join(f"rank {rank}: {_change(names)}" for rank, names in others.items())
-                raise StrategyError(self._problem, f"Rank {self._rank}: {_change(change)}; {told}.", self._remedy)
+                changes = "; ".join(f"rank {rank}: {_change(names)}" for rank, names in others.items())
+                raise StrategyError(self._problem, f"Rank {self._rank}: {_change(change)}; {changes}.", self._remedy)
             time.sleep(_LOOK_S)
 
-    def _told(self, rank: int, at: int) -> list[str] | None:
+    def _read_change(self, rank: int, position: int) -> list[str] | None:
         notes: dict[int, list[str]] = dict(json.loads(self._board.read(f"rank {rank}") or "[]"))
-        return notes.get(at)
+        return notes.get(position)
 
-    def _post(self, at: int, change: list[str]) -> None:
+    def _post(self, position: int, change: list[str]) -> None:
         # With the note before, which a slower rank may still have to read; all have read the earlier ones.
-        self._notes = [*self._notes[-1:], (at, change)]
+        self._notes = [*self._notes[-1:], (position, change)]
         self._board.post(f"rank {self._rank}", json.dumps(self._notes))
 
     def _answer(self) -> None:
@@ -347,7 +347,7 @@ def _waits(answer: Any) -> bool:
     return answer is not None and bool(answer[1])
 
 
-def _told(answer: Any) -> str:
+def _describe(answer: Any) -> str:
     if answer is None:
         return "does not answer"
     return f"waits in {answer[2]!r}" if answer[1] else f"is in {answer[2]!r}, at {answer[3]}"

@@ -162,16 +162,16 @@ class XLAStrategy(Strategy):
         """
         classes = options.get("layer_classes")
         if classes is None:
-            units, absent = self._units(model), "layer of the classes in _no_split_modules"
+            units, missing = self._units(model), "layer of the classes in _no_split_modules"
         else:
-            wanted = [classes] if isinstance(classes, (str, type)) else classes
-            named = {kind if isinstance(kind, str) else kind.__name__ for kind in wanted}
-            units = [module for module in model.modules() if type(module).__name__ in named]
-            absent = ", ".join(sorted(named - {type(unit).__name__ for unit in units}))
-        if not units or (classes is not None and absent):
+            kinds = [classes] if isinstance(classes, (str, type)) else classes
+            names = {kind if isinstance(kind, str) else kind.__name__ for kind in kinds}
+            units = [module for module in model.modules() if type(module).__name__ in names]
+            missing = ", ".join(sorted(names - {type(unit).__name__ for unit in units}))
+        if not units or (classes is not None and missing):
             raise ConfigError(
                 "Cannot use gradient_checkpointing=True on an XLA device.",
-                f"It is done layer by layer there, and {type(model).__name__} has no {absent}.",
+                f"It is done layer by layer there, and {type(model).__name__} has no {missing}.",
                 'Name the repeated layers: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
             )
         ignored = sorted(key for key in options if key != "layer_classes" and (key, options[key]) != _REENTRANT)
@@ -180,10 +180,10 @@ class XLAStrategy(Strategy):
                 "gradient_checkpointing_kwargs: %s has no effect on an XLA device, whose checkpoint is reentrant.",
                 ", ".join(ignored),
             )
-        changed = _recompute(units)
+        wrapped_units = _recompute(units)
 
         def undo() -> None:
-            for unit in changed:
+            for unit in wrapped_units:
                 for name in ("forward", "_xla_checkpointed_forward_original", "_xla_checkpointed_forward_no_kwargs"):
                     vars(unit).pop(name, None)
 
@@ -264,8 +264,8 @@ class XLAStrategy(Strategy):
         import torch_xla.distributed.spmd as spmd
 
         spec = spmd.ShardingSpec(self._mesh, (_AXIS, *[None] * (tensor.dim() - 1)))
-        sent: torch.Tensor = xm.send_cpu_data_to_device([tensor], self.device, input_sharding=spec)[0]
-        return sent
+        result: torch.Tensor = xm.send_cpu_data_to_device([tensor], self.device, input_sharding=spec)[0]
+        return result
 
     def _split(self, model: nn.Module) -> None:
         if self.shards:
@@ -287,13 +287,13 @@ class XLAStrategy(Strategy):
         return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
 
 
-def _check_alone(count: int, what: str) -> None:
+def _check_alone(count: int, setting: str) -> None:
     if count > 1:
         raise StrategyError(
             "strategy='xla' was launched.",
-            f"There are {count} {what}, and it drives the devices of one machine from one process.",
+            f"There are {count} {setting}, and it drives the devices of one machine from one process.",
             "Start the script once with plain `python`, and tpu_num_cores=N to use N devices.",
-            **{what.split()[0]: count},
+            **{setting.split()[0]: count},
         )
 
 

@@ -83,7 +83,7 @@ class RemoteCheckpoints(Checkpoints):
         Raises:
             UnreachableError: The store cannot be used; no older one is taken instead.
         """
-        self._known = {}  # read them again
+        self._cache = {}  # read them again
         manifests = self.manifests()
         found = None
         for name, manifest in reversed(manifests.items()):

@@ -27,25 +27,25 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if a key is misspelled."""
     for key in config:
         # A key with a leading or trailing "_" or "#" was disabled on purpose.
-        near = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
-        if near and str(key).strip("_#") not in _KEYS:
+        matches = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
+        if matches and str(key).strip("_#") not in _KEYS:
             raise refused(
-                f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Did you mean {near[0]!r}?"
+                f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Did you mean {matches[0]!r}?"
             )
 
 
 def check_offload(config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the ZeRO stage does not support an offload, which DeepSpeed would silently ignore."""
     stage = int(find(config, "zero_optimization.stage") or 0)
-    for part, least in zip(_OFFLOADS, (1, 3), strict=True):
+    for part, cpu_stage in zip(_OFFLOADS, (1, 3), strict=True):
         device = find(config, f"zero_optimization.{part}.device")
         if device not in ("cpu", "nvme"):
             continue
-        needed = 3 if device == "nvme" else least
-        if stage < needed:
+        minimum = 3 if device == "nvme" else cpu_stage
+        if stage < minimum:
             raise refused(
-                f"DeepSpeed does {part} to {device!r} from stage {needed} on; with less it would not, and not say so.",
-                f"Set stage {needed}{', or offload to the CPU' if stage >= least else ''}, or leave {part} out.",
+                f"DeepSpeed does {part} to {device!r} from stage {minimum} on; with less it would not, and not say so.",
+                f"Set stage {minimum}{', or offload to the CPU' if stage >= cpu_stage else ''}, or leave {part} out.",
                 stage=stage,
             )
 
@@ -65,16 +65,16 @@ def check_with_deepspeed(config: Mapping[str, Any], model: nn.Module, *, world_s
     try:
         DeepSpeedZeroConfig(**config["zero_optimization"])
     except (ValueError, TypeError, AssertionError) as error:
-        told = "; ".join(_told(error))
-        reason = f"DeepSpeed rejects zero_optimization ({told})."
+        messages = "; ".join(_messages(error))
+        reason = f"DeepSpeed rejects zero_optimization ({messages})."
         raise refused(reason, "See https://www.deepspeed.ai/docs/config-json.") from error
     optimizer, scheduler = find(config, "optimizer.type"), find(config, "scheduler.type")
     if optimizer and optimizer.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, optimizer):
-        known = ", ".join(DEEPSPEED_OPTIMIZERS)
-        raise refused(f"there is no optimizer {optimizer!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+        names = ", ".join(DEEPSPEED_OPTIMIZERS)
+        raise refused(f"there is no optimizer {optimizer!r}.", f"Use one of torch's, or of DeepSpeed's: {names}.")
     if scheduler and not hasattr(lr_schedules, scheduler) and not hasattr(torch.optim.lr_scheduler, scheduler):
-        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
-        raise refused(f"there is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+        names = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        raise refused(f"there is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {names}.")
     check_buffers(config, model, world_size=world_size)
 
 
@@ -82,14 +82,14 @@ def _check_nvme(config: Mapping[str, Any]) -> None:
     parts = [part for part in _OFFLOADS if find(config, f"zero_optimization.{part}.device") == "nvme"]
     if not parts:
         return
-    asked = f"Cannot use a DeepSpeed config with device='nvme' in {' and '.join(parts)}."
+    problem = f"Cannot use a DeepSpeed config with device='nvme' in {' and '.join(parts)}."
     if not all(find(config, f"zero_optimization.{part}.nvme_path") for part in parts):
-        raise ConfigError(asked, "It has no path.", "Set nvme_path next to the device, to a folder on the drive.")
+        raise ConfigError(problem, "It has no path.", "Set nvme_path next to the device, to a folder on the drive.")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         reason = "DeepSpeed reads and writes there through libaio, and does not find it or its headers."
-        raise ConfigError(asked, reason, "Install libaio (Debian: libaio-dev), or offload to the CPU.")
+        raise ConfigError(problem, reason, "Install libaio (Debian: libaio-dev), or offload to the CPU.")
 
 
 def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
@@ -99,13 +99,13 @@ def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: in
         return
     sizes = {name: whole_shape(each).numel() for name, each in model.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__, default="")
-    needed, present = -(-sizes.get(largest, 0) // world_size), int(float(offload.get("buffer_size", _BUFFER_SIZE)))
-    if needed > present:
-        reason = f"A process's part of {largest} has {needed} numbers, and offload_param's buffer_size is {present}."
-        raise refused(reason, f"Set buffer_size to {needed} or more; buffer_count of them are kept in memory.")
+    required, capacity = -(-sizes.get(largest, 0) // world_size), int(float(offload.get("buffer_size", _BUFFER_SIZE)))
+    if required > capacity:
+        reason = f"A process's part of {largest} has {required} numbers, and offload_param's buffer_size is {capacity}."
+        raise refused(reason, f"Set buffer_size to {required} or more; buffer_count of them are kept in memory.")
 
 
-def _told(error: Exception) -> list[str]:
+def _messages(error: Exception) -> list[str]:
     """Return pydantic's message for each key, or the error's own message."""
     if not hasattr(error, "errors"):
         return [str(error)]

@@ -46,8 +46,8 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or its settings are invalid or not supported here.
     """
     if isinstance(given, (str, Path)):
-        asked = f"Cannot read the DeepSpeed config {str(given)!r} as JSON:"
-        given = read_json(given, asked, "Pass the path of a JSON file, or a dict.")
+        problem = f"Cannot read the DeepSpeed config {str(given)!r} as JSON:"
+        given = read_json(given, problem, "Pass the path of a JSON file, or a dict.")
     if not isinstance(given, Mapping):
         raise refused(f"it is {a_kind(given)}, not a dict.", "Pass a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))
@@ -105,16 +105,16 @@ def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
         ConfigError: Values of the config contradict the run; the error lists all of them.
     """
     mismatches = []
-    for each in values:
-        home, _, last = each.key.rpartition(".")
-        node = find(config, home) if home else config
+    for entry in values:
+        section, _, leaf = entry.key.rpartition(".")
+        node = find(config, section) if section else config
         if not isinstance(node, dict):
             continue
-        present = node.get(last)
-        if present == AUTO or (present is None and each.creates):
-            node[last] = each.value
-        elif present is not None and each.must_match and not _same(present, each.value):
-            mismatches.append(f"{each.key}={present!r} ({each.name} means {each.value!r})")
+        value = node.get(leaf)
+        if value == AUTO or (value is None and entry.creates):
+            node[leaf] = entry.value
+        elif value is not None and entry.must_match and not _same(value, entry.value):
+            mismatches.append(f"{entry.key}={value!r} ({entry.name} means {entry.value!r})")
     if mismatches:
         raise ConfigError(
             "Cannot use the DeepSpeed config: it contradicts the arguments.",
@@ -146,8 +146,8 @@ def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
     """Return the precision's values for the config; adds the active precision's section if it is missing."""
     autocast = config.get("torch_autocast") or {}
     if half is not None and autocast.get("enabled"):
-        wanted = str(HALVES[half]).removeprefix("torch.")
-        return [Fill(key="torch_autocast.dtype", value=wanted, name="precision", creates=True)]
+        dtype_name = str(HALVES[half]).removeprefix("torch.")
+        return [Fill(key="torch_autocast.dtype", value=dtype_name, name="precision", creates=True)]
     if half is not None:
         config.setdefault(half, {"enabled": True})
     values = [Fill(key=f"{name}.enabled", value=name == half, name="precision") for name in HALVES]
@@ -157,9 +157,9 @@ def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
 def hidden_size(model: nn.Module) -> int | None:
     """Return the hidden size in a model's config, or the largest of several; None without one."""
     config = getattr(model, "config", None)
-    for each in (config, getattr(config, "text_config", None)):
-        size = getattr(each, "hidden_size", None)
-        sizes = getattr(each, "hidden_sizes", None)
+    for source in (config, getattr(config, "text_config", None)):
+        size = getattr(source, "hidden_size", None)
+        sizes = getattr(source, "hidden_sizes", None)
         if isinstance(size, int):
             return size
         if sizes:

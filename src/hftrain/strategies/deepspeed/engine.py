@@ -17,14 +17,14 @@ def join_processes(*, device_type: str, backend: str | None) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    found = get_accelerator().device_name()
-    if found != device_type:
+    device_name = get_accelerator().device_name()
+    if device_name != device_type:
         raise StrategyError(
             f"strategy='deepspeed' was to run on {device_type!r}.",
-            f"DeepSpeed chose {found!r} when it was imported.",
+            f"DeepSpeed chose {device_name!r} when it was imported.",
             f"Set the environment variable DS_ACCELERATOR={device_type} before the start.",
         )
-    if found == "cpu":
+    if device_name == "cpu":
         # Otherwise DeepSpeed compiles shared-memory collectives for minutes at the first start. Gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)

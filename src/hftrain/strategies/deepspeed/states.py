@@ -72,32 +72,32 @@ def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int)
     Raises:
         CheckpointError: The state is not from DeepSpeed, or from another stage, precision or number of processes.
     """
-    saved = state.get("deepspeed", {}).get("layout")
-    if saved is not None and saved != _layout(engine):
-        raise _unfit(f"It was saved with {_LAYOUTS[saved]}, and {_LAYOUTS[_layout(engine)]} uses another layout.")
+    layout = state.get("deepspeed", {}).get("layout")
+    if layout is not None and layout != _layout(engine):
+        raise _misfit(f"It was saved with {_LAYOUTS[layout]}, and {_LAYOUTS[_layout(engine)]} uses another layout.")
     base, masters = engine.basic_optimizer, _masters(engine)
     if "deepspeed" not in state or len(state["state"]) != len(masters):
-        raise _unfit("It was not saved by DeepSpeed with this ZeRO stage and this precision.")
+        raise _misfit("It was not saved by DeepSpeed with this ZeRO stage and this precision.")
     for index, master in enumerate(masters):
         with swapped_in(engine, index):
-            _put_entry(base.state[master], master, state["state"][index], rank=rank, world_size=world_size)
-    for group, saved in zip(base.param_groups, state["param_groups"], strict=True):
-        group.update(saved)
+            _restore(base.state[master], master, state["state"][index], rank=rank, world_size=world_size)
+    for group, settings in zip(base.param_groups, state["param_groups"], strict=True):
+        group.update(settings)
     for part in _scalers(engine):
         vars(part).update({name: value for name, value in state["deepspeed"]["scale"].items() if name in vars(part)})
     for name, value in state["deepspeed"]["counters"].items():
         setattr(engine, name, value)
 
 
-def _put_entry(own: dict[str, Any], master: torch.Tensor, saved: dict[str, Any], *, rank: int, world_size: int) -> None:
-    entry = {key: _own(value, master, rank=rank, world_size=world_size) for key, value in saved.items()}
-    master.data.copy_(entry.pop(_MASTER))
-    for key, value in entry.items():
-        if isinstance(own.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+def _restore(slot: dict[str, Any], master: torch.Tensor, entry: dict[str, Any], *, rank: int, world_size: int) -> None:
+    values = {key: _own(value, master, rank=rank, world_size=world_size) for key, value in entry.items()}
+    master.data.copy_(values.pop(_MASTER))
+    for key, value in values.items():
+        if isinstance(slot.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
             # In place, because DeepSpeed may hold other references to the tensor.
-            own[key].copy_(value.view_as(own[key]))
+            slot[key].copy_(value.view_as(slot[key]))
         else:
-            own[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
+            slot[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 @contextmanager
@@ -126,9 +126,9 @@ def _layout(engine: Any) -> str:
 
 def _masters(engine: Any) -> list[torch.Tensor]:
     for name in _MASTERS:
-        found = getattr(engine.optimizer, name, None)
-        if found:
-            return [each for group in found for each in (group if isinstance(group, (list, tuple)) else [group])]
+        groups = getattr(engine.optimizer, name, None)
+        if groups:
+            return [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [group])]
     raise StrategyError(
         f"Cannot save or restore the state of DeepSpeed's {type(engine.optimizer).__name__}.",
         "This version does not know where it keeps its float32 parameters.",
@@ -147,11 +147,11 @@ def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() == master.numel():
         return value
     if value.numel() != world_size * master.numel():
-        raise _unfit("It was split among another number of processes, and DeepSpeed's parts cannot be split again.")
+        raise _misfit("It was split among another number of processes, and DeepSpeed's parts cannot be split again.")
     return value[rank * master.numel() : (rank + 1) * master.numel()]
 
 
-def _unfit(reason: str) -> CheckpointError:
+def _misfit(reason: str) -> CheckpointError:
     return CheckpointError(
         "Cannot restore the optimizer's state of a checkpoint with strategy='deepspeed'.",
         reason,

@@ -85,12 +85,12 @@ class DeepSpeedStrategy(SplittingStrategy):
     ) -> None:
         require("deepspeed>=0.16", feature="strategy='deepspeed'", extra="deepspeed")
         super().__init__(**options)
-        read = None if config is None else read_config(config)
-        self._given = with_preset(read, stage=stage, offload=offload)
-        check_keys(self._given)
-        check_offload(self._given)
-        self.config = read_config(self._given)
-        self.makes = frozenset({"optimizer", "scheduler"} & {key for key in self._given if self._given[key]})
+        base = None if config is None else read_config(config)
+        self._user_config = with_preset(base, stage=stage, offload=offload)
+        check_keys(self._user_config)
+        check_offload(self._user_config)
+        self.config = read_config(self._user_config)
+        self.makes = frozenset({"optimizer", "scheduler"} & {key for key, value in self._user_config.items() if value})
         self.schedule: Any = None
         self._engine: Any = None
         self._plugin: Any = None
@@ -118,7 +118,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         Raises:
             ConfigError: The config contradicts the run; the error lists all contradictions.
         """
-        config = read_config(self._given)
+        config = read_config(self._user_config)
         fill(config, [*values, *precision_values(config, half)])
         self.config = config
 
@@ -144,9 +144,9 @@ class DeepSpeedStrategy(SplittingStrategy):
             super().check_model(model)
         config = read_config(self.config)
         fill(config, model_values(model))
-        left = [key for key in find_auto(config) if key not in _PLANNED]
-        if left:
-            reason = f'Nothing says what "auto" means for {", ".join(left)}.'
+        unset = [key for key in find_auto(config) if key not in _PLANNED]
+        if unset:
+            reason = f'Nothing says what "auto" means for {", ".join(unset)}.'
             if hidden_size(model) is None:
                 reason += f" {type(model).__name__} has no config with a hidden_size."
             raise refused(reason, "Write numbers in the config, or leave the keys out.")
@@ -221,7 +221,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         config = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
         optimizer = None if "optimizer" in self.makes else make_optimizer(model)
         engine = self._engine = self._initialize(model, optimizer, config)
-        self._trained = FixedParameters(self.unwrap(engine), engine="DeepSpeed")
+        self._parameters = FixedParameters(self.unwrap(engine), engine="DeepSpeed")
         # Otherwise it counts micro-steps, and the last update of an epoch may have fewer.
         engine.set_gradient_accumulation_boundary(True)
         # The loop steps the schedule at the end of each update, as with other strategies.
@@ -250,12 +250,12 @@ class DeepSpeedStrategy(SplittingStrategy):
 
         With stage 3 its forward passes are collective: call `finish_forwards` after the last batch.
         """
-        bare = self.unwrap(model)
+        module = self.unwrap(model)
         if self._engine is not None:
-            self._share_buffers(bare)
-            if is_partitioned(bare):
-                self._start_lockstep(bare)
-        return bare
+            self._share_buffers(module)
+            if is_partitioned(module):
+                self._start_lockstep(module)
+        return module
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     def step(self) -> bool:
         """Clip, update the parameters and drop the gradients; return False if an overflow skipped it. Collective."""
-        self._trained.check()
+        self._parameters.check()
         self._engine.step()
         return bool(self._engine.was_step_applied())
 
@@ -299,9 +299,9 @@ class DeepSpeedStrategy(SplittingStrategy):
         With stage 3 it is gathered on the main process if the config sets `stage3_gather_16bit_weights_on_model_save`;
         otherwise it is empty.
         """
-        bare = self.unwrap(model)
-        if not is_partitioned(bare):
-            return bare.state_dict()
+        module = self.unwrap(model)
+        if not is_partitioned(module):
+            return module.state_dict()
         if not find(self.config, _GATHERS):
             warn_once(
                 "ZeRO-3 splits the model, and the config's stage3_gather_16bit_weights_on_model_save is not true: "
@@ -309,7 +309,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             )
             return {}
         with zero3.released_parameters(self._engine):
-            return zero3.whole_of(bare, is_main=self.is_main)
+            return zero3.whole_of(module, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
@@ -346,11 +346,11 @@ class DeepSpeedStrategy(SplittingStrategy):
     def _initialize(self, model: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
         import deepspeed
 
-        trained = None
+        parameters = None
         if optimizer is None and "optimizer" in config:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         zero3.split_for_nvme(model, config)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)
         half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:
             self._cast_floats_to(HALVES[half])

@@ -58,29 +58,29 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
 
     Rows, unlike ZeRO's flat shards, can be joined by any number of processes.
     """
-    found = {}
+    shards = {}
     for name, tensor in gathered_tensors(model):
         whole = tensor.detach()
         if not whole.dim():
             if rank == 0:
-                found[name] = Shard(whole.cpu().clone())
+                shards[name] = Shard(whole.cpu().clone())
             continue
         per_process = -(-len(whole) // world_size)
         rows = whole[rank * per_process : (rank + 1) * per_process]
         if len(rows):
             offsets = (rank * per_process, *(0 for _ in whole.shape[1:]))
-            found[name] = Shard(rows.cpu().clone(), offsets, tuple(whole.shape))
-    return found
+            shards[name] = Shard(rows.cpu().clone(), offsets, tuple(whole.shape))
+    return shards
 
 
 def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
     """Return a model's full state in host memory on the main process, an empty dict on the others. Collective."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     to_host = cache(lambda tensor: tensor.detach().cpu().clone())
     for name, tensor in gathered_tensors(model):
         if is_main:  # a module's extra state may be no tensor
-            found[name] = to_host(tensor) if isinstance(tensor, torch.Tensor) else tensor
-    return found
+            tensors[name] = to_host(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    return tensors
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Any], *, is_main: bool) -> None:
@@ -91,9 +91,9 @@ def load_whole(model: nn.Module, state: Mapping[str, Any], *, is_main: bool) -> 
     """
     import deepspeed
 
-    own = model.state_dict(keep_vars=True)
+    targets = model.state_dict(keep_vars=True)
     for name, value in state.items():
-        target = own[name]
+        target = targets[name]
         if is_split_by_zero(value) or target is value:
             continue
         shape = tuple(whole_shape(target))

@@ -65,10 +65,10 @@ def _part(value: torch.Tensor | StoredTensor, like: Any) -> torch.Tensor:
         return value.read() if isinstance(value, StoredTensor) else value
     offsets, sizes = block_of(like)
     if isinstance(value, StoredTensor):
-        own = value.read(offsets, sizes)
+        block = value.read(offsets, sizes)
     else:
-        own = value[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].contiguous()
-    return DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+        block = value[tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))].contiguous()
+    return DTensor.from_local(block, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def read_stored(model: nn.Module, device: Any, *, elsewhere: Any) -> Mapping[str, StoredTensor]:
@@ -79,23 +79,24 @@ def read_stored(model: nn.Module, device: Any, *, elsewhere: Any) -> Mapping[str
     Raises:
         CheckpointError: A file is damaged, or has different values for tied tensors.
     """
-    stored = stored_in(model, take=True)
-    known: dict[int, tuple[Any, Any, StoredTensor]] = {}
-    for name, value in stored.items():
-        home, _, leaf = name.rpartition(".")
-        own = getattr(model.get_submodule(home), leaf)
-        if own in elsewhere:
+    file_tensors = stored_in(model, take=True)
+    replacements: dict[int, tuple[Any, Any, StoredTensor]] = {}
+    for name, value in file_tensors.items():
+        path, _, leaf = name.rpartition(".")
+        target = getattr(model.get_submodule(path), leaf)
+        if target in elsewhere:
             continue
-        _, new, first = known.get(id(own), (None, None, value))
-        if new is None or first is not value:
-            read = _part(value, own).to(device, own.dtype)
-            if new is not None and not local_part(read).equal(local_part(new)):
+        _, replacement, source = replacements.get(id(target), (None, None, value))
+        if replacement is None or source is not value:
+            tensor = _part(value, target).to(device, target.dtype)
+            if replacement is not None and not local_part(tensor).equal(local_part(replacement)):
                 reason = f"They have other values for {name} than for another name of the same parameter."
                 raise CheckpointError("Cannot read the weights from their files.", reason, "Build the model untied.")
-            new = nn.Parameter(read, own.requires_grad) if isinstance(own, nn.Parameter) else read
-            known[id(own)] = own, new, value  # `own` is kept, so that its id is not used again
-        setattr(model.get_submodule(home), leaf, new)
-    return stored
+            replacement = nn.Parameter(tensor, target.requires_grad) if isinstance(target, nn.Parameter) else tensor
+            # The target is kept, so that its id is not used again.
+            replacements[id(target)] = target, replacement, value
+        setattr(model.get_submodule(path), leaf, replacement)
+    return file_tensors
 
 
 def take_sharded(tree: Any, path: tuple[Any, ...], found: dict[str, Any]) -> Any:
@@ -124,14 +125,14 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
 
     If several processes hold replicas of the same block, the first one writes it.
     """
-    found = {}
+    shards = {}
     for name, value in state.items():
         if isinstance(value, DTensor):
             if _is_writer(value):
-                found[name] = Shard(value.to_local().detach(), block_of(value)[0], tuple(value.shape))
+                shards[name] = Shard(value.to_local().detach(), block_of(value)[0], tuple(value.shape))
         elif isinstance(value, torch.Tensor) and is_main:
-            found[name] = Shard(value.detach())
-    return found
+            shards[name] = Shard(value.detach())
+    return shards
 
 
 def split_optimizer(state: dict[str, Any], is_split: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -165,14 +166,14 @@ def norm_of(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     (mesh,) = meshes
     if mesh is None:
         return torch.nn.utils.get_total_norm(local, norm_type).to(dtype)
-    place = mesh.get_coordinate() or ()
+    coordinate = mesh.get_coordinate() or ()
     # A part that several ranks hold counts on the first one.
-    own = [
+    parts = [
         part
         for grad, part in zip(grads, local, strict=True)
-        if not any(at for at, each in zip(place, grad.placements, strict=True) if each.is_replicate())  # type: ignore[attr-defined]
+        if not any(index for index, each in zip(coordinate, grad.placements, strict=True) if each.is_replicate())  # type: ignore[attr-defined]
     ]
-    norm = torch.nn.utils.get_total_norm(own, norm_type).to(local[0].device, dtype)
+    norm = torch.nn.utils.get_total_norm(parts, norm_type).to(local[0].device, dtype)
     is_max = math.isinf(norm_type)
     total = norm if is_max else norm**norm_type
     for dim in range(mesh.ndim):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -122,10 +122,10 @@ class FSDPStrategy(SplittingStrategy):
         if scalars:
             reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
             remedy = "Give them one: torch.zeros(1) in place of torch.zeros(())."
-        stored = stored_in(model)
-        hollow = [name for name, tensor in _tensors(model) if tensor.is_meta and name not in stored]
-        if hollow and (self.rank == 0 or not self.cpu_ram_efficient_loading):
-            reason = f"It is on the meta device, without weights: {listed(hollow, most=3)}."
+        file_tensors = stored_in(model)
+        weightless = [name for name, tensor in _tensors(model) if tensor.is_meta and name not in file_tensors]
+        if weightless and (self.rank == 0 or not self.cpu_ram_efficient_loading):
+            reason = f"It is on the meta device, without weights: {listed(weightless, most=3)}."
             remedy = "Build it with weights in this process, or name their files with attach_weights()."
             if self.rank > 0:
                 remedy = "Set fsdp_config's cpu_ram_efficient_loading, which takes them from the first process."
@@ -150,7 +150,7 @@ class FSDPStrategy(SplittingStrategy):
             self._check_same(model)
             self.check_model(model)
             self._policy = policy
-            whole = dict(_tensors(model)) if self.is_main else {}
+            weights = dict(_tensors(model)) if self.is_main else {}
             self._share_out(model)
             units = self._units(model)
             check_dtypes(model, units, strategy=self.name)
@@ -163,7 +163,7 @@ class FSDPStrategy(SplittingStrategy):
             for unit in units if self.activation_checkpointing else ():
                 # Not torch's checkpoint wrapper, a module that would change the parameter names.
                 unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
-            root = self._split(model, units, policy, whole)
+            root = self._split(model, units, policy, weights)
         follower = SplitParameters.attach(root, self)
         self.follower = follower if self.world_size > 1 and isinstance(root, FSDPModule) else None
         return super().setup(root, make_optimizer, policy)
@@ -266,35 +266,32 @@ class FSDPStrategy(SplittingStrategy):
 
     def _check_options(self) -> None:
         check_choice(self.name, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
-        reason, remedy = None, ""
-        received: dict[str, Any] = {}
-        for option, value, known in (
-            ("sharding", self.sharding, SHARDINGS),
-            ("state_dict_type", self.state_dict_type, STATE_DICT_TYPES),
-        ):
-            if value not in known:
-                reason, remedy, received = f"There is no such {option}.", suggest(str(value), known), {option: value}
+
+        def refuse(reason: str, remedy: str, **values: Any) -> NoReturn:
+            raise ConfigError(f"Cannot use strategy={self.name!r}.", reason, remedy, **values)
+
+        for option, choices in (("sharding", SHARDINGS), ("state_dict_type", STATE_DICT_TYPES)):
+            if (value := getattr(self, option)) not in choices:
+                refuse(f"There is no such {option}.", suggest(str(value), choices), **{option: value})
         if self.sharding == "no_shard" and self.offload:
-            reason, remedy = "Only what is split can be offloaded.", "Use sharding='full_shard' or 'shard_grad_op'."
+            refuse("Only what is split can be offloaded.", "Use sharding='full_shard' or 'shard_grad_op'.")
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             reason = "cpu_ram_efficient_loading reads weights in one process, which sync_module_states then sends out."
-            remedy = "Set sync_module_states to True."
+            refuse(reason, "Set sync_module_states to True.")
         is_hybrid = self.sharding.startswith("hybrid")
         if self.shard_size is not None and not is_hybrid:
-            reason, remedy = "shard_size belongs to a hybrid sharding.", "Use sharding='hybrid_shard', or leave it out."
+            refuse("shard_size belongs to a hybrid sharding.", "Use sharding='hybrid_shard', or leave it out.")
         size = self.shard_size or (read_launch().local_world_size or self.world_size)
         if is_hybrid and self.world_size > 1 and (size < 2 or self.world_size % size):
             reason = f"{self.world_size} processes cannot keep copies that {size} processes each share."
             remedy = "Start several processes, as many on each machine, or use 'full_shard'."
-            received = {"sharding": self.sharding, "shard_size": size}
+            refuse(reason, remedy, sharding=self.sharding, shard_size=size)
         group_size = size if is_hybrid else 1 if self.sharding == "no_shard" else self.world_size
-        again = self.reshard_after_forward
-        if not isinstance(again, bool) and (again < 1 or group_size % again):
-            reason = f"{group_size} processes that share a copy cannot be split into groups of {again}."
+        subgroup = self.reshard_after_forward
+        if not isinstance(subgroup, bool) and (subgroup < 1 or group_size % subgroup):
+            reason = f"{group_size} processes that share a copy cannot be split into groups of {subgroup}."
             remedy = "Set reshard_after_forward to true, false, or to a divisor of their number."
-            received = {"reshard_after_forward": again}
-        if reason:
-            raise ConfigError(f"Cannot use strategy={self.name!r}.", reason, remedy, **received)
+            refuse(reason, remedy, reshard_after_forward=subgroup)
         self._group_size = group_size
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
@@ -324,7 +321,7 @@ class FSDPStrategy(SplittingStrategy):
     def _held_elsewhere(self, model: nn.Module) -> set[nn.Parameter]:
         return set()
 
-    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, weights: Any) -> nn.Module:
         """Shard a model, broadcast rank 0's whole weights if requested, and return the outermost unit."""
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
@@ -344,9 +341,9 @@ class FSDPStrategy(SplittingStrategy):
         if self.forward_prefetch:
             for module, following in pairwise(each for each in model.modules() if isinstance(each, FSDPModule)):
                 module.set_modules_to_forward_prefetch([following])
-        stored = shards.read_stored(model, "cpu" if self.offload else self.device, elsewhere=elsewhere)
+        file_tensors = shards.read_stored(model, "cpu" if self.offload else self.device, elsewhere=elsewhere)
         if self.sync_module_states and self.world_size > 1:
-            self._send_out(model, whole, stored)
+            self._send_out(model, weights, file_tensors)
         return model
 
     def _cast_options(self, policy: PrecisionPolicy) -> dict[str, Any]:
@@ -356,20 +353,20 @@ class FSDPStrategy(SplittingStrategy):
             return {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
         return {}
 
-    def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> None:
+    def _send_out(self, model: nn.Module, weights: Mapping[str, torch.Tensor], file_tensors: Mapping[str, Any]) -> None:
         """Broadcast rank 0's other parameters and buffers, one tensor at a time; each rank keeps its shards."""
         if not self._held_elsewhere(model) and any(tensor.is_meta for _, tensor in _tensors(model)):
             model.to_empty(device="cpu" if self.offload else self.device)
         with torch.no_grad():
             for name, tensor in _tensors(model):
-                if name in known:
+                if name in file_tensors:
                     continue
                 if self.is_main:
-                    full = whole[name].to(self.device).contiguous()
+                    source = weights[name].to(self.device).contiguous()
                 else:
-                    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                dist.broadcast(full, src=0)
-                tensor.copy_(shards.split_like(full, tensor))
+                    source = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                dist.broadcast(source, src=0)
+                tensor.copy_(shards.split_like(source, tensor))
 
     def _casting(self) -> torch.autocast:
         policy = self._policy

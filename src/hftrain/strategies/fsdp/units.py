@@ -38,23 +38,23 @@ def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num
     Source: the documented `transformer_layer_cls_to_wrap` and `min_num_params`.
     """
     if min_num_params:
-        found = list(_by_size(model, min_num_params))
+        candidates = list(_by_size(model, min_num_params))
     else:
-        found = _by_class(model, layer_classes)
-    homes: dict[int, set[nn.Module]] = {}
+        candidates = _by_class(model, layer_classes)
+    owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            homes.setdefault(id(parameter), set()).add(module)
-    return [unit for unit in found if unit is not model and not _shares(unit, homes)]
+            owners.setdefault(id(parameter), set()).add(module)
+    return [unit for unit in candidates if unit is not model and not _shares(unit, owners)]
 
 
 def check_dtypes(model: nn.Module, units: Sequence[nn.Module], *, strategy: str) -> None:
     """Raise `ConfigError` if parameters of several dtypes train in one unit; units are as `find_units` lists them."""
-    known: set[nn.Parameter] = set()
+    parameters: set[nn.Parameter] = set()
     for unit in (*units, model):
-        trained = {parameter for parameter in unit.parameters() if parameter.requires_grad} - known
-        known |= trained
-        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+        added = {parameter for parameter in unit.parameters() if parameter.requires_grad} - parameters
+        parameters |= added
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in added})
         if len(dtypes) > 1:
             raise ConfigError(
                 f"Cannot train {type(model).__name__} with strategy={strategy!r}.",
@@ -94,13 +94,13 @@ def _shares(unit: nn.Module, homes: dict[int, set[nn.Module]]) -> bool:
 class SplitParameters(Follower):
     """The parameters that FSDP has sharded."""
 
-    def _named(self, model: Any) -> list[tuple[str, nn.Parameter]]:
+    def _named_parameters(self, model: Any) -> list[tuple[str, nn.Parameter]]:
         split_again(model)  # otherwise it holds gathered parameters instead of the sharded ones
-        return super()._named(model)
+        return super()._named_parameters(model)
 
-    def _act(self, model: Any, begun: dict[str, nn.Parameter], ended: list[str]) -> None:
-        self._refuse_added({name: p for name, p in begun.items() if not isinstance(p, DTensor)})
-        super()._act(model, begun, ended)
+    def _apply_changes(self, model: Any, additions: dict[str, nn.Parameter], removals: list[str]) -> None:
+        self._refuse_added({name: p for name, p in additions.items() if not isinstance(p, DTensor)})
+        super()._apply_changes(model, additions, removals)
 
 
 def split_again(model: nn.Module) -> None:

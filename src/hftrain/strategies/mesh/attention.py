@@ -94,9 +94,9 @@ class SplitAttention(TorchFunctionMode):
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             heads = mask.shape[-3] // num
             mask = mask.narrow(-3, self._mesh.get_local_rank() * heads, heads)
-        found = scaled_dot_product_attention(query, key, value, mask, **options)
-        appended = parts[0].shape[2] * num - self._length
-        return exchange(torch.nn.functional.pad(found, (0, 0, 0, appended)), self._mesh, 1, 2)
+        output = scaled_dot_product_attention(query, key, value, mask, **options)
+        padding = parts[0].shape[2] * num - self._length
+        return exchange(torch.nn.functional.pad(output, (0, 0, 0, padding)), self._mesh, 1, 2)
 
     def _by_rows(
         self,

@@ -38,14 +38,14 @@ def prove_blocks(found: Sequence[Placing], proof: Proof) -> None:
         if (kind := re.sub(r"\.\d+", ".*", name)) not in kinds:
             kinds.add(kind)
             try:
-                whole = hollow(modules[name]).eval()
+                replica = hollow(modules[name]).eval()
             except Exception as error:  # what it holds besides may not be copied
                 _warn(name, error)
                 continue
-            _prove(name, modules[name], whole, proof)
+            _prove(name, modules[name], replica, proof)
 
 
-def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
+def _prove(name: str, block: nn.Module, replica: nn.Module, proof: Proof) -> None:
     def check(block: nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -55,23 +55,23 @@ def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
         # The forward pass that was has filled a cache, which another one would fill again.
         args, kwargs = (_without_cache(args), {key: _without_cache(value) for key, value in kwargs.items()})
         try:
-            ours, theirs = _both(block, whole, args, kwargs)
+            outputs, targets = _run(block, replica, args, kwargs)
         except Exception as error:
             _warn(name, error)
             return
-        for place, (own, right) in enumerate(zip(ours, theirs, strict=True)):
-            if own.shape != right.shape:
-                if place > 0:
+        for index, (output, target) in enumerate(zip(outputs, targets, strict=True)):
+            if output.shape != target.shape:
+                if index > 0:
                     continue  # a rank returns a part of the attention's weights
-                what = f"have the shape {list(own.shape)}, not {list(right.shape)}"
+                verdict = f"have the shape {list(output.shape)}, not {list(target.shape)}"
             else:
-                distance, size = (own.double() - right.double()).norm(), right.double().norm()
-                if not distance > torch.finfo(right.dtype).eps ** 0.5 * size:
+                distance, size = (output.double() - target.double()).norm(), target.double().norm()
+                if not distance > torch.finfo(target.dtype).eps ** 0.5 * size:
                     continue
-                what = f"differ by {float(distance / size):.2g} of their norm"
+                verdict = f"differ by {float(distance / size):.2g} of their norm"
             raise StrategyError(
-                f"The tensor ranks do not compute what one process does in {name or 'all'} ({type(whole).__name__}):",
-                f"its outputs {what}. Either the plan splits what belongs together, or the code counts what a rank "
+                f"The tensor ranks do not compute what one process does in {name or 'all'} ({type(replica).__name__}):",
+                f"its outputs {verdict}. Either the plan splits what belongs together, or the code counts what a rank "
                 "has only a part of, as view(batch, -1, self.num_heads, head_dim) does.",
                 "Correct the plan, write view(batch, length, -1, head_dim), or leave the module out of the plan.",
             )
@@ -80,33 +80,33 @@ def _prove(name: str, block: nn.Module, whole: nn.Module, proof: Proof) -> None:
 
 
 @torch.no_grad()
-def _both(block: nn.Module, whole: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _run(block: nn.Module, replica: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the outputs in evaluation mode: of the ranks, and of the whole block. Collective."""
-    held = {name: parameter.detach() for name, parameter in block.named_parameters()}
-    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in held.items()}
+    parameters = {name: parameter.detach() for name, parameter in block.named_parameters()}
+    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in parameters.items()}
     # The block may change its buffers and arguments in place, and its backward pass needs those it has read.
-    copied = partial(map_tensors, function=methodcaller("clone"))
-    weights |= copied(dict(block.named_buffers()))
-    mine, others = (copied((args, kwargs)) for _ in range(2))
-    before = {module: vars(module).copy() for module in block.modules()}
+    clone = partial(map_tensors, function=methodcaller("clone"))
+    weights |= clone(dict(block.named_buffers()))
+    inputs, replica_inputs = (clone((args, kwargs)) for _ in range(2))
+    attributes = {module: vars(module).copy() for module in block.modules()}
     kind = next(iter(weights.values())).device.type
     # Weights that autocast keeps from here would have no gradient.
-    uncached = torch.autocast(
+    autocast = torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
     try:
-        for module, known in before.items():
-            vars(module).update(training=False, _buffers=copied(known["_buffers"]))
-        with uncached, preserved_rng(), warnings.catch_warnings():
+        for module, values in attributes.items():
+            vars(module).update(training=False, _buffers=clone(values["_buffers"]))
+        with autocast, preserved_rng(), warnings.catch_warnings():
             # Parts of parameters that are moved without gradients, as in every evaluation.
             warnings.filterwarnings("ignore", "To construct DTensor")
             # Without the hooks of the block itself: it is in a forward pass already.
-            found = block.forward(*mine[0], **mine[1]), functional_call(whole, weights, *others)
+            results = block.forward(*inputs[0], **inputs[1]), functional_call(replica, weights, *replica_inputs)
     finally:
-        for module, known in before.items():
-            vars(module).update(known)
-    ours, theirs = ([x for x in tensors_of(each) if x.is_floating_point()] for each in found)
-    return ours, theirs
+        for module, values in attributes.items():
+            vars(module).update(values)
+    outputs, targets = ([x for x in tensors_of(each) if x.is_floating_point()] for each in results)
+    return outputs, targets
 
 
 def _warn(name: str, error: Exception) -> None:

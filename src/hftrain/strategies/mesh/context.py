@@ -31,7 +31,7 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # They mix positions, and would see those of one rank only.
 MIXING = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.BatchNorm1d, nn.MultiheadAttention)
 _SPLIT: WeakSet[nn.Module] = WeakSet()
-_ASKED = "Cannot use context parallelism with this model."
+_TITLE = "Cannot use context parallelism with this model."
 
 
 def split_context(
@@ -61,27 +61,27 @@ def split_context(
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "Its decoder attends to a second sequence, the encoder's."
-        raise ConfigError(_ASKED, reason, "Use cp_size=1 for encoder-decoders.")
+        raise ConfigError(_TITLE, reason, "Use cp_size=1 for encoder-decoders.")
     _check_implementation(model)
-    owner, layers = find_layers(model, layer_classes)
-    if owner in _SPLIT:
-        raise ConfigError(_ASKED, "Its sequence is split already.", "Call split_context once.")
+    parent, layers = find_layers(model, layer_classes)
+    if parent in _SPLIT:
+        raise ConfigError(_TITLE, "Its sequence is split already.", "Call split_context once.")
     for layer in layers:
         _check_layer(layer)
     SequenceSplit(
-        owner=owner,
+        owner=parent,
         layers=layers,
         parts=mesh.size(),
         cut=functools.partial(_cut, mesh=mesh),
         join=lambda part, dim: join(part, mesh, dim, sums=True),
         region=lambda length: functools.partial(
-            _attend_apart, mesh=mesh, kind=kind, length=length, apart=Apart(mesh.get_local_rank(), device)
+            _split_layer, mesh=mesh, kind=kind, length=length, apart=Apart(mesh.get_local_rank(), device)
         ),
         along=ALONG,
         multiple=multiple,
     )
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    _SPLIT.add(owner)
+    _SPLIT.add(parent)
 
 
 def _cut(whole: torch.Tensor, dim: int, *, mesh: DeviceMesh) -> torch.Tensor:
@@ -90,8 +90,8 @@ def _cut(whole: torch.Tensor, dim: int, *, mesh: DeviceMesh) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _attend_apart(layer: nn.Module, *, mesh: DeviceMesh, kind: str, length: int, apart: Apart) -> Iterator[None]:
-    """Compute attention over all ranks, and draw numbers apart in training; a layer must have called attention."""
+def _split_layer(layer: nn.Module, *, mesh: DeviceMesh, kind: str, length: int, apart: Apart) -> Iterator[None]:
+    """Compute attention over all ranks; each draws its own numbers in training, or all parts had one dropout mask."""
     if layer.training:
         apart.enter()
     try:
@@ -111,18 +111,18 @@ def _attend_apart(layer: nn.Module, *, mesh: DeviceMesh, kind: str, length: int,
 def _check_layer(layer: nn.Module) -> None:
     if "forward" in vars(layer):
         reason = f"The forward pass of its {type(layer).__name__} is wrapped already, by checkpointing for example."
-        raise ConfigError(_ASKED, reason, "Wrap layers after split_context.")
+        raise ConfigError(_TITLE, reason, "Wrap layers after split_context.")
     for name, module in layer.named_modules():
         if isinstance(module, MIXING):
             reason = f"{type(layer).__name__}.{name} ({type(module).__name__}) mixes positions other than by attention."
-            raise ConfigError(_ASKED, reason, "Use cp_size=1 for this model.")
+            raise ConfigError(_TITLE, reason, "Use cp_size=1 for this model.")
 
 
 def _check_implementation(model: nn.Module) -> None:
     implementation = attention_of(model, "sdpa")
     if implementation != "sdpa":
         reason = f"Its attention is computed by {implementation!r}, whose calls cannot be split over ranks."
-        raise ConfigError(_ASKED, reason, "Load the model with attn_implementation='sdpa'.")
+        raise ConfigError(_TITLE, reason, "Load the model with attn_implementation='sdpa'.")
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

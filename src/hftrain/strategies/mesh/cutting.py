@@ -42,7 +42,7 @@ class Cut:
 
     def own(self, stage: int) -> list[str]:
         """Return the names of a stage's parts and layers, which hold all of its parameters."""
-        parts = [name for name, home in self.parts.items() if home == stage]
+        parts = [name for name, owner in self.parts.items() if owner == stage]
         return [*parts, *map(self.layer, range(self.bounds[stage], self.bounds[stage + 1]))]
 
     def layer(self, index: int) -> str:
@@ -61,44 +61,44 @@ def divide(model: nn.Module, num_stages: int) -> Cut:
         ConfigError: The model has no list of layers, fewer layers than there are stages, parameters outside all parts,
             batch normalization, or an encoder and a decoder.
     """
-    asked = f"Cannot cut {type(model).__name__} into {num_stages} stages."
+    title = f"Cannot cut {type(model).__name__} into {num_stages} stages."
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         reason = "Each layer of its decoder needs what the encoder computes, and stages send each other one tensor."
-        raise ConfigError(asked, reason, "Use pp_size=1 for encoder-decoders.")
-    order = _declared(model)
+        raise ConfigError(title, reason, "Use pp_size=1 for encoder-decoders.")
+    order = _declared_parts(model)
     layers = _layers(model, order)
-    home = model.get_submodule(layers)
-    children = tuple(name for name, _ in home.named_children())
+    body = model.get_submodule(layers)
+    children = tuple(name for name, _ in body.named_children())
     if len(children) < num_stages:
-        raise ConfigError(asked, f"It has {len(children)} layers.", f"Use pp_size={len(children)} or less.")
+        raise ConfigError(title, f"It has {len(children)} layers.", f"Use pp_size={len(children)} or less.")
     norm = next((name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)), None)
     if norm is not None:
         reason = f"{norm} normalizes each micro-batch by its own statistics, which differ from those of the batch."
-        raise ConfigError(asked, reason, "Use a normalization of single samples (LayerNorm, GroupNorm), or pp_size=1.")
+        raise ConfigError(title, reason, "Use a normalization of single samples (LayerNorm, GroupNorm), or pp_size=1.")
     parts = dict(_parts(model, layers, order, num_stages - 1))
-    sizes = [_size(child) for child in home.children()]
+    sizes = [_size(child) for child in body.children()]
     ends = [0, 0]
     for name, stage in parts.items():
         ends[stage > 0] += _size(model.get_submodule(name))
     bounds = tuple(_balanced(sizes, ends[0], ends[1], num_stages))
     cut = Cut(layers, children, bounds, parts, {})
-    return replace(cut, owners=_owners(model, cut, asked))
+    return replace(cut, owners=_owners(model, cut, title))
 
 
 def release(model: nn.Module, cut: Cut, stage: int) -> None:
     """Move the tensors that other stages hold to the meta device, in place; names and their order stay."""
-    moved = cache(_meta)
+    to_meta = cache(_meta)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _tensors(module, recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            if stage not in cut.owners.get(full, (stage,)) and not tensor.is_meta:
-                setattr(module, name, moved(tensor))
+            full_name = f"{prefix}.{name}" if prefix else name
+            if stage not in cut.owners.get(full_name, (stage,)) and not tensor.is_meta:
+                setattr(module, name, to_meta(tensor))
 
 
-def _declared(model: nn.Module) -> list[str]:
+def _declared_parts(model: nn.Module) -> list[str]:
     """Return the names of parts in the order that the model declares; empty if it declares none."""
-    if own := getattr(model, "pipeline_parts", None):
-        return list(own)
+    if names := getattr(model, "pipeline_parts", None):
+        return list(names)
     base = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or {}
     prefix = "" if base is model else f"{getattr(model, 'base_model_prefix', '')}."
@@ -110,48 +110,48 @@ def _layers(model: nn.Module, order: Sequence[str]) -> str:
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
     }
-    outer = [name for name in lists if not any(other != name and _is_in(name, other) for other in lists)]
-    found = [name for name in order if name in lists] or outer
-    if not found:
+    outermost = [name for name in lists if not any(other != name and _is_in(name, other) for other in lists)]
+    candidates = [name for name in order if name in lists] or outermost
+    if not candidates:
         raise ConfigError(
             f"Cannot cut {type(model).__name__} into stages.",
             "It has no list of layers (nn.ModuleList or nn.Sequential).",
             "Put the repeated layers into one, or use pp_size=1.",
         )
-    return max(found, key=lambda name: _size(lists[name]))
+    return max(candidates, key=lambda name: _size(lists[name]))
 
 
 def _parts(model: nn.Module, layers: str, order: Sequence[str], last: int) -> Iterator[tuple[str, int]]:
     """Yield the parts outside the list of layers, and their stages: modules that do not contain it, the largest."""
     is_after = False
-    done: list[str] = []
+    parts: list[str] = []
     for name, module in model.named_modules():
         if name == layers:
             is_after = True
             continue
-        pairs = [(layers, name), (name, layers), *((name, part) for part in done)]
+        pairs = [(layers, name), (name, layers), *((name, part) for part in parts)]
         if not any(_is_in(*pair) for pair in pairs) and next(module.parameters(), None) is not None:
-            done.append(name)
-            declared = name in order and layers in order
-            yield name, last * (order.index(name) > order.index(layers) if declared else is_after)
+            parts.append(name)
+            is_declared = name in order and layers in order
+            yield name, last * (order.index(name) > order.index(layers) if is_declared else is_after)
 
 
-def _is_in(name: str, home: str) -> bool:
-    return not home or name == home or name.startswith(f"{home}.")
+def _is_in(name: str, owner: str) -> bool:
+    return not owner or name == owner or name.startswith(f"{owner}.")
 
 
-def _owners(model: nn.Module, cut: Cut, asked: str) -> dict[str, tuple[int, ...]]:
+def _owners(model: nn.Module, cut: Cut, title: str) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each tensor; a tensor with several names belongs to the stages of all of them."""
-    homes = {name: stage for stage in range(cut.num_stages) for name in cut.own(stage)}
+    stage_of_part = {name: stage for stage in range(cut.num_stages) for name in cut.own(stage)}
     stages: dict[int, set[int]] = {}
     names: dict[str, int] = {}
     for name, tensor in _tensors(model):
-        home = next((stage for part, stage in homes.items() if _is_in(name, part)), None)
-        if home is None and isinstance(tensor, nn.Parameter):
+        owner = next((stage for part, stage in stage_of_part.items() if _is_in(name, part)), None)
+        if owner is None and isinstance(tensor, nn.Parameter):
             reason = f"The parameter {name} belongs to no part: its module also contains the layers."
-            raise ConfigError(asked, reason, "Move it into a module of its own.")
-        if home is not None:
-            stages.setdefault(id(tensor), set()).add(home)
+            raise ConfigError(title, reason, "Move it into a module of its own.")
+        if owner is not None:
+            stages.setdefault(id(tensor), set()).add(owner)
             names[name] = id(tensor)
     return {name: tuple(sorted(stages[key])) for name, key in names.items()}
 

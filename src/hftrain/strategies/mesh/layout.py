@@ -80,8 +80,8 @@ class Layout:
             >>> Layout(dp_shard=2, tp=2).coordinate(3)
             {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}
         """
-        places = numpy.unravel_index(rank, tuple(self.sizes.values()))
-        return {dim: int(place) for dim, place in zip(DIMS, places, strict=True)}
+        indices = numpy.unravel_index(rank, tuple(self.sizes.values()))
+        return {dim: int(index) for dim, index in zip(DIMS, indices, strict=True)}
 
     def meshes(self, device_type: str) -> Meshes:
         """Make the device meshes, or return those that a strategy of these processes has made. Collective.
@@ -90,10 +90,10 @@ class Layout:
         """
         key = (dist.group.WORLD, self, device_type)
         if key not in _MESHES:
-            held = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.shard_size, "tp": self.tp}
-            read = {"pp": self.pp, "data": self.data_size, "cp": self.cp, "tp": self.tp}
-            made = (init_device_mesh(device_type, tuple(x.values()), mesh_dim_names=tuple(x)) for x in (held, read))
-            _MESHES[key] = Meshes(*made)
+            model = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.shard_size, "tp": self.tp}
+            data = {"pp": self.pp, "data": self.data_size, "cp": self.cp, "tp": self.tp}
+            pair = (init_device_mesh(device_type, tuple(x.values()), mesh_dim_names=tuple(x)) for x in (model, data))
+            _MESHES[key] = Meshes(*pair)
         return _MESHES[key]
 
     def __str__(self) -> str:
@@ -135,16 +135,16 @@ def layout_of(
         inner = math.prod(sizes.get(dim, 1) or 1 for dim in ("pp", "cp", "tp"))
         sizes["dp_shard"] = max((machine_size or world_size) // inner, 1)
         open_dims.remove("dp_shard")
-    named = math.prod(size or 1 for size in sizes.values())
-    if len(open_dims) > 1 and named < world_size:
+    product = math.prod(size or 1 for size in sizes.values())
+    if len(open_dims) > 1 and product < world_size:
         names = ", ".join(f"{ARGUMENTS[dim]}=..." for dim in open_dims[1:])
         remedy = f"Say it: strategy=MeshStrategy({names}), from hftrain.strategies; other processes share out the rest."
         raise _refusal(given, f"{world_size} processes can be shared out in several ways.", remedy)
     fill = open_dims[0] if open_dims else "dp_shard"
-    if world_size % named or (fill in sizes and named != world_size):
-        reason = f"They describe {named} processes, and the launcher started {world_size}."
+    if world_size % product or (fill in sizes and product != world_size):
+        reason = f"They describe {product} processes, and the launcher started {world_size}."
         raise _refusal(given, reason, "Start that many (torchrun --nproc_per_node), or change the sizes.")
-    sizes.setdefault(fill, world_size // named)
+    sizes.setdefault(fill, world_size // product)
     return Layout(**{dim: size or 1 for dim, size in sizes.items()})
 
 

@@ -31,8 +31,8 @@ def find_head(model: nn.Module) -> nn.Linear:
     """
     base: Any = base_of(model)
     head: Any = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    own = getattr(base, "loss_function", None)
-    if getattr(own, "__name__", "") != "ForCausalLMLoss" or not isinstance(head, nn.Linear):
+    loss_function = getattr(base, "loss_function", None)
+    if getattr(loss_function, "__name__", "") != "ForCausalLMLoss" or not isinstance(head, nn.Linear):
         raise ConfigError(
             f"Cannot use loss_parallel=True with {type(base).__name__}.",
             "It shares the usual loss of transformers' causal language models with a plain linear head.",
@@ -62,30 +62,30 @@ def share_loss(
 def _before(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Remember the labels of a training step, each at the position that predicts it."""
     vars(head).pop(SHARES_LOSS, None)
-    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-    if model.training and torch.is_grad_enabled() and (labels is not None or shifted is not None):
-        goals: Any = (
-            shifted if labels is None or shifted is not None else F.pad(labels[..., 1:], (0, 1), value=_IGNORED)
-        )
-        vars(head)[SHARES_LOSS] = {"goals": goals, "count": (goals != _IGNORED).sum()}
+    labels: Any = kwargs.get("labels")
+    targets: Any = kwargs.get("shift_labels")
+    if model.training and torch.is_grad_enabled() and (labels is not None or targets is not None):
+        if targets is None:
+            targets = F.pad(labels[..., 1:], (0, 1), value=_IGNORED)
+        vars(head)[SHARES_LOSS] = {"goals": targets, "count": (targets != _IGNORED).sum()}
 
 
 def _own_positions(sequence: DeviceMesh | None, head: nn.Module, args: tuple[Any, ...]) -> Any:
     step = vars(head).get(SHARES_LOSS)
     if step is None:
         return args
-    hidden, goals = args[0], step["goals"]
-    if hidden.shape[:-1] != goals.shape:
-        reason = f"The head gets tokens of shape {list(hidden.shape[:-1])}, and labels of {list(goals.shape)}."
+    hidden, targets = args[0], step["goals"]
+    if hidden.shape[:-1] != targets.shape:
+        reason = f"The head gets tokens of shape {list(hidden.shape[:-1])}, and labels of {list(targets.shape)}."
         raise StrategyError("Cannot share the loss over ranks.", reason, "Use loss_parallel=False.")
     if sequence is not None:
         rank, size = int(sequence.get_local_rank()), sequence.size()
-        hidden, step["goals"] = hidden.tensor_split(size, 1)[rank], goals.tensor_split(size, 1)[rank]
+        hidden, step["goals"] = hidden.tensor_split(size, 1)[rank], targets.tensor_split(size, 1)[rank]
     return (hidden, *args[1:])
 
 
 def _loss(
-    own: Any,
+    loss_function: Any,
     head: nn.Module,
     vocabulary: DeviceMesh | None,
     sequence: DeviceMesh | None,
@@ -97,13 +97,13 @@ def _loss(
     """Return the mean over all labels; in place of the model's `loss_function`."""
     step = vars(head).get(SHARES_LOSS)
     if step is None:
-        return own(logits, *args, num_items_in_batch=num_items_in_batch, **options)
-    goals = step["goals"].to(logits.device)
-    if options.get("ignore_index", _IGNORED) != _IGNORED or logits.shape[:-1] != goals.shape:
+        return loss_function(logits, *args, num_items_in_batch=num_items_in_batch, **options)
+    targets = step["goals"].to(logits.device)
+    if options.get("ignore_index", _IGNORED) != _IGNORED or logits.shape[:-1] != targets.shape:
         reason = "The model changes the shape of its logits before the loss, or ignores another label."
         raise StrategyError("Cannot share the loss over ranks.", reason, "Use loss_parallel=False.")
     step["is_used"] = True
-    losses = cross_entropies(logits.flatten(0, -2), goals.flatten(), vocabulary)
+    losses = cross_entropies(logits.flatten(0, -2), targets.flatten(), vocabulary)
     total = losses.sum()
     if sequence is not None:  # every rank returns the whole loss, of which each has a copy
         total = enter(leave(total, sequence), sequence)
@@ -122,14 +122,14 @@ def cross_entropies(logits: torch.Tensor, goals: torch.Tensor, vocabulary: Devic
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary is None:
         return F.cross_entropy(logits, goals, ignore_index=_IGNORED, reduction="none")
-    highest = logits.detach().amax(-1)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=vocabulary.get_group())
+    maximum = logits.detach().amax(-1)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.get_group())
     num = logits.shape[-1]
     row = goals - int(vocabulary.get_local_rank()) * num
     is_outside = (row < 0) | (row >= num)
-    shifted = logits - highest.unsqueeze(-1)
-    of_goal = shifted.gather(-1, row.masked_fill(is_outside, 0).unsqueeze(-1)).squeeze(-1).masked_fill(is_outside, 0)
-    sums = leave(torch.stack([shifted.exp().sum(-1), of_goal]), vocabulary)
+    shifted = logits - maximum.unsqueeze(-1)
+    logit = shifted.gather(-1, row.masked_fill(is_outside, 0).unsqueeze(-1)).squeeze(-1).masked_fill(is_outside, 0)
+    sums = leave(torch.stack([shifted.exp().sum(-1), logit]), vocabulary)
     return (sums[0].log() - sums[1]).masked_fill(goals == _IGNORED, 0)
 
 

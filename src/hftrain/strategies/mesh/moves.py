@@ -57,16 +57,16 @@ def exchange(x: torch.Tensor, mesh: DeviceMesh, have: int, want: int) -> torch.T
 def _move(
     x: torch.Tensor,
     mesh: DeviceMesh,
-    have: Placement,
-    want: Placement,
+    source: Placement,
+    target: Placement,
     *,
     grad: Placement | None,
     shape: list[int] | None = None,
 ) -> torch.Tensor:
     # torch infers a wrong shape from parts of different lengths.
-    whole = torch.Size(shape or x.shape)
-    stride = tuple(math.prod(whole[place + 1 :]) for place in range(len(whole)))
-    held = DTensor.from_local(x, mesh, [have], run_check=False, shape=whole, stride=stride)
-    moved = held.redistribute(placements=[want])
-    local: torch.Tensor = moved.to_local(grad_placements=None if grad is None else [grad])
+    size = torch.Size(shape or x.shape)
+    stride = tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
+    tensor = DTensor.from_local(x, mesh, [source], run_check=False, shape=size, stride=stride)
+    grads = None if grad is None else [grad]
+    local: torch.Tensor = tensor.redistribute(placements=[target]).to_local(grad_placements=grads)
     return local

@@ -73,9 +73,9 @@ class Pipeline(nn.Module):
             return run.outputs(run.forward())
         for module in sharded(self.module):
             module.reshard()
-        own = [(name, parameter) for name, parameter in self.own_parameters() if parameter.requires_grad]
-        parameters = [parameter for _, parameter in own]
-        run.owners = [self.plan.owners[name] for name, _ in own]
+        named_parameters = [(name, parameter) for name, parameter in self.own_parameters() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in named_parameters]
+        run.owners = [self.plan.owners[name] for name, _ in named_parameters]
         # Ranks without trainable parameters take part in the backward pass, too.
         anchor = torch.zeros((), requires_grad=True)
         return run.outputs(_Function.apply(run, parameters, anchor, *parameters))  # type: ignore[no-untyped-call]
@@ -94,17 +94,17 @@ class Pipeline(nn.Module):
     # -- implementation ------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        asked = f"Cannot train {type(self.module).__name__} with schedule={self.schedule!r}."
-        check_known(self.schedule, SCHEDULES, asked, "No schedule has that name.")
+        problem = f"Cannot train {type(self.module).__name__} with schedule={self.schedule!r}."
+        check_known(self.schedule, SCHEDULES, problem, "No schedule has that name.")
         if self.num_micro_batches < 1:
-            raise ConfigError(asked, f"num_micro_batches={self.num_micro_batches} is not positive.", "Use 1 or more.")
+            raise ConfigError(problem, f"num_micro_batches={self.num_micro_batches} is not positive.", "Use 1 or more.")
         if self.schedule == "1f1b" and not (self.stage.is_causal or "num_items_in_batch" in self.stage.takes):
             reason = "Its forward takes no num_items_in_batch, by which the losses of micro-batches are divided."
-            raise ConfigError(asked, reason, "Use schedule='gpipe', which suits every loss.")
-        collected = [name for name in COLLECTED if getattr(getattr(self.module, "config", None), name, False)]
-        if collected:
-            reason = f"Its config has {collected[0]}=True, and a stage has only some of the layers."
-            raise ConfigError(asked, reason, f"Set config.{collected[0]} = False, or use pp_size=1.")
+            raise ConfigError(problem, reason, "Use schedule='gpipe', which suits every loss.")
+        names = [name for name in COLLECTED if getattr(getattr(self.module, "config", None), name, False)]
+        if names:
+            reason = f"Its config has {names[0]}=True, and a stage has only some of the layers."
+            raise ConfigError(problem, reason, f"Set config.{names[0]} = False, or use pp_size=1.")
 
 
 class _Function(torch.autograd.Function):

@@ -88,27 +88,27 @@ def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, St
     Raises:
         ConfigError: There is no plan, or a style is not known.
     """
-    bare = base_of(model)
-    more = _PLANS.get(getattr(getattr(bare, "config", None), "model_type", ""), {})
+    base = base_of(model)
+    defaults = _PLANS.get(getattr(getattr(base, "config", None), "model_type", ""), {})
     plan: dict[str, Any] = {}
-    for each in (given, more, getattr(bare, "tp_plan", None)):  # the first pattern that matches wins
+    for each in (given, defaults, getattr(base, "tp_plan", None)):  # the first pattern that matches wins
         plan = {**plan, **{pattern: style for pattern, style in (each or {}).items() if pattern not in plan}}
     if not plan:
         raise ConfigError(
-            f"Cannot share the layers of {type(bare).__name__} among tensor ranks:",
+            f"Cannot share the layers of {type(base).__name__} among tensor ranks:",
             "nothing says which of its modules are split, and how.",
             "Pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or define TaskModule.parallelize(mesh).",
         )
-    found = {}
+    styles = {}
     for pattern, style in plan.items():
         if not isinstance(style, Style):
-            asked = f"Cannot use the style {style!r} for {pattern}."
-            check_known(style, STYLES, asked, "It is not one whose gradients are proved.")
-        found[pattern] = style if isinstance(style, Style) else STYLES[style]
+            problem = f"Cannot use the style {style!r} for {pattern}."
+            check_known(style, STYLES, problem, "It is not one whose gradients are proved.")
+        styles[pattern] = style if isinstance(style, Style) else STYLES[style]
         if style == "mla_kv_a_proj":
-            config: Any = bare.config
-            found[pattern] = SharedKey(width=config.get_text_config().qk_rope_head_dim)
-    return found
+            config: Any = base.config
+            styles[pattern] = SharedKey(width=config.get_text_config().qk_rope_head_dim)
+    return styles
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -127,28 +127,28 @@ def placings(model: nn.Module, plan: Mapping[str, Style], num_ranks: int, named:
     Raises:
         ConfigError: A pattern matches nothing, or the ranks cannot share a module's heads.
     """
-    bare = base_of(model)
-    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is bare)
+    base = base_of(model)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
-    chosen: dict[nn.Module, Placing] = {}
-    used = set()
+    placing_of: dict[nn.Module, Placing] = {}
+    matches = set()
     for name, module in model.named_modules():
-        plain = name.removeprefix(prefix)
-        pattern = next((pattern for pattern, regex in patterns.items() if regex.fullmatch(plain)), None)
+        name_in_base = name.removeprefix(prefix)
+        pattern = next((pattern for pattern, regex in patterns.items() if regex.fullmatch(name_in_base)), None)
         if pattern is None:
             continue
-        used.add(pattern)
-        for placing in _inside(name, module, plan[pattern]):
-            chosen[placing.module] = _checked(placing, model, num_ranks)
+        matches.add(pattern)
+        for placing in _placings_in(name, module, plan[pattern]):
+            placing_of[placing.module] = _checked(placing, model, num_ranks)
     of_modules = [pattern for pattern in named or plan if pattern.rpartition(".")[2] not in _OF_EXPERTS]
-    lost = [pattern for pattern in of_modules if pattern not in used]
-    if lost and (named or not used):
+    unmatched = [pattern for pattern in of_modules if pattern not in matches]
+    if unmatched and (named or not matches):
         raise ConfigError(
-            f"Cannot use the plan for {type(bare).__name__}.",
-            f"It has no modules named {listed(lost, most=3)}.",
+            f"Cannot use the plan for {type(base).__name__}.",
+            f"It has no modules named {listed(unmatched, most=3)}.",
             "Use the names of model.named_modules(), with * for one part.",
         )
-    return _agree([chosen.get(module) or _whole(name, module) for name, module in model.named_modules()])
+    return _agree([placing_of.get(module) or _unsplit(name, module) for name, module in model.named_modules()])
 
 
 def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers: Collection[nn.Module] = ()) -> None:
@@ -159,48 +159,48 @@ def install(found: list[Placing], ranks: TensorRanks, inner: TensorRanks, layers
     Args:
         inner: The same ranks in the layers, between which they may share the activations along the sequence.
     """
-    known: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     modules = {placing.name: placing.module for placing in found}
-    counted: set[nn.Module] = set()
+    previous: set[nn.Module] = set()
     within = {module for layer in layers for module in layer.modules()}
     for placing in found:
-        own = inner if placing.module in within else ranks
-        placed = {}
+        module_ranks = inner if placing.module in within else ranks
+        parameters = {}
         for name, parameter in placing.module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, DTensor):
                 continue  # placed by the user
-            if id(parameter) not in known:
-                new = place(parameter, ranks.mesh, placing.dims.get(name))
-                new.__dict__.update(vars(parameter))
-                known[id(parameter)] = new
-            placed[name] = known[id(parameter)]
-        if placed or uncalled(placing.module):
-            apply_style(placing.module, placing.style, own, placed)
+            if id(parameter) not in replacements:
+                replacement = place(parameter, ranks.mesh, placing.dims.get(name))
+                replacement.__dict__.update(vars(parameter))
+                replacements[id(parameter)] = replacement
+            parameters[name] = replacements[id(parameter)]
+        if parameters or uncalled(placing.module):
+            apply_style(placing.module, placing.style, module_ranks, parameters)
         if isinstance(placing.style, Colwise):
-            owners = {placing.module, modules[placing.name.rpartition(".")[0]]} - counted
-            counted |= owners
+            owners = {placing.module, modules[placing.name.rpartition(".")[0]]} - previous
+            previous |= owners
             for owner in owners:
                 for name in _COUNTS.get(type(owner).__name__, ()):
-                    setattr(owner, name, getattr(owner, name) // own.size)
+                    setattr(owner, name, getattr(owner, name) // module_ranks.size)
         if placing.opens:
             if hasattr(placing.module, "base_layer"):
                 # Its adapter drops parts of the whole input, and a module before it may have opened (queries, of keys).
-                placing.module.register_forward_pre_hook(own.meet)
-            placing.module.register_forward_hook(own.part)
+                placing.module.register_forward_pre_hook(module_ranks.meet)
+            placing.module.register_forward_hook(module_ranks.part)
         if placing.closes:
-            placing.module.register_forward_hook(own.meet)
+            placing.module.register_forward_hook(module_ranks.meet)
 
 
-def _whole(name: str, module: nn.Module) -> Placing:
+def _unsplit(name: str, module: nn.Module) -> Placing:
     return Placing(name=name, module=module, style=Style(), dims={})
 
 
-def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
+def _placings_in(name: str, module: Any, style: Style) -> Iterator[Placing]:
     """Yield the module's own placing, or those of the parts inside adapters around it."""
     copies = getattr(module, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         for each in (module.original_module, *copies.values()):
-            yield from _inside(name, each, style)
+            yield from _placings_in(name, each, style)
         return
     opens = isinstance(style, Colwise) and not style.gathers
     outer = {"opens": opens, "closes": isinstance(style, Rowwise)}
@@ -220,24 +220,24 @@ def _inside(name: str, module: Any, style: Style) -> Iterator[Placing]:
     yield Placing(name=name, module=module, style=Style(), dims={}, **outer)
     yield _placing(f"{name}.base_layer", base, style)
     for key in module.lora_A:
-        first, second = (Style(), replace(style)) if isinstance(style, Colwise) else (style, Style())
-        yield _placing(f"{name}.lora_A.{key}", module.lora_A[key], first)
-        yield _placing(f"{name}.lora_B.{key}", module.lora_B[key], second)
+        style_a, style_b = (Style(), replace(style)) if isinstance(style, Colwise) else (style, Style())
+        yield _placing(f"{name}.lora_A.{key}", module.lora_A[key], style_a)
+        yield _placing(f"{name}.lora_B.{key}", module.lora_B[key], style_b)
 
 
 def _placing(name: str, module: nn.Module, style: Style, **outer: bool) -> Placing:
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     dims = style.dims(module)
     is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
     looks_up = isinstance(module, nn.Embedding)
     fits = {Colwise: is_linear or looks_up, Rowwise: is_linear, Vocabulary: looks_up}
-    if not fits.get(type(style), True) or not set(dims) - {"bias"} <= own.keys():
+    if not fits.get(type(style), True) or not set(dims) - {"bias"} <= parameters.keys():
         raise ConfigError(
             f"Cannot share {name} as {type(style).__name__.lower()}.",
-            f"It is a {type(module).__name__} with the parameters {listed([*own], most=4)}.",
+            f"It is a {type(module).__name__} with the parameters {listed([*parameters], most=4)}.",
             "Give it another style ('replicated'), or leave it out of the plan.",
         )
-    return Placing(name=name, module=module, style=style, dims={key: dims.get(key) for key in own}, **outer)
+    return Placing(name=name, module=module, style=style, dims={key: dims.get(key) for key in parameters}, **outer)
 
 
 def _checked(placing: Placing, model: nn.Module, num_ranks: int) -> Placing:
@@ -255,10 +255,10 @@ def _checked(placing: Placing, model: nn.Module, num_ranks: int) -> Placing:
     rows = sizes.get("weight", 0) // packed
     # A layer with one output for each head has no rows of heads.
     if uneven or (isinstance(head, int) and rows % head == 0 and rows // num_ranks % head):
-        what = f"a width of {next(iter(uneven.values()))}" if uneven else f"{sizes['weight'] // packed // head} heads"
+        width = f"a width of {next(iter(uneven.values()))}" if uneven else f"{sizes['weight'] // packed // head} heads"
         raise ConfigError(
             f"Cannot share {placing.name} among {num_ranks} tensor ranks.",
-            f"It has {what}, which {num_ranks} does not divide.",
+            f"It has {width}, which {num_ranks} does not divide.",
             "Use a tp_size that divides them (for attention: the number of key and value heads).",
         )
     return placing
@@ -272,7 +272,7 @@ def _agree(found: list[Placing]) -> list[Placing]:
             dims.setdefault(id(parameter), set()).add(placing.dims.get(name))
 
     def differs(placing: Placing) -> bool:
-        own = placing.module.named_parameters(recurse=False, remove_duplicate=False)
-        return any(len(dims[id(parameter)]) > 1 for _, parameter in own)
+        parameters = placing.module.named_parameters(recurse=False, remove_duplicate=False)
+        return any(len(dims[id(parameter)]) > 1 for _, parameter in parameters)
 
-    return [_whole(each.name, each.module) if differs(each) else each for each in found]
+    return [_unsplit(each.name, each.module) if differs(each) else each for each in found]

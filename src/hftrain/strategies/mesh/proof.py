@@ -52,13 +52,13 @@ class Proof:
             handle.remove()
             self.is_open = False
             names = {module: name for name, module in model().named_modules()}
-            same = {f"inputs of {names[module]}": norm for module, norm in self.inputs.items()}
+            replicas = {f"inputs of {names[module]}": norm for module, norm in self.inputs.items()}
             for name, parameter in model().named_parameters():
                 grad = parameter.grad
                 if isinstance(grad, DTensor) and isinstance(grad.placements[-1], Replicate):
-                    same[f"gradients of {name}"] = grad.to_local().detach().double().norm()
-            same.update({f"gradients of the output of {names[module]}": norm for module, norm in self.same.items()})
-            unequal = [name for name, (least, most) in _ranges(same, group) if most - least > 1e-3 * abs(most)]
+                    replicas[f"gradients of {name}"] = grad.to_local().detach().double().norm()
+            replicas.update({f"gradients of the output of {names[module]}": norm for module, norm in self.same.items()})
+            unequal = [name for name, (low, high) in _ranges(replicas, group) if high - low > 1e-3 * abs(high)]
             if unequal:
                 raise StrategyError(
                     f"The tensor ranks have different {listed(unequal, most=3)}, which each holds whole:",
@@ -67,7 +67,7 @@ class Proof:
                     "column-wise first and row-wise last.",
                 )
             parts = {names[module]: norm for module, norm in self.parts.items()}
-            equal = [name for name, (least, most) in _ranges(parts, group) if most > 0 and most - least < 1e-9 * most]
+            equal = [name for name, (low, high) in _ranges(parts, group) if high > 0 and high - low < 1e-9 * high]
             if equal:
                 raise StrategyError(
                     f"The tensor ranks have the same gradients of {listed(equal, most=3)}, which would be added up:",
@@ -82,7 +82,7 @@ def _ranges(norms: dict[str, torch.Tensor], group: dist.ProcessGroup) -> Iterato
     """Yield the smallest and the largest of all ranks' norms, by name. Collective."""
     if not norms:
         return
-    own = torch.stack([*norms.values()]).nan_to_num(nan=-1.0, posinf=-2.0)  # all ranks have those, or differ
-    both = torch.stack([own, -own])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    yield from zip(norms, zip((-both[1]).tolist(), both[0].tolist(), strict=True), strict=True)
+    values = torch.stack([*norms.values()]).nan_to_num(nan=-1.0, posinf=-2.0)  # all ranks have those, or differ
+    bounds = torch.stack([values, -values])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    yield from zip(norms, zip((-bounds[1]).tolist(), bounds[0].tolist(), strict=True), strict=True)

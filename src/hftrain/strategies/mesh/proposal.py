@@ -69,30 +69,30 @@ def candidates(
         memory: The memory of a device, in bytes.
         as_set: Keep the micro-batch and checkpointing of the script, and do not offload.
     """
-    fits, rejected = [], {}
-    traced: dict[int, Saved] = {}
+    fits, reasons = [], {}
+    traces: dict[int, Saved] = {}
     for name, layout, options in _layouts(gpus, machine, len(model.units)):
-        shown = f"{name} ({layout})"
+        label = f"{name} ({layout})"
         try:
-            if layout.tp not in traced:
-                traced[layout.tp] = trace(model, layout.tp)
-            cut = _cut(model, layout.pp) if layout.pp > 1 else None
+            if layout.tp not in traces:
+                traces[layout.tp] = trace(model, layout.tp)
+            stage_cut = _cut(model, layout.pp) if layout.pp > 1 else None
         except ConfigError as error:
-            rejected[shown] = " ".join(str(error).split())
+            reasons[label] = " ".join(str(error).split())
             continue
         settings = [(model.micro_batch, model.recomputes, False)] if as_set else _settings(model, layout)
-        way = partial(measure, model, saved=traced[layout.tp], machine=machine, layout=layout, cut=cut)
-        each_stage = (
-            [way(name, options, setting=setting, stage=stage) for stage in range(layout.pp)] for setting in settings
+        plan = partial(measure, model, saved=traces[layout.tp], machine=machine, layout=layout, cut=stage_cut)
+        stage_plans = (
+            [plan(name, options, setting=setting, stage=stage) for stage in range(layout.pp)] for setting in settings
         )
-        tried = [max(stages, key=lambda each: each.device) for stages in each_stage]
-        least = min(tried, key=lambda each: each.device)
-        good = next((each for each in tried if each.device <= memory * USABLE), None)
-        if good is None:
-            rejected[shown] = f"needs {least.device / 1e9:.1f} GB at least, of {memory * USABLE / 1e9:.1f} GB usable"
+        attempts = [max(stages, key=lambda each: each.device) for stages in stage_plans]
+        smallest = min(attempts, key=lambda each: each.device)
+        choice = next((each for each in attempts if each.device <= memory * USABLE), None)
+        if choice is None:
+            reasons[label] = f"needs {smallest.device / 1e9:.1f} GB at least, of {memory * USABLE / 1e9:.1f} GB usable"
         else:
-            fits.append(good)
-    return sorted(fits, key=lambda each: each.cost), rejected
+            fits.append(choice)
+    return sorted(fits, key=lambda each: each.cost), reasons
 
 
 def measure(
@@ -115,21 +115,21 @@ def measure(
     # The global batch stays what it is on as many data ranks.
     accumulation = max(model.accumulation * model.micro_batch * layout.size // (micro_batch * layout.data_size), 1)
     turns = micro_batch if cut is not None else 1  # a pipeline's micro-batches are single samples
-    held, trained, units = _held(model, layout, saved.found, stage, cut)
-    own = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
-    computed, exchanged = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
-    is_last, crossing = stage == layout.pp - 1, int(saved.inputs[own[0]] * scale) if cut is not None else 0
-    kept = saved.bytes(layout, own, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
-    gradients, temporary = trained, 2 * int(max(saved.largest[index] for index in (*own, *[-1] * is_last)) * scale)
+    parameters, trainable, units = _sizes(model, layout, saved.found, stage, cut)
+    indices = [index for index, unit in enumerate(units[:-1]) if unit[0] or cut is None]
+    compute_bytes, reduce_bytes = sum(unit[0] for unit in units), sum(unit[1] for unit in units)
+    is_last, boundary = stage == layout.pp - 1, int(saved.inputs[indices[0]] * scale) if cut is not None else 0
+    activations = saved.bytes(layout, indices, checkpointing=checkpointing) + sum(saved.layers[-1]) * is_last
+    gradients, temporary = trainable, 2 * int(max(saved.largest[i] for i in (*indices, *[-1] * is_last)) * scale)
     if name not in ("single", "ddp"):
         # Two layers are gathered at once, and what is outside of them stays; one layer's gradients are exchanged.
         temporary += 2 * max(unit[0] for unit in units[:-1] or units) + units[-1][0] + max(x[1] for x in units)
-        temporary += max(exchanged - trained, 0) if accumulation * turns > 1 else 0  # whole until the last one
-        temporary += trained if cut is not None and accumulation > 1 else 0
+        temporary += max(reduce_bytes - trainable, 0) if accumulation * turns > 1 else 0  # whole until the last one
+        temporary += trainable if cut is not None and accumulation > 1 else 0
     else:
-        gradients += trained if layout.dp_replicate > 1 else 0  # DDP's buckets
-        temporary += computed if model.casts else 0
-    found = Candidate(
+        gradients += trainable if layout.dp_replicate > 1 else 0  # DDP's buckets
+        temporary += compute_bytes if model.casts else 0
+    plan = Candidate(
         strategy=name,
         options=options | ({"num_micro_batches": turns} if cut is not None else {}),
         sizes=layout.sizes,
@@ -137,18 +137,15 @@ def measure(
         accumulation=accumulation,
         checkpointing=checkpointing,
         offload=offload,
-        parameters=held,
+        parameters=parameters,
         gradients=gradients,
-        optimizer=int(trained * model.state_ratio),
-        activations=int(kept * scale) + crossing,
+        optimizer=int(trainable * model.state_ratio),
+        activations=int(activations * scale) + boundary,
         temporary=temporary,
         idle=(layout.pp - 1) / turns,
     )
-    sent = crossing * (1 if stage == 0 or is_last else 2)
-    return replace(found, **_traffic(found, layout, saved, machine, scale, computed, exchanged, sent))
-
-
-# -- implementation ------------------------------------------------------------------------------------------------
+    sent_bytes = boundary * (1 if stage == 0 or is_last else 2)
+    return replace(plan, **_traffic(plan, layout, saved, machine, scale, compute_bytes, reduce_bytes, sent_bytes))
 
 
 def _cut(model: Model, stages: int) -> Cut:
@@ -159,13 +156,13 @@ def _cut(model: Model, stages: int) -> Cut:
     return cut
 
 
-def _held(
-    model: Model, layout: Layout, found: Sequence[Placing], stage: int, cut: Cut | None
+def _sizes(
+    model: Model, layout: Layout, placings: Sequence[Placing], stage: int, cut: Cut | None
 ) -> tuple[int, int, list[list[int]]]:
     """Return the bytes of a rank's parameters, of those that train, and what each layer gathers and exchanges."""
-    dims = {id(p): each.dims.get(key) for each in found for key, p in each.module.named_parameters(recurse=False)}
-    home = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
-    held = trained = 0
+    dims = {id(p): each.dims.get(key) for each in placings for key, p in each.module.named_parameters(recurse=False)}
+    unit_of = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
+    total = trainable = 0
     units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
     for key, parameter in model.module.named_parameters():
         if cut is not None and stage not in cut.owners[key]:
@@ -174,13 +171,13 @@ def _held(
         if (dim := dims.get(id(parameter))) is not None:
             shape[dim] //= layout.tp
         num = torch.Size(shape).numel()
-        own = num if not shape else num // max(shape[0], 1) * -(-shape[0] // layout.shard_size)
-        held += own * model.sizes[key]
-        trained += own * model.sizes[key] * parameter.requires_grad
-        part = units[home.get(id(parameter), -1)]
+        share = num if not shape else num // max(shape[0], 1) * -(-shape[0] // layout.shard_size)
+        total += share * model.sizes[key]
+        trainable += share * model.sizes[key] * parameter.requires_grad
+        part = units[unit_of.get(id(parameter), -1)]
         part[0] += num * model.compute_size
         part[1] += num * model.reduce_size * parameter.requires_grad
-    return held, trained, units
+    return total, trainable, units
 
 
 def _layouts(gpus: int, machine: int, num_layers: int) -> Iterator[tuple[str, Layout, dict[str, Any]]]:
@@ -213,30 +210,30 @@ def _settings(model: Model, layout: Layout) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _traffic(
-    found: Candidate,
+    candidate: Candidate,
     layout: Layout,
     saved: Saved,
     machine: int,
     scale: float,
-    computed: int,
-    exchanged: int,
-    sent: int,
+    compute_bytes: int,
+    reduce_bytes: int,
+    sent_bytes: int,
 ) -> dict[str, Any]:
     """Return what a rank sends in a step.
 
-    Bytes `computed` of parameters are gathered, `exchanged` of their gradients; a stage sends others `sent` for a
-    micro-batch, which is `scale` of those of `saved`.
+    `compute_bytes` of parameters are gathered, `reduce_bytes` of their gradients; a stage sends others `sent_bytes`
+    for a micro-batch, which is `scale` of those of `saved`.
     """
-    shards, copies, times = layout.shard_size, layout.dp_replicate, found.accumulation
-    passes = scale * (1.5 if found.checkpointing else 1)
+    shards, copies, times = layout.shard_size, layout.dp_replicate, candidate.accumulation
+    passes = scale * (1.5 if candidate.checkpointing else 1)
     # A pipeline gathers for each of its micro-batches, and does not defer the exchange of gradients.
-    gathers, reduces = 2 * times * found.options.get("num_micro_batches", 1), times if layout.pp > 1 else 1
+    gathers, reduces = 2 * times * candidate.options.get("num_micro_batches", 1), times if layout.pp > 1 else 1
     traffic = {
-        "shards": _part(shards) * (gathers * computed + reduces * exchanged),
-        "copies": 2 * _part(copies) * reduces * exchanged / shards,
+        "shards": _part(shards) * (gathers * compute_bytes + reduces * reduce_bytes),
+        "copies": 2 * _part(copies) * reduces * reduce_bytes / shards,
         "layers": times * passes * 2 * _part(layout.tp) * saved.reduced / layout.cp,
         "sequence": times * passes * 2 * _part(layout.cp) * saved.exchanged / layout.cp / layout.tp,
-        "stages": times * sent,
+        "stages": times * sent_bytes,
     }
     spans = {"shards": shards * layout.tp, "copies": layout.size // layout.pp, "stages": layout.size}
     between = sum(int(size) for kind, size in traffic.items() if spans.get(kind, 0) > machine)

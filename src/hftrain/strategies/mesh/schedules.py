@@ -37,12 +37,12 @@ class Run:
     ) -> None:
         self.stage, self.links, self.args, self.kwargs = stage, stage.links, args, kwargs
         self.interleaves = interleaves
-        given = tensors_of((args, kwargs))
-        if not given:
-            asked = f"Cannot run {type(stage.model).__name__} as a pipeline: it is called without a tensor."
+        inputs = tensors_of((args, kwargs))
+        if not inputs:
+            problem = f"Cannot run {type(stage.model).__name__} as a pipeline: it is called without a tensor."
             reason = "The batch is cut into micro-batches along the first dimension of its tensors."
-            raise TaskError(asked, reason, "Pass the inputs to the model as tensors, or use pp_size=1.")
-        self.device = stage.device = given[0].device
+            raise TaskError(problem, reason, "Pass the inputs to the model as tensors, or use pp_size=1.")
+        self.device = stage.device = inputs[0].device
         self.micro_batches = self._cut(num_micro_batches)
         self.received: list[torch.Tensor | None] = []
         self.sent: list[torch.Tensor] = []
@@ -87,37 +87,37 @@ class Run:
             factor = torch.zeros((), device=self.device) if grads[0] is None else grads[0]
             _check_alike(parameters, factor)
             return [None if grad is None else grad * factor for grad in self.kept]
-        with _put_aside(parameters) as found:
+        with _without_grads(parameters) as grads_out:
             parts: Sequence[torch.Tensor] = ()
             if self.stage.is_last:
                 self._sync(True)
                 pairs = [(x, grad) for x, grad in zip(self.results, grads, strict=True) if grad is not None]
                 torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
-                whole = torch.zeros_like(self.whole) if self.whole.grad is None else self.whole.grad
-                parts = torch.split(whole, [value.shape[0] for value in self.sent[: self.num_real]])
+                loss_grad = torch.zeros_like(self.whole) if self.whole.grad is None else self.whole.grad
+                parts = torch.split(loss_grad, [value.shape[0] for value in self.sent[: self.num_real]])
                 parts = [*parts, *map(torch.zeros_like, self.sent[self.num_real :])]
             for index in range(len(self.micro_batches)):
                 self._backward(index, parts[index] if parts else self._exchange(None, index))
-            found.extend(self._summed(parameters))
-        return found
+            grads_out.extend(self._sum_tied(parameters))
+        return grads_out
 
     # -- implementation ------------------------------------------------------------------------------------------
 
     def _forward(self, index: int) -> torch.Tensor:
         """Receive the hidden states of a micro-batch and return what this stage makes of them."""
-        received = None
+        hidden_in = None
         if not self.stage.is_first:
-            received = self._receive(index).requires_grad_(self.is_training)
-        self.received.append(received)
+            hidden_in = self._receive(index).requires_grad_(self.is_training)
+        self.received.append(hidden_in)
         args, kwargs = self.micro_batches[index]
         # Only the last stage computes a loss, from all micro-batches.
         labels = self.stage.takes.get("labels")
         is_optional = labels is not None and labels.default is None
         kwargs = {name: value for name, value in kwargs.items() if name != "labels" or not is_optional}
-        hidden = self.stage.run(args, kwargs, received)
+        hidden = self.stage.run(args, kwargs, hidden_in)
         self.sent.append(hidden)
-        expected = (self.rows[index], *self.sent[0].shape[1:])
-        if len(self.rows) > 1 and hidden.shape != expected:
+        shape = (self.rows[index], *self.sent[0].shape[1:])
+        if len(self.rows) > 1 and hidden.shape != shape:
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline of several micro-batches.",
                 f"Its layers return the shape {list(hidden.shape)} for {self.rows[index]} samples.",
@@ -128,30 +128,30 @@ class Run:
     def _backward(self, index: int, grad: torch.Tensor | None) -> None:
         """Run a micro-batch's backward pass through this stage and send the gradient to the stage before."""
         self._sync(index == len(self.micro_batches) - 1)
-        hidden, received = self.sent[index], self.received[index]
+        hidden, hidden_in = self.sent[index], self.received[index]
         if hidden.requires_grad:
             with torch.autocast(hidden.device.type, enabled=False):
                 torch.autograd.backward(hidden, grad)
-        if received is not None:
-            self.links.exchange([(torch.zeros_like(received) if received.grad is None else received.grad, -1)], [])
+        if hidden_in is not None:
+            self.links.exchange([(torch.zeros_like(hidden_in) if hidden_in.grad is None else hidden_in.grad, -1)], [])
         self.received[index], self.sent[index] = None, hidden.detach()
 
     def _interleaved(self, parameters: Sequence[nn.Parameter]) -> Any:
         """Run each micro-batch's backward pass as soon as later stages have; return the outputs with the loss."""
         number, stage = len(self.micro_batches), self.stage
-        ahead = min(self.links.size - 1 - stage.index, number)
-        with _put_aside(parameters) as self.kept:
+        lead = min(self.links.size - 1 - stage.index, number)
+        with _without_grads(parameters) as self.kept:
             for index in range(number):
                 value = self._loss(index) if stage.is_last else self._forward(index)
-                if index < ahead:
+                if index < lead:
                     self._exchange(value, None)
                 else:
-                    done = index - ahead
-                    own = torch.zeros_like(value) if index >= self.num_real else None
-                    self._backward(done, own if stage.is_last else self._exchange(value, done))
-            for index in range(number - ahead, number):
+                    oldest = index - lead
+                    zero_grad = torch.zeros_like(value) if index >= self.num_real else None
+                    self._backward(oldest, zero_grad if stage.is_last else self._exchange(value, oldest))
+            for index in range(number - lead, number):
                 self._backward(index, self._exchange(None, index))
-            self.kept.extend(self._summed(parameters))
+            self.kept.extend(self._sum_tied(parameters))
         if not stage.is_last:
             return None
         total = torch.stack(self.sent[: self.num_real]).sum().requires_grad_()
@@ -162,31 +162,31 @@ class Run:
     def _loss(self, index: int) -> torch.Tensor:
         """Return a micro-batch's share of the loss, on the last stage."""
         args, kwargs = self.micro_batches[index]
-        received = self._receive(index).requires_grad_()
-        self.received.append(received)
-        kwargs = {**kwargs, "num_items_in_batch": self._items()}
-        self.last = self.stage.finish(args, kwargs, received, self.stage.own)
+        hidden_in = self._receive(index).requires_grad_()
+        self.received.append(hidden_in)
+        kwargs = {**kwargs, "num_items_in_batch": self._count_items()}
+        self.last = self.stage.finish(args, kwargs, hidden_in, self.stage.own)
         is_loss = isinstance(self.last, torch.Tensor)
         loss: torch.Tensor = self.last if is_loss else self.last["loss" if isinstance(self.last, Mapping) else 0]
         self.last = map_tensors(self.last, torch.Tensor.detach)
         self.sent.append(loss)
         return loss
 
-    def _items(self) -> Any:
+    def _count_items(self) -> Any:
         """Return the number of items in the whole batch, by which every micro-batch's loss is divided."""
-        given = self.kwargs.get("num_items_in_batch")
-        if given is not None:
-            return given
-        labels, ahead = self.kwargs.get("shift_labels"), 0
+        count = self.kwargs.get("num_items_in_batch")
+        if count is not None:
+            return count
+        labels, shift = self.kwargs.get("shift_labels"), 0
         if labels is None:
-            labels, ahead = self.kwargs.get("labels"), 1
+            labels, shift = self.kwargs.get("labels"), 1
         if labels is None or not self.stage.is_causal:
             raise TaskError(
                 "Cannot train with schedule='1f1b'.",
                 "The number of items in the batch is unknown, by which the losses of micro-batches are divided.",
                 "Pass num_items_in_batch (and labels) to the model, or use schedule='gpipe'.",
             )
-        return (labels[..., ahead:] != -100).sum()
+        return (labels[..., shift:] != -100).sum()
 
     def _exchange(self, hidden: torch.Tensor | None, index: int | None) -> Any:
         """Send hidden states to the next stage and receive the gradient of another micro-batch's, if named."""
@@ -200,9 +200,9 @@ class Run:
         key = (self.key, "received")
         if self.stage.checks and index == 0:
             self.stage.forms[key] = self.links.hear(self.device)
-        form = self.stage.forms[key]
-        shape = (self.rows[index], *form.shape[1:]) if len(self.rows) > 1 else form.shape
-        buffer = torch.empty(shape, dtype=form.dtype, device=self.device)
+        template = self.stage.forms[key]
+        shape = (self.rows[index], *template.shape[1:]) if len(self.rows) > 1 else template.shape
+        buffer = torch.empty(shape, dtype=template.dtype, device=self.device)
         return self.links.exchange([], [(buffer, -1)])[0]
 
     def _share(self, outputs: Any) -> list[torch.Tensor]:
@@ -216,18 +216,18 @@ class Run:
             form = self.links.broadcast_object(described(outputs), self.device)
             self.stage.forms[self.key] = restored(form, self.stage.kind)
         self.form = self.stage.forms[self.key]
-        wanted = tensors_of(self.form)
-        self.leaves = [each.requires_grad for each in wanted]
+        templates = tensors_of(self.form)
+        self.leaves = [each.requires_grad for each in templates]
         if self.stage.is_last:
-            found = [x.shape for x in self.results]
-            if found != [x.shape for x in wanted]:
+            shapes = [x.shape for x in self.results]
+            if shapes != [x.shape for x in templates]:
                 raise StrategyError(
                     "Cannot share the outputs of a pipeline.",
-                    f"Batches of the same form gave outputs of the shapes {found} and {[x.shape for x in wanted]}.",
+                    f"Batches of the same form gave outputs of the shapes {shapes} and {[x.shape for x in templates]}.",
                     "Let the shapes of a model's outputs depend on the shapes of its inputs only.",
                 )
-        last = self.stage.is_last
-        values = [x.detach() for x in self.results] if last else [empty(x, self.device) for x in wanted]
+        is_last = self.stage.is_last
+        values = [x.detach() for x in self.results] if is_last else [empty(x, self.device) for x in templates]
         return [self.links.broadcast(value) for value in values]
 
     def _without_hollow(self, outputs: Any) -> Any:
@@ -237,30 +237,30 @@ class Run:
         key = (self.key, "hollow")
         if self.stage.checks:
             # A loss may be NaN for other reasons.
-            each = {name: x for name, x in outputs.items() if isinstance(x, torch.Tensor) and x.dim()}
-            hollow = [name for name, x in each.items() if x.is_floating_point() and bool(x.isnan().all())]
-            self.stage.forms[key] = hollow = hollow if len(hollow) < len(each) else []
+            tensors = {name: x for name, x in outputs.items() if isinstance(x, torch.Tensor) and x.dim()}
+            hollow = [name for name, x in tensors.items() if x.is_floating_point() and bool(x.isnan().all())]
+            self.stage.forms[key] = hollow = hollow if len(hollow) < len(tensors) else []
             if hollow:
                 warn_once(
                     f"Outputs of {type(self.stage.model).__name__} come from the first stage of the pipeline, and are "
                     f"left out: {listed(hollow)}. Use pp_size=1 if you need them."
                 )
-        kept: Any = {name: x for name, x in outputs.items() if name not in self.stage.forms[key]}
-        return outputs if len(kept) == len(outputs) else self.stage.kind(kept)
+        rest: Any = {name: x for name, x in outputs.items() if name not in self.stage.forms[key]}
+        return outputs if len(rest) == len(outputs) else self.stage.kind(rest)
 
-    def _summed(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    def _sum_tied(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Return the gradients; those of tied weights are the sums over the stages that have a copy."""
-        own = self.stage.index
+        index = self.stage.index
         for parameter, owners in zip(parameters, self.owners, strict=True):
             if len(owners) > 1:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                mine = local_part(parameter.grad)
-                steps = [stage - own for stage in owners if stage != own]
-                copies = self.links.exchange([(mine, step) for step in steps], [(empty(mine), step) for step in steps])
-                copies.insert(owners.index(own), mine.clone())
+                grad = local_part(parameter.grad)
+                steps = [stage - index for stage in owners if stage != index]
+                copies = self.links.exchange([(grad, step) for step in steps], [(empty(grad), step) for step in steps])
+                copies.insert(owners.index(index), grad.clone())
                 # In the order of the stages, so that the copies stay equal to the bit.
-                mine.copy_(sum(copies[1:], copies[0]))
+                grad.copy_(sum(copies[1:], copies[0]))
         return [parameter.grad for parameter in parameters]
 
     def _sync(self, is_last: bool) -> None:
@@ -311,15 +311,15 @@ class Run:
 
 
 @contextmanager
-def _put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor | None]]:
+def _without_grads(parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor | None]]:
     """Start with parameters without gradients, and put those that they had back at the end."""
-    before = [parameter.grad for parameter in parameters]
+    old_grads = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
         yield []
     finally:
-        for parameter, grad in zip(parameters, before, strict=True):
+        for parameter, grad in zip(parameters, old_grads, strict=True):
             parameter.grad = grad
 
 
@@ -328,9 +328,9 @@ def _check_alike(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> No
     meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
     for mesh in meshes:
         for dim in range(mesh.ndim):
-            both = torch.stack([factor, -factor]).nan_to_num()
-            dist.all_reduce(both, dist.ReduceOp.MAX, mesh.get_group(dim))
-            if both[0] != -both[1]:
+            bounds = torch.stack([factor, -factor]).nan_to_num()
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(dim))
+            if bounds[0] != -bounds[1]:
                 raise StrategyError(
                     "Cannot train with schedule='1f1b'.",
                     "Processes weigh their losses differently, and the gradients were averaged before.",

@@ -36,16 +36,16 @@ def find_layers(model: nn.Module, classes: Sequence[str] | None) -> tuple[nn.Mod
     Raises:
         ConfigError: The model has no list of such layers or several, or other modules are among them.
     """
-    wanted = set(layer_hint(model) if classes is None else classes)
-    found = [each for each in _lists(model) if any(type(layer).__name__ in wanted for layer in each[1])]
-    asked = "Cannot find the layers at which to split the sequence."
-    if len(found) != 1:
-        reason = f"{type(model).__name__} has {len(found)} lists of layers of the classes {sorted(wanted)}."
-        raise ConfigError(asked, reason, "Name the class of one list, as in layer_classes=['LlamaDecoderLayer'].")
-    names = {type(layer).__name__ for layer in found[0][1]}
-    if names > wanted:
-        raise ConfigError(asked, f"Among them are {sorted(names - wanted)}.", "Name all classes of the list.")
-    return found[0]
+    class_names = set(layer_hint(model) if classes is None else classes)
+    candidates = [each for each in _lists(model) if any(type(layer).__name__ in class_names for layer in each[1])]
+    problem = "Cannot find the layers at which to split the sequence."
+    if len(candidates) != 1:
+        reason = f"{type(model).__name__} has {len(candidates)} lists of layers of the classes {sorted(class_names)}."
+        raise ConfigError(problem, reason, "Name the class of one list, as in layer_classes=['LlamaDecoderLayer'].")
+    names = {type(layer).__name__ for layer in candidates[0][1]}
+    if names > class_names:
+        raise ConfigError(problem, f"Among them are {sorted(names - class_names)}.", "Name all classes of the list.")
+    return candidates[0]
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -118,23 +118,23 @@ class SequenceSplit:
                 "Use model.gradient_checkpointing_enable() of a transformers that checkpoints inside of the layers.",
             )
         names: Any = layer.split_arguments
-        names = [*names, *(f"argument {place}" for place in range(len(names), len(args)))]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        whole = given[names[0]]
+        names = [*names, *(f"argument {index}" for index in range(len(names), len(args)))]
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden = values[names[0]]
         if self._length is None:
-            part = -(-whole.shape[1] // (self.parts * self.multiple)) * self.multiple
+            part = -(-hidden.shape[1] // (self.parts * self.multiple)) * self.multiple
             if not self._splits or part < 2:
                 return None
-            if whole.dim() != 3:
+            if hidden.dim() != 3:
                 reason = f"The first argument of {type(layer).__name__} is not [batch, sequence, width]."
-                raise StrategyError("Cannot split the sequence over ranks.", reason, shape=tuple(whole.shape))
-            self._length, self._padded = whole.shape[1], part * self.parts
-            given[names[0]] = self._part(whole, 1)
-        for name, value in given.items():
+                raise StrategyError("Cannot split the sequence over ranks.", reason, shape=tuple(hidden.shape))
+            self._length, self._padded = hidden.shape[1], part * self.parts
+            values[names[0]] = self._part(hidden, 1)
+        for name, value in values.items():
             if name not in (names[0], _REGIONS):
-                given[name] = self._argument(name, value)
-        args = tuple(given.pop(name) for name in names[: len(args)])
-        return args, {**given, _REGIONS: [*kwargs.get(_REGIONS, ()), self.region(self._length)]}
+                values[name] = self._argument(name, value)
+        args = tuple(values.pop(name) for name in names[: len(args)])
+        return args, {**values, _REGIONS: [*kwargs.get(_REGIONS, ()), self.region(self._length)]}
 
     def _after_last(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._length is None:

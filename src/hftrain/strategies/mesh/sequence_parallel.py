@@ -25,16 +25,16 @@ def find_blocks(layers: Sequence[nn.Module], found: Sequence[Placing]) -> set[nn
     """
     modules = {placing.name: placing.module for placing in found}
     inside = {module for layer in layers for module in layer.modules()}
-    planned = [each for each in found if each.module in inside and isinstance(each.style, (Colwise, Rowwise, Experts))]
-    blocks = {modules[_parent(each.name)] for each in planned}
-    ends = {modules[_parent(each.name)] for each in planned if isinstance(each.style, Rowwise)}
+    placings = [each for each in found if each.module in inside and isinstance(each.style, (Colwise, Rowwise, Experts))]
+    blocks = {modules[_parent(each.name)] for each in placings}
+    ends = {modules[_parent(each.name)] for each in placings if isinstance(each.style, Rowwise)}
     reason = ""
-    if any(isinstance(each.style, Experts) for each in planned):
+    if any(isinstance(each.style, Experts) for each in placings):
         reason = "The router of its experts sees every token on every rank, so its gradients would be counted twice."
     elif not blocks or blocks & set(layers):
         reason = "Its layers have no blocks (attention, MLP) around the modules that the plan splits."
-    elif whole := [name for name, module in modules.items() if module in blocks - ends]:
-        reason = f"{whole[0]} does not end with parts of the sequence: the plan has no 'rowwise' module in it."
+    elif open_blocks := [name for name, module in modules.items() if module in blocks - ends]:
+        reason = f"{open_blocks[0]} does not end with parts of the sequence: the plan has no 'rowwise' module in it."
     for name, child in (pair for layer in layers for pair in layer.named_children()):
         if not reason and blocks.isdisjoint(child.modules()) and (any(child.children()) or isinstance(child, MIXING)):
             reason = f"The plan splits nothing in its layers' {name}, which would see only a part of the sequence."

@@ -41,8 +41,8 @@ class Stage:
         # The type of the model's outputs.
         self.kind: Any = dict
         # Layers of an `nn.Sequential`, and those with convolutions of images, may differ in what they take.
-        home = model.get_submodule(cut.layers)
-        self.changes_shapes = isinstance(home, nn.Sequential) or any(isinstance(x, nn.Conv2d) for x in home.modules())
+        body = model.get_submodule(cut.layers)
+        self.changes_shapes = isinstance(body, nn.Sequential) or any(isinstance(x, nn.Conv2d) for x in body.modules())
         # Copies on the meta device, which tell the shapes of what other stages compute: made before hooks are added.
         names = [*cut.parts, *(map(cut.layer, range(len(cut.children))) if self.changes_shapes else ())]
         self.shapes = {name: hollow(model.get_submodule(name)) for name in names}
@@ -51,7 +51,7 @@ class Stage:
         # Whether a running forward computes the model's outputs.
         self.has_head = False
         # Where a running forward is: before the layers that run here, among them, or after them.
-        self._place = "before"
+        self._phase = "before"
 
     def layers(self) -> list[nn.Module]:
         """Return this stage's layers."""
@@ -69,33 +69,33 @@ class Stage:
         return self._call(args, kwargs, hidden, layers or range(end, end), has_head=True)[0]
 
     def _call(
-        self, args: Any, kwargs: Any, received: torch.Tensor | None, layers: range, *, has_head: bool
+        self, args: Any, kwargs: Any, hidden: torch.Tensor | None, layers: range, *, has_head: bool
     ) -> tuple[Any, torch.Tensor | None]:
         """Call the model with its `layers` only, and the parts after them if `has_head`."""
-        get, self._place, self.has_head = self.model.get_submodule, "before", has_head
+        get, self._phase, self.has_head = self.model.get_submodule, "before", has_head
         # A weight that autocast has cast for the micro-batch before would get this one's gradient too late for FSDP.
         torch.clear_autocast_cache()
-        self.dtype = None if received is None else received.dtype
-        has = {True: has_head, False: self.is_first}
-        absent = {name: stage > 0 for name, stage in self.cut.parts.items() if not has[stage > 0]}
+        self.dtype = None if hidden is None else hidden.dtype
+        is_here = {True: has_head, False: self.is_first}
+        blanks = {name: stage > 0 for name, stage in self.cut.parts.items() if not is_here[stage > 0]}
         stand_ins: dict[str, nn.Module] = {}
         for index in range(len(self.cut.children)):
             name = self.cut.layer(index)
-            if received is not None and index == layers.start - 1:
-                stand_ins[name] = _Given(get(name), self, received)
+            if hidden is not None and index == layers.start - 1:
+                stand_ins[name] = _HiddenStates(get(name), self, hidden)
             elif index >= layers.stop and self.changes_shapes:
-                absent[name] = True
+                blanks[name] = True
             elif index not in layers:
-                stand_ins[name] = _Skipped(get(name))
-        stand_ins.update({name: _Hollow(get(name), self, name, is_late=late) for name, late in absent.items()})
-        last = None
+                stand_ins[name] = _Identity(get(name))
+        stand_ins.update({name: _MetaPart(get(name), self, name, is_late=late) for name, late in blanks.items()})
+        keeper = None
         if layers:
             name = self.cut.layer(layers[-1])
-            last = stand_ins[name] = _Kept(get(name), self, name)
+            keeper = stand_ins[name] = _Recorder(get(name), self, name)
         with _standing_in(self.model, stand_ins):
             outputs = self.model(*args, **kwargs)
         self.kind = type(outputs)
-        return outputs, last.value if last is not None else None
+        return outputs, keeper.value if keeper is not None else None
 
 
 class _StandIn(nn.Module):
@@ -112,14 +112,14 @@ class _StandIn(nn.Module):
             return getattr(super().__getattr__("real"), name)
 
 
-class _Skipped(_StandIn):
+class _Identity(_StandIn):
     """A layer of another stage: passes its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs["hidden_states"]
 
 
-class _Given(_StandIn):
+class _HiddenStates(_StandIn):
     """The layer before this stage's first one: returns what the stage before sent."""
 
     def __init__(self, real: nn.Module, stage: Stage, value: torch.Tensor) -> None:
@@ -128,20 +128,20 @@ class _Given(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # What comes from parts that only other stages have holds NaN here.
-        named = {**{f"argument {place}": value for place, value in enumerate(args[1:], 2)}, **kwargs}
+        arguments = {**{f"argument {index}": value for index, value in enumerate(args[1:], 2)}, **kwargs}
         for name in ("hidden_states", "num_items_in_batch"):  # which records whether the model reads it
-            named.pop(name, None)
-        if self.stage.checks and (wrong := [name for name, value in named.items() if _has_nan(value)]):
+            arguments.pop(name, None)
+        if self.stage.checks and (names := [name for name, value in arguments.items() if _has_nan(value)]):
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
-                f"Its layers need {listed(wrong)}, computed by parameters that only another stage has.",
+                f"Its layers need {listed(names)}, computed by parameters that only another stage has.",
                 "Use pp_size=1 for this model.",
             )
-        self.stage._place = "inside"
+        self.stage._phase = "inside"
         return self.value
 
 
-class _Kept(_StandIn):
+class _Recorder(_StandIn):
     """The last layer that runs here: keeps its output, which crosses to the next stage."""
 
     def __init__(self, real: nn.Module, stage: Stage, name: str) -> None:
@@ -157,11 +157,11 @@ class _Kept(_StandIn):
                 f"{self.name} returns a {type(value).__name__}; one tensor can cross from stage to stage.",
                 "Let the layers return hidden states only (as in transformers 5.3 and newer), or use pp_size=1.",
             )
-        self.value, self.stage._place = value, "after"
+        self.value, self.stage._phase = value, "after"
         return value
 
 
-class _Hollow(_StandIn):
+class _MetaPart(_StandIn):
     """A part of another stage: returns NaN in the shape of its output, computed on the meta device."""
 
     def __init__(self, real: nn.Module, stage: Stage, name: str, *, is_late: bool) -> None:
@@ -169,8 +169,8 @@ class _Hollow(_StandIn):
         self.stage, self.name, self.is_late = stage, name, is_late
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        place = self.stage._place
-        if place == "inside" if not self.is_late else place != "after":
+        phase = self.stage._phase
+        if phase == "inside" if not self.is_late else phase != "after":
             raise StrategyError(
                 f"Cannot run {type(self.stage.model).__name__} as a pipeline.",
                 f"{self.name} is taken for a part that runs {'after' if self.is_late else 'before'} the layers, "
@@ -193,13 +193,13 @@ class _Hollow(_StandIn):
 
 @contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    real = {name: model.get_submodule(name) for name in stand_ins}
+    originals = {name: model.get_submodule(name) for name in stand_ins}
     try:
         for name, module in stand_ins.items():
             model.set_submodule(name, module)
         yield
     finally:
-        for name, module in real.items():
+        for name, module in originals.items():
             model.set_submodule(name, module)
 
 

@@ -103,8 +103,8 @@ class MeshStrategy(FSDPStrategy):
         sizes: dict[str, Any] = {"tp": tp_size, "cp": cp_size, "pp": pp_size}
         sizes |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
         # `hftrain plan` runs the script as one process, and tells what other sizes would do.
-        known, machine = {} if is_weightless() else sizes, launch.local_world_size
-        self.layout: Layout = layout_of(launch.world_size, known, uses=uses, machine_size=machine)
+        constraints, machine = {} if is_weightless() else sizes, launch.local_world_size
+        self.layout: Layout = layout_of(launch.world_size, constraints, uses=uses, machine_size=machine)
         self.plan_by_name = plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.attention, self.schedule, self.num_micro_batches = attention, schedule, num_micro_batches
@@ -112,9 +112,9 @@ class MeshStrategy(FSDPStrategy):
         self._proof = Proof()
         super().__init__(**options)
         self.sizes = self.layout.sizes
-        place = self.layout.coordinate(self.rank)
-        data_rank = place["dp_replicate"] * self.layout.dp_shard + place["dp_shard"]
-        copy = (place["pp"] * self.layout.cp + place["cp"]) * self.layout.tp + place["tp"]
+        coordinate = self.layout.coordinate(self.rank)
+        data_rank = coordinate["dp_replicate"] * self.layout.dp_shard + coordinate["dp_shard"]
+        copy = (coordinate["pp"] * self.layout.cp + coordinate["cp"]) * self.layout.tp + coordinate["tp"]
         self._data = DataRanks(self, rank=data_rank, world_size=self.layout.data_size, copy=copy)
 
     @property
@@ -136,17 +136,17 @@ class MeshStrategy(FSDPStrategy):
         Raises:
             ConfigError: The ranks cannot share the model; see also `FSDPStrategy.setup`.
         """
-        wrapped, optimizer = super().setup(model, make_optimizer, policy)
+        wrapper, optimizer = super().setup(model, make_optimizer, policy)
         if self._pipeline is not None and hasattr(optimizer, "make_projector"):
-            asked = f"Cannot use {type(optimizer).__name__} with pp_size={self.layout.pp}."
+            problem = f"Cannot use {type(optimizer).__name__} with pp_size={self.layout.pp}."
             reason = "Stages cannot put the projections of their gradients together in a checkpoint."
-            raise ConfigError(asked, reason, "Use strategy='tp' or 'fsdp', or optim='adamw_torch'.")
+            raise ConfigError(problem, reason, "Use strategy='tp' or 'fsdp', or optim='adamw_torch'.")
         if optimizer is not None and self.layout.tp > 1:
             group = self._meshes.parameters["tp"].get_group()
-            self._proof.check_in_first_update(lambda: self.unwrap(wrapped), optimizer, group)
+            self._proof.check_in_first_update(lambda: self.unwrap(wrapper), optimizer, group)
         if hasattr(model, "generate"):  # which may call parts of the model before the whole
             register_fsdp_forward_method(model, "generate")
-        return wrapped, optimizer
+        return wrapper, optimizer
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         model = super().unwrap(model)
@@ -211,14 +211,14 @@ class MeshStrategy(FSDPStrategy):
 
     def _check_options(self) -> None:
         super()._check_options()
-        unfit = {"cp_size": self.layout.cp > 1, "loss_parallel": self.loss_parallel, "offload": self.offload}
-        unfit |= {"state_dict_type='FULL_STATE_DICT'": self.state_dict_type == "FULL_STATE_DICT"}
-        unfit |= {"sequence_parallel": self.sequence_parallel}
-        asked = [name for name, is_asked in unfit.items() if is_asked]
-        if self.layout.pp > 1 and asked:
-            reason = f"Gradients of a pipeline with {asked[0]} are not proved."
+        options = {"cp_size": self.layout.cp > 1, "loss_parallel": self.loss_parallel, "offload": self.offload}
+        options |= {"state_dict_type='FULL_STATE_DICT'": self.state_dict_type == "FULL_STATE_DICT"}
+        options |= {"sequence_parallel": self.sequence_parallel}
+        conflicts = [name for name, is_asked in options.items() if is_asked]
+        if self.layout.pp > 1 and conflicts:
+            reason = f"Gradients of a pipeline with {conflicts[0]} are not proved."
             raise ConfigError(
-                f"Cannot use pp_size={self.layout.pp} with {asked[0]}.", reason, "Leave one of the two out."
+                f"Cannot use pp_size={self.layout.pp} with {conflicts[0]}.", reason, "Leave one of the two out."
             )
         self._group_size = self.layout.shard_size
 
@@ -253,19 +253,19 @@ class MeshStrategy(FSDPStrategy):
         if self._pipeline is None:
             return units
         elsewhere = self._held_elsewhere(model)
-        own = [unit for unit in units if elsewhere.isdisjoint(unit.parameters())]
+        stage_units = [unit for unit in units if elsewhere.isdisjoint(unit.parameters())]
         # Of the whole model, a stage's outputs have no gradient that would let FSDP take those of the parameters.
-        return own or self._pipeline.stage.layers()
+        return stage_units or self._pipeline.stage.layers()
 
-    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, whole: Any) -> nn.Module:
-        root = super()._split(model, units, policy, whole)
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy, weights: Any) -> nn.Module:
+        root = super()._split(model, units, policy, weights)
         if self._pipeline is not None:
             root = self._pipeline
             # Stages have layers of their own, which must not draw the same numbers.
             torch.manual_seed(seed_apart(torch.initial_seed(), root.stage.index))
-            first = {id(parameter) for _, parameter in root.own_parameters(once=True)}
+            unique = {id(parameter) for _, parameter in root.own_parameters(once=True)}
             for _, parameter in root.own_parameters():
-                parameter.is_copy = id(parameter) not in first  # type: ignore[attr-defined]
+                parameter.is_copy = id(parameter) not in unique  # type: ignore[attr-defined]
         if self.data.world_size < self.world_size:
             self._prove_same_batch(root)
         return root
@@ -278,10 +278,10 @@ class MeshStrategy(FSDPStrategy):
         """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
         meshes, layout = self._meshes, self.layout
         # What refuses a model comes before what changes it.
-        found = self._place_layers(model) if layout.tp > 1 else []
+        tensor_plan = self._place_layers(model) if layout.tp > 1 else []
         shares_sequence = self.sequence_parallel and layout.tp > 1
-        owner, layers = find_layers(model, self.layer_classes) if shares_sequence else (model, [])
-        blocks = find_blocks(layers, found) if shares_sequence else ()
+        parent, layers = find_layers(model, self.layer_classes) if shares_sequence else (model, [])
+        blocks = find_blocks(layers, tensor_plan) if shares_sequence else ()
         head = find_head(model) if self.loss_parallel else None
         if layout.pp > 1:
             stages = {"schedule": self.schedule, "num_micro_batches": self.num_micro_batches}
@@ -292,20 +292,20 @@ class MeshStrategy(FSDPStrategy):
             multiple = layout.tp if shares_sequence else 1
             options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
             split_context(model, context, multiple=multiple, **options)
-        if found:
+        if tensor_plan:
             mesh = meshes.parameters["tp"]
             ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device), proof=self._proof)
             inner = replace(ranks)
             if context is None and not shares_sequence:
-                prove_blocks(found, self._proof)
-            install(found, ranks, inner, layers)
+                prove_blocks(tensor_plan, self._proof)
+            install(tensor_plan, ranks, inner, layers)
             if shares_sequence:
-                share_sequence(owner, layers, blocks, inner)
+                share_sequence(parent, layers, blocks, inner)
             model.register_forward_pre_hook(lambda *_: ranks.apart.close())  # after an error
             model.register_forward_hook(lambda *_: ranks.check_met())
             model.register_forward_hook(partial(_explain, _ON_TENSOR_RANKS), always_call=True)
         if head is not None:
-            has_parts = any(each.module is head and isinstance(each.style, Colwise) for each in found)
+            has_parts = any(each.module is head and isinstance(each.style, Colwise) for each in tensor_plan)
             share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
 
     def _place_layers(self, model: nn.Module) -> list[Placing]:
@@ -319,11 +319,11 @@ class MeshStrategy(FSDPStrategy):
 
         def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             handle.remove()
-            given = [each for each in tensors_of((args, kwargs)) if not each.is_meta]
-            told = [f"{list(each.shape)}: {each.detach().double().sum().item()}" for each in given]
+            tensors = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.is_meta]
+            sums = [f"{list(tensor.shape)}: {tensor.detach().double().sum().item()}" for tensor in tensors]
             readers: dict[int, list[Any]] = {}
-            for data_rank, each in self.gather_object([self.data.rank, told]):
-                if readers.setdefault(data_rank, each) != each:
+            for data_rank, fingerprint in self.gather_object([self.data.rank, sums]):
+                if readers.setdefault(data_rank, fingerprint) != fingerprint:
                     raise StrategyError(
                         f"The ranks of data coordinate {data_rank} got different batches:",
                         "they share the model's layers, sequences or stages, so they must read the same samples.",

@@ -101,10 +101,10 @@ class Style:
             return torch.cat(parts, place.dim)
         is_part = self.partial or ranks.sequence
         grads = place if isinstance(place, Shard) else Partial() if is_part else Replicate()
-        held = parameter.to_local(grad_placements=[grads])
+        local = parameter.to_local(grad_placements=[grads])
         if self.partial and not ranks.sequence:
-            ranks.proof.note(ranks.proof.parts, module, held)
-        return held
+            ranks.proof.note(ranks.proof.parts, module, local)
+        return local
 
     def packed_in(self, name: str) -> int:
         """Return how many equal matrices are stored next to each other in a parameter."""
@@ -165,8 +165,8 @@ class Rowwise(Style):
 
     def before(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
         if self.splits:
-            own = ranks.proof.note_input(module, x)
-            x = x.chunk(ranks.size, -1)[ranks.rank] if ranks.sequence else split(own, ranks.mesh, -1)
+            x = ranks.proof.note_input(module, x)
+            x = x.chunk(ranks.size, -1)[ranks.rank] if ranks.sequence else split(x, ranks.mesh, -1)
         bias = vars(module).get("bias")
         if bias is not None:  # added once, after the sum
             vars(module)["bias"] = torch.zeros_like(bias) if is_conv1d(module) else None
@@ -213,13 +213,13 @@ class Vocabulary(Style):
         num = len(vars(module)["weight"])
         row = x - ranks.rank * num
         is_outside = (row < 0) | (row >= num)
-        own = vars(module)
+        attributes = vars(module)
         # A row of the whole table, also after an error.
-        padding = own.pop("_outside", (None, own["padding_idx"]))[1]
-        own["_outside"] = is_outside, padding
-        own["padding_idx"] = padding - ranks.rank * num if padding is not None else None
-        if padding is not None and not 0 <= own["padding_idx"] < num:
-            own["padding_idx"] = None
+        padding = attributes.pop("_outside", (None, attributes["padding_idx"]))[1]
+        attributes["_outside"] = is_outside, padding
+        attributes["padding_idx"] = padding - ranks.rank * num if padding is not None else None
+        if padding is not None and not 0 <= attributes["padding_idx"] < num:
+            attributes["padding_idx"] = None
         return row.masked_fill(is_outside, 0)
 
     def after(self, module: nn.Module, ranks: TensorRanks, x: Any) -> Any:
@@ -262,12 +262,12 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
     """Give a module its sharded parameters and the hooks that compute with them. Mutates the module."""
     for name, parameter in placed.items():
         setattr(module, name, parameter)
-    held = [(module, name) for name in placed]
-    held += [(child, name) for child in uncalled(module) for name, _ in child.named_parameters(recurse=False)]
+    tensors = [(module, name) for name in placed]
+    tensors += [(child, name) for child in uncalled(module) for name, _ in child.named_parameters(recurse=False)]
     is_experts = isinstance(style, Experts)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        for owner, name in held:
+        for owner, name in tensors:
             vars(owner).pop(name, None)
             parameter = getattr(owner, name)
             if parameter.device_mesh.ndim > 1:
@@ -281,11 +281,11 @@ def apply_style(module: nn.Module, style: Style, ranks: TensorRanks, placed: Map
             return tuple(style.before(module, ranks, x) for x in args), kwargs
         if args:
             return (style.before(module, ranks, args[0]), *args[1:]), kwargs
-        first = next(iter(kwargs), None)
-        return args, kwargs if first is None else {**kwargs, first: style.before(module, ranks, kwargs[first])}
+        keyword = next(iter(kwargs), None)
+        return args, kwargs if keyword is None else {**kwargs, keyword: style.before(module, ranks, kwargs[keyword])}
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
-        for owner, name in held:
+        for owner, name in tensors:
             vars(owner).pop(name, None)
         # After an error, torch calls this hook without an output.
         return None if output is None else style.after(module, ranks, output)
@@ -300,7 +300,7 @@ def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
     if dim is not None:
         local = local.chunk(mesh.size(), dim)[int(mesh.get_local_rank())].clone()
     placement: Placement = Replicate() if dim is None else Shard(dim)
-    held = DTensor.from_local(
+    tensor = DTensor.from_local(
         local.contiguous(),
         mesh,
         [placement],
@@ -308,4 +308,4 @@ def place(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
         shape=parameter.shape,
         stride=parameter.contiguous().stride(),
     )
-    return nn.Parameter(held, requires_grad=parameter.requires_grad)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)

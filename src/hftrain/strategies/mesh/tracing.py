@@ -84,36 +84,36 @@ def trace(model: Model, tp: int) -> Saved:
     Raises:
         ConfigError: So many tensor ranks cannot share the modules.
     """
-    found = placings(model.module, find_plan(model.module, None), tp) if tp > 1 else []
+    plan = placings(model.module, find_plan(model.module, None), tp) if tp > 1 else []
     num = len(model.units)
-    saved = Saved(layers=[[0, 0] for _ in range(num + 1)], inputs=[0] * num, largest=[0] * (num + 1), found=found)
+    saved = Saved(layers=[[0, 0] for _ in range(num + 1)], inputs=[0] * num, largest=[0] * (num + 1), found=plan)
     # Kept alive, so that no other storage takes the same identity.
-    held = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
-    seen: dict[int, Any] = {id(storage): storage for storage in held}
-    place = SimpleNamespace(unit=-1, shared=0)
+    storages = [tensor.untyped_storage() for tensor in (*model.module.parameters(), *model.module.buffers())]
+    known_storages: dict[int, Any] = {id(storage): storage for storage in storages}
+    position = SimpleNamespace(unit=-1, shared=0)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in seen:
-            seen[id(storage)] = storage
-            saved.layers[place.unit][place.shared] += storage.nbytes()
-            saved.largest[place.unit] = max(saved.largest[place.unit], storage.nbytes())
+        if id(storage) not in known_storages:
+            known_storages[id(storage)] = storage
+            saved.layers[position.unit][position.shared] += storage.nbytes()
+            saved.largest[position.unit] = max(saved.largest[position.unit], storage.nbytes())
         return tensor
 
     def enter(index: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        place.unit = index
+        position.unit = index
         saved.inputs[index] = _bytes(next(iter((*args, *kwargs.values())), None))
 
     def meet(placing: Placing, _: nn.Module, args: Any, output: Any) -> None:
-        place.shared = 1 if placing.opens else 0 if placing.closes else place.shared
+        position.shared = 1 if placing.opens else 0 if placing.closes else position.shared
         if isinstance(placing.style, (Colwise, Rowwise)):
             saved.reduced += _bytes(args[0] if isinstance(placing.style, Colwise) else output)
 
     with ExitStack() as stack:
         for index, unit in enumerate(model.units):
             stack.callback(unit.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
-            stack.callback(unit.register_forward_hook(lambda *_: setattr(place, "unit", -1)).remove)
-        for each in found:
+            stack.callback(unit.register_forward_hook(lambda *_: setattr(position, "unit", -1)).remove)
+        for each in plan:
             stack.callback(each.module.register_forward_hook(partial(meet, each)).remove)
         stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
         stack.enter_context(_Attention(saved))
@@ -153,8 +153,8 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        given = [named[name] for name in ("query", "key", "value")]
-        result: torch.Tensor = _Kept.apply(*given)  # type: ignore[no-untyped-call]
-        self.saved.exchanged += sum(map(_bytes, (*given, result)))
+        arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        inputs = [arguments[name] for name in ("query", "key", "value")]
+        result: torch.Tensor = _Kept.apply(*inputs)  # type: ignore[no-untyped-call]
+        self.saved.exchanged += sum(map(_bytes, (*inputs, result)))
         return result
