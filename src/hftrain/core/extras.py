@@ -28,7 +28,6 @@ EXTRAS = {
     "limits": "hftrain.extras.limits",
     "live_window": "hftrain.extras.live_window",
     "memory": "hftrain.extras.memory",
-    "memory_estimate": "hftrain.extras.rehearsal.estimating",
     "mistakes": "hftrain.extras.mistakes",
     "neftune": "hftrain.extras.neftune",
     "own_loops": "hftrain.extras.own_loops",

@@ -1380,23 +1380,9 @@ class Trainer:
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
 
-    def estimate_memory(self) -> Any:
-        """Return a `MemoryEstimate`: the peak device memory of a training step in this process; collective.
-
-        Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
-        reserved by a caching allocator is not included.
-
-        Raises:
-            ConfigError: torch does not report peak memory for the engine or device (DeepSpeed, XLA, MPS).
-
-        Units:
-            bytes.
-        """
-        return extra("memory_estimate").estimate_memory(self, type(self).train)
-
     @property
     def tune(self) -> Any:
-        """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
+        """A `Tuner`, which finds a learning rate and a number of loader workers: ``trainer.tune.lr().suggestion``."""
         return extra("tuner").Tuner(self, self._trainer_parts, type(self).train)
 
     # -- the model -----------------------------------------------------------------------------------------------------
