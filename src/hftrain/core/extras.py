@@ -53,7 +53,6 @@ EXTRAS = {
     "trackers": "hftrain.extras.trackers.choice",
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
-    "worker_numbers": "hftrain.extras.worker_numbers",
     "xla": "hftrain.extras.engine_settings.xla",
     "xla_metrics": "hftrain.extras.engine_settings.xla",
 }

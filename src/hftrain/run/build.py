@@ -51,11 +51,10 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     model = parts.services.make_model()
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
-    draws_on = trainer.worker_seeds == "epoch"
     # The salvage of a failed run stores the state before every step.
     saves_always = parts.save_policy.on_exception
     data = parts.data = RunData(
-        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
+        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits,
         expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
     )  # fmt: skip
     stack.callback(data.close)
