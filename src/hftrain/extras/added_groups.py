@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from hftrain.optim.schedules import follows_metric
+
 # torch's schedules whose rate depends only on a group's base rate and the step.
 _FROM_BASE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 # Attributes that a schedule keeps per group: the initial rate, and values that are the same for every group.
@@ -30,7 +32,7 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
     by name); torch schedules that modify the current rate continue from it. Other per-group values of the schedule
     are copied from the first group.
     """
-    if not isinstance(schedule, LRScheduler):
+    if not isinstance(schedule, LRScheduler) and not follows_metric(schedule):
         return
     base = group.setdefault("initial_lr", group["lr"])
     for part in _leaves(schedule):
@@ -54,7 +56,7 @@ def dismiss_groups(optimizer: Optimizer, schedules: Iterable[Any], *, num: int) 
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
     del optimizer.param_groups[num:]
-    for part in [part for each in schedules if isinstance(each, LRScheduler) for part in (each, *_leaves(each))]:
+    for part in [part for each in schedules if hasattr(each, "optimizer") for part in (each, *_leaves(each))]:
         for name in (*_BASE, *_ALIKE, "_last_lr"):
             if isinstance(vars(part).get(name), list):
                 del vars(part)[name][num:]

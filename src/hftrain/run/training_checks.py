@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hftrain.arguments.training import TrainingArguments
@@ -23,6 +23,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.types import Owns
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
+from hftrain.optim.schedules import follows_metric
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.cut_off import CutOff
 from hftrain.run.parts import RunParts, TrainerHooks
@@ -81,7 +82,7 @@ class TrainingChecks:
         parts, schedule = self._parts, self._parts.trainer.lr_scheduler
         is_torchs = isinstance(schedule, LRScheduler) and type(schedule).step.__module__ == LRScheduler.__module__
         others = "fit" in parts.loops or has_own_steps(parts.optimizer) or Owns.STEP in parts.strategy.owns
-        if is_torchs and not others and hasattr(schedule, "last_epoch") and not isinstance(schedule, ReduceLROnPlateau):
+        if is_torchs and not others and hasattr(schedule, "last_epoch") and not follows_metric(schedule):
             self._lead = schedule.last_epoch - parts.progress.step
 
     def check_between_steps(self) -> None:
@@ -180,7 +181,7 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
             f"it ends after total_steps={schedule.total_steps}, and it is stepped once per update.",
             f"Make it with total_steps={max_steps}.",
         )
-    if isinstance(schedule, ReduceLROnPlateau) and args.eval_strategy == "no":
+    if follows_metric(schedule) and args.eval_strategy == "no":
         warn_once(
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
