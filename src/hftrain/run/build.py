@@ -16,6 +16,7 @@ from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
+from hftrain.run.checks import check_schedule
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
@@ -24,7 +25,6 @@ from hftrain.run.plan import plan_run, start_state
 from hftrain.run.ready import making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_schedule
 from hftrain.strategies.base import Strategy
 
 
@@ -74,7 +74,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(contents.close)
     saver = Saver(parts, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
-    checks = TrainingChecks(parts, contents.objects)
+    checks = extra("health").TrainingChecks(parts, contents.objects)
     stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(extra("underflow_overflow").DebugUnderflowOverflow(parts.model).remove)

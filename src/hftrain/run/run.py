@@ -27,6 +27,7 @@ from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_numbers
 from hftrain.optim.schedules import follows_metric
 from hftrain.preemption.grace import GracePeriod
+from hftrain.run.checks import check_kept, flag_check
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.interrupts import Interrupts
@@ -34,7 +35,6 @@ from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
 from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
@@ -50,7 +50,7 @@ class Run:
         plan: RunPlan,
         counts: RunCounts,
         saver: Saver,
-        checks: TrainingChecks,
+        checks: Any,
         grace: GracePeriod,
         resume: Path | None,
     ) -> None:
