@@ -21,7 +21,7 @@ EXTRAS = {
     "foreign_checkpoints": "hftrain.extras.foreign_checkpoints",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
     "grouping": "hftrain.extras.grouping",
-    "health": "hftrain.extras.health.training",
+    "health": "hftrain.extras.health",
     "hub": "hftrain.extras.hub.trainer_hub",
     "intervals": "hftrain.extras.intervals",
     "jit_mode_eval": "hftrain.extras.tracing",
@@ -54,7 +54,7 @@ EXTRAS = {
     "trackers": "hftrain.extras.trackers.choice",
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
-    "unsaved": "hftrain.extras.health.unsaved",
+    "unsaved": "hftrain.extras.unsaved",
     "xla": "hftrain.extras.engine_settings.xla",
     "xla_metrics": "hftrain.extras.engine_settings.xla",
 }

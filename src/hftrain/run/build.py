@@ -16,13 +16,12 @@ from hftrain.core.extras import extra
 from hftrain.core.progress import expects_save
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
-from hftrain.run.checks import check_schedule
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
 from hftrain.run.parts import RunParts, make_manager
 from hftrain.run.plan import plan_run, start_state
-from hftrain.run.ready import making_ready
+from hftrain.run.ready import check_schedule, making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
 from hftrain.strategies.base import Strategy

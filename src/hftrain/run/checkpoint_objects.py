@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
@@ -231,3 +233,17 @@ class CheckpointObjects:
 def _holds_weights(each: Any) -> bool:
     """Return whether an object declares that its tensors are weights, such as averages of the model's."""
     return getattr(each, "holds_weights", False) is True
+
+
+def members(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes and what is in those that are containers; for a warning only."""
+    hidden = vars(nn.Module()) if isinstance(holder, nn.Module) else ()
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        if name in hidden:
+            continue
+        if isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", member) for key, member in list(value.items()))
+        elif isinstance(value, (list, tuple, set, deque)):
+            yield from ((f"{name}[{number}]", member) for number, member in enumerate(value))
+        else:
+            yield name, value

@@ -27,13 +27,13 @@ from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_numbers
 from hftrain.optim.schedules import follows_metric
 from hftrain.preemption.grace import GracePeriod
-from hftrain.run.checks import check_kept, flag_check
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
+from hftrain.run.ready import check_kept, flag_check
 from hftrain.run.saving import Saver
 from hftrain.task.modes import training_weights
 

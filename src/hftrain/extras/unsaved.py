@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from hftrain.core.log import warn_once
 from hftrain.loops.contract import LoopStates
-from hftrain.run.checkpoint_objects import CheckpointObjects
+from hftrain.run.checkpoint_objects import CheckpointObjects, members
 from hftrain.run.parts import RunParts, checkpoint_object_owners
 from hftrain.storage.tensors import memory_of
 from hftrain.task.model_task import ModelTask
@@ -122,20 +121,6 @@ class Unsaved:
             # A wrapper of the model has its parameters.
             if memory.isdisjoint(memory_of(list(value.parameters()) if isinstance(value, nn.Module) else value))
         ]
-
-
-def members(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's attributes and what is in those that are containers; for a warning only."""
-    hidden = vars(nn.Module()) if isinstance(holder, nn.Module) else ()
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        if name in hidden:
-            continue
-        if isinstance(value, dict):
-            yield from ((f"{name}[{key!r}]", member) for key, member in list(value.items()))
-        elif isinstance(value, (list, tuple, set, deque)):
-            yield from ((f"{name}[{number}]", member) for number, member in enumerate(value))
-        else:
-            yield name, value
 
 
 def _with_helpers(holder: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
