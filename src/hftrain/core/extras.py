@@ -54,7 +54,6 @@ EXTRAS = {
     "trackers": "hftrain.extras.trackers.choice",
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
-    "unsaved": "hftrain.extras.unsaved",
     "xla": "hftrain.extras.engine_settings.xla",
     "xla_metrics": "hftrain.extras.engine_settings.xla",
 }

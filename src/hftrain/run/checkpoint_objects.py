@@ -1,11 +1,12 @@
 """Objects of the user that a checkpoint holds because they are declared, such as a second optimizer.
 
-A Trainer, a task and a callback declare them with `checkpoint_objects`. What is not declared is not saved; the extra
-``unsaved`` warns of it.
+A Trainer, a task and a callback declare them with `checkpoint_objects`. What is not declared is not saved; a warning
+names what changed all the same: optimizers that stepped, and what a callback or a task keeps to itself.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
@@ -30,21 +32,24 @@ from hftrain.loops.contract import LoopStates
 from hftrain.run.parts import RunParts, checkpoint_object_owners
 from hftrain.step.assemble import note_steps
 from hftrain.storage.shards import load_shards, save_shards
-from hftrain.storage.tensors import load_containers
+from hftrain.storage.tensors import load_containers, memory_of
+from hftrain.task.model_task import ModelTask
+
+_KINDS = (torch.Tensor, nn.Module, torch.Generator, LRScheduler, torch.amp.GradScaler)
+_NUM_COMPARED = 256
+# Objects of these packages are arguments, data and the run's own; their state is saved, or is none of training's.
+_LIBRARIES = ("hftrain", "transformers", "accelerate", "datasets", "torch", "builtins")
+
 
 # Those of all runs of this process, in other threads or in a callback, of which each saves its own.
 _OF_RUNS: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class CheckpointObjects:
-    """Save and restore what the user declares, for one run.
-
-    Attributes:
-        unsaved: Warns of what is not declared.
-    """
+    """Save and restore what the user declares, for one run, and warn of other optimizers."""
 
     def __init__(self, parts: RunParts, loops: LoopStates) -> None:
-        self._parts = parts
+        self._parts, self._loops = parts, loops
         self._shards: dict[str, Shard] = {}
         # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
@@ -52,8 +57,11 @@ class CheckpointObjects:
         self._has_begun = False
         # By identity; an optimizer that is no longer in use is gone.
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}
+        # Those of which nothing is left to say.
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
-        self.unsaved = extra("unsaved").Unsaved(parts, self, loops)
+        # What callbacks and the task keep, when training began; empty after the first save.
+        self._marks: dict[str, Any] | None = None
 
     def begin(self) -> None:
         """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
@@ -71,7 +79,7 @@ class CheckpointObjects:
         if self._awaited:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self._restore()))
         if saves_at_all(args, self._parts.save_policy) and not args.save_only_model:
-            self.unsaved.begin()
+            self._marks = {name: _mark(value) for name, value in self._kept()}
         else:  # optimizers are noted in the first step only
             self._parts.pending.append(self._forget)
 
@@ -114,11 +122,10 @@ class CheckpointObjects:
 
     def held(self) -> set[int]:
         """Return the ids of the parameters that an optimizer of this run has."""
-        optimizers = [each for each in (*self.saved(), *self.others()) if isinstance(each, Optimizer)]
+        optimizers = [each for each in (*self.saved(), *self._others()) if isinstance(each, Optimizer)]
         return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
 
-    def others(self) -> list[Optimizer]:
-        """Return the optimizers that have stepped and that no run of this process saves."""
+    def _others(self) -> list[Optimizer]:
         known = set(map(id, self.saved()))
         stepped = [each() for each in self._stepped.values()]
         return [each for each in stepped if each is not None and id(each) not in known and each not in _OF_RUNS]
@@ -131,7 +138,7 @@ class CheckpointObjects:
             for name, each in found.items()
             if not isinstance(each, torch.Generator)
         }
-        self.unsaved.tell_of_optimizers(states)
+        self._tell_of_optimizers(states)
         strategy = self._parts.strategy
         if not strategy.saves_objects:
             lost = [name for name in states if not _holds_weights(found[name])]
@@ -141,7 +148,7 @@ class CheckpointObjects:
                     f"Checkpoints do not hold {', '.join(lost)}, and a resumed run starts them from scratch: "
                     f"strategy={strategy.name!r} splits the parameters over processes."
                 )
-        self.unsaved.tell_of_parts({name: found[name] for name in found if name in states})
+        self._tell_of_parts({name: found[name] for name in found if name in states})
         states, self._shards = strategy.split_objects(states)
         return {**self._awaited, **states} or None
 
@@ -229,6 +236,89 @@ class CheckpointObjects:
                 else:
                     owner.load_state_dict(state)
 
+    def _tell_of_optimizers(self, states: Mapping[str, Any]) -> None:
+        """Warn of optimizers that stepped and whose state no part of the checkpoint holds."""
+
+        def unknown() -> list[Optimizer]:
+            return [each for each in self._others() if each.state and each not in self._checked]
+
+        # One that is out of use, such as that of another run, may still be part of a reference cycle.
+        if unknown():
+            gc.collect()
+        if not (others := unknown()):
+            return
+        # A loop's may be in the loop's state, and one inside the run's in the state of that.
+        held = memory_of([self._parts.optimizer.state_dict(), self._loops.state_dict(), states])
+        names = {id(parameter): name for name, parameter in self._parts.task.named_parameters()}
+        for each in others:
+            self._checked.add(each)
+            own = memory_of(list(each.state.values()))
+            if not own or not own <= held:
+                trained = [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
+                shown = ", ".join(filter(None, trained[:3])) or "parameters outside the model"
+                warn_once(
+                    f"Checkpoints do not hold the state of an optimizer that this run steps, and a resumed run starts "
+                    f"it from scratch: {type(each).__name__} of {shown}. Return it, and its schedule, from "
+                    "checkpoint_objects() of your Trainer, task or callback: {'name': optimizer}."
+                )
+
+    def _tell_of_parts(self, found: Mapping[str, Any]) -> None:
+        """Warn of a declared optimizer whose parameters or schedule are not saved with it."""
+        modules = [self._parts.task, *(each for each in found.values() if isinstance(each, nn.Module))]
+        saved = {id(parameter) for module in modules for parameter in module.parameters()}
+        driven = {id(each.optimizer) for each in found.values() if isinstance(each, LRScheduler)}
+        for name, each in found.items():
+            groups = each.param_groups if isinstance(each, Optimizer) else []
+            if any(id(parameter) not in saved for group in groups for parameter in group["params"]):
+                warn_once(
+                    f"Checkpoints hold the state of {name} but not all the weights that it trains. Make their module a "
+                    "part of the model (or of a TaskModule), or return it from checkpoint_objects(), too."
+                )
+            # torch's schedules leave it there.
+            if any("initial_lr" in group for group in groups) and id(each) not in driven:
+                warn_once(
+                    f"Checkpoints hold the state of {name} but not its learning rate schedule, which a resumed run "
+                    "starts from scratch. Return it from checkpoint_objects(), too."
+                )
+
+    def tell_of_changes(self) -> None:
+        """Warn, at the first save, of what callbacks and the task keep and is not saved, if it has changed since."""
+        if self._marks is None:
+            return
+        marks, self._marks = self._marks, None
+        changed = [(name, type(value).__name__) for name, value in self._kept() if marks.get(name) != _mark(value)]
+        if changed:
+            shown = ", ".join(f"{name} ({kind})" for name, kind in changed)
+            warn_once(
+                f"Checkpoints do not hold {shown}, which changes in training: a resumed run starts it from scratch. "
+                "Return it from checkpoint_objects() of the Trainer, task or callback that keeps it: {'name': object}."
+            )
+
+    def _kept(self) -> list[tuple[str, Any]]:
+        """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
+        task, trainer = self._parts.task, self._parts.trainer
+        saved = [task, self._parts.wrapped, trainer.lr_scheduler, *trainer.loops.values(), *self.saved()]
+        declared = set(map(id, self.saved()))
+        saved += [metric for stage in ("train", "eval") for metric in task.metrics(stage).values()]
+        inside = [part for each in saved if isinstance(each, nn.Module) for part in each.modules()]
+        tensors = [tensor for each in inside for tensor in (*each.parameters(False), *each.buffers(False))]
+        known = {id(each) for each in (*saved, *inside, *(holder for _, holder in checkpoint_object_owners(trainer)))}
+        memory = memory_of([*tensors, *saved])
+        return [
+            (f"{owner}.{name}", value)
+            for owner, holder in checkpoint_object_owners(trainer)
+            # A callback may decide itself what of it is saved; the task of a plain model holds nothing else.
+            if not hasattr(type(holder), "from_state")
+            and not isinstance(holder, ModelTask)
+            and id(holder) not in declared
+            for name, value in _with_helpers(holder, known)
+            if isinstance(value, _KINDS) and id(value) not in known
+            # A Trainer's schedules are named with their optimizers.
+            if not (owner == "trainer" and isinstance(value, LRScheduler))
+            # A wrapper of the model has its parameters.
+            if memory.isdisjoint(memory_of(list(value.parameters()) if isinstance(value, nn.Module) else value))
+        ]
+
 
 def _holds_weights(each: Any) -> bool:
     """Return whether an object declares that its tensors are weights, such as averages of the model's."""
@@ -247,3 +337,30 @@ def members(holder: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{number}]", member) for number, member in enumerate(value))
         else:
             yield name, value
+
+
+def _with_helpers(holder: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield an object's members, and those of helpers that it keeps, such as an object that averages weights."""
+    for name, value in members(holder):
+        yield name, value
+        kind = type(value)
+        is_helper = hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _LIBRARIES
+        is_data = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+        if is_helper and not is_data and not isinstance(value, _KINDS) and id(value) not in known:
+            yield from ((f"{name}.{part}", member) for part, member in members(value))
+
+
+def _mark(value: Any) -> Any:
+    """Return what differs once a value has changed, with NaN as text, which equals itself; synchronises."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, nn.Module):
+        return [_mark(each) for each in (*value.parameters(), *value.buffers())]
+    if not isinstance(value, torch.Tensor):
+        return repr(value.state_dict())
+    has_sum = memory_of(value) and not value.is_quantized and value.is_contiguous()
+    if not has_sum or (value.is_floating_point() and value.itemsize == 1):
+        return id(value)
+    value = value.detach()
+    total = value.sum(dtype=torch.float32 if value.is_floating_point() else None)
+    return f"{total.item()}, {value.flatten()[:_NUM_COMPARED].tolist()}"

@@ -139,7 +139,7 @@ class Saver:
         num_bytes = checkpoint_bytes(parts)
         if not writer.make_room(num_bytes, step=state.global_step):
             return
-        contents.objects.unsaved.tell_of_changes()
+        contents.objects.tell_of_changes()
         contents.metric.link()
         # An uninterrupted run has no checkpoint that was not planned: signals may not decide which model is the best.
         former_best = state.best_model_checkpoint
