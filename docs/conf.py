@@ -110,7 +110,7 @@ for page in API.glob("*.rst"):
 EXAMPLE = re.compile(r"^### (\w+)\n\n```python\n(.*?)```$", re.MULTILINE | re.DOTALL)
 # The methods of Trainer, by what one does.
 TRAINER = {
-    "Train": "train hyperparameter_search tune estimate_memory set_initial_training_values",
+    "Train": "train hyperparameter_search tune set_initial_training_values",
     "Evaluate and predict": "evaluate predict",
     "Save and load": "save_model save_state checkpoint_objects output_dir"
     " push_to_hub hub_model_id push_in_progress init_hf_repo create_model_card",

@@ -19,6 +19,7 @@ from transformers.integrations.integration_utils import NeptuneCallback as Neptu
 from transformers.integrations.neftune import neftune_post_forward_hook as neftune_post_forward_hook
 from transformers.optimization import Adafactor as Adafactor
 from transformers.optimization import AdafactorSchedule as AdafactorSchedule
+from transformers.optimization import GreedyLR as GreedyLR
 from transformers.optimization import get_adafactor_schedule as get_adafactor_schedule
 from transformers.optimization import get_constant_schedule as get_constant_schedule
 from transformers.optimization import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
@@ -156,7 +157,6 @@ from hftrain.loops.evaluate import PredictLoop as PredictLoop
 from hftrain.loops.fit import FitLoop as FitLoop
 from hftrain.loops.fit import FitParts as FitParts
 from hftrain.optim.extras.muon import Muon as Muon
-from hftrain.optim.greedy import GreedyLR as GreedyLR
 from hftrain.optim.groups import get_model_param_count as get_model_param_count
 from hftrain.optim.groups import get_parameter_names as get_parameter_names
 from hftrain.optim.layerwise import layerwise_groups as layerwise_groups

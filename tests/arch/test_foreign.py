@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,9 +45,8 @@ FOREIGN = {
     "data/states.py": {"_utils"},
     "extras/flight/stacks.py": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
     "extras/flight/ledger.py": {"_fingerprint"},
-    "extras/added_groups.py": {"_get_lr_called_within_step", "_milestones", "_schedulers"},
+    "extras/added_groups.py": {"_init_lrs", "_last_lr", "_schedulers"},
     "optim/extras/low_rank.py": {"_initialize_projector"},
-    "optim/greedy.py": {"_reset"},
     "optim/groups.py": {"_parameters"},
     "precision/autocast.py": {"_growth_tracker"},
     "extras/mistakes.py": {"_utils"},
@@ -194,14 +192,6 @@ def state_of_a_scaler() -> None:
     assert {"growth_interval", "_growth_tracker"} <= torch.amp.GradScaler("cpu").state_dict().keys()
 
 
-@canary("_reset")
-def counters_of_a_plateau() -> None:
-    schedule = lr_scheduler.ReduceLROnPlateau(SGD(nn.Linear(1, 1).parameters()))
-    schedule.num_bad_epochs = 3
-    schedule._reset()
-    assert schedule.num_bad_epochs == 0
-
-
 @canary("_computed", "_forward_cache")
 def values_that_metrics_keep() -> None:
     metric = importlib.import_module("torchmetrics").MeanMetric()
@@ -254,18 +244,13 @@ def flight_recorder() -> None:
     assert not dist.is_nccl_available() or hasattr(c10d, "_dump_nccl_trace_json")
 
 
-@canary("_get_lr_called_within_step", "_milestones", "_schedulers")
+@canary("_init_lrs", "_last_lr", "_schedulers")
 def schedules() -> None:
-    optimizer = SGD(nn.Linear(1, 1).parameters())
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     parts: Any = [lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) for _ in range(2)]
     whole: Any = lr_scheduler.SequentialLR(optimizer, parts, [3])
-    assert (whole._schedulers, whole._milestones) == (parts, [3])
-    with pytest.warns(UserWarning, match="get_last_lr"):
-        parts[0].get_lr()
-    parts[0]._get_lr_called_within_step = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parts[0].get_lr()
+    assert (whole._schedulers, whole._last_lr) == (parts, [0.1])
+    assert importlib.import_module("transformers.optimization").GreedyLR(optimizer)._init_lrs == [0.1]
 
 
 @contextmanager

@@ -57,7 +57,6 @@ OPTIONAL_OR_HEAVY = frozenset(
         "torchdata",
         "torchmetrics",
         "psutil",
-        "pyarrow",
         "tqdm.auto",
         "tqdm.notebook",
         "trackio",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import make_arguments
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -18,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hftrain import FlightLog, Trainer, set_seed
 from hftrain.cli.blame import show_blame
-from hftrain.extras.flight.reading import read_ledger, write_parquet
 
 pytestmark = pytest.mark.interop
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "my", "dog", "who", "ran", "off"]
@@ -47,13 +46,3 @@ def test_text_is_decoded(tmp_path: Path) -> None:
     answer = show_blame(str(tmp_path))
     assert [each["sample"] for each in answer.data["suspects"]] == [50]
     assert f"'{texts[50]}' (11 tokens)" in "\n".join(answer)
-
-
-def test_steps_are_written_as_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    for name, rows in (("indices", make_rows(20)), ("hashes", Stream(make_rows(20)))):
-        args = make_arguments(tmp_path / name, max_steps=3, per_device_train_batch_size=4)
-        Trainer(Net(), args, train_dataset=rows, flight_log=True).train()
-        assert write_parquet(tmp_path / name, tmp_path / "file.parquet") == 3
-        found = parquet.read_table(tmp_path / "file.parquet").to_pylist()
-        assert [{"rank": 0, **line} for (line,) in read_ledger(tmp_path / name).values()] == found

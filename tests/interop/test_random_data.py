@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.resuming import StopAt
 from support.tiny import make_rows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -68,8 +67,6 @@ def train(
     prepares: bool = False,
     data: Any = Augmented,
     dropout: float = 0.3,
-    resume: Any = None,
-    own: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[float]:
     """Train an epoch and a half, and return the logged losses."""
@@ -87,8 +84,8 @@ def train(
     settings = {"learning_rate": 0.1, "per_device_train_batch_size": 4, "num_train_epochs": 1.5, "logging_steps": 1}
     settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **options}
     args = package.TrainingArguments(str(folder), **settings)
-    trainer = Own(model, args, train_dataset=data(), data_collator=mask, callbacks=[*callbacks], **own or {})
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = Own(model, args, train_dataset=data(), data_collator=mask, callbacks=[*callbacks])
+    trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -105,36 +102,3 @@ def test_random_streams_are_those_of_transformers_if_only_they_draw(tmp_path: Pa
     options: dict[str, Any] = {"data": Stream, "dropout": 0.0, "num_train_epochs": 2.5}
     ours = train(hftrain, tmp_path / "ours", **options)
     assert ours == pytest.approx(train(transformers, tmp_path / "theirs", **options), abs=1e-6)
-
-
-WORKERS: dict[str, Any] = {"dataloader_num_workers": 2, "num_train_epochs": 2.5}
-
-
-@pytest.mark.parametrize("prepares", [False, True])
-def test_numbers_of_workers_are_those_of_transformers_if_asked(tmp_path: Path, prepares: bool) -> None:
-    options = {**WORKERS, "prepares": prepares}
-    theirs = train(transformers, tmp_path / "theirs", **options)
-    assert train(hftrain, tmp_path / "ours", own={"worker_seeds": "epoch"}, **options) == pytest.approx(
-        theirs, abs=1e-6
-    )
-    assert train(hftrain, tmp_path / "by batch", **options) != pytest.approx(theirs, abs=1e-2)
-
-
-@pytest.mark.parametrize(("stop", "prepares"), [(1, False), (6, False), (9, False), (1, True), (9, True)])
-def test_workers_that_draw_on_are_resumed_exactly(tmp_path: Path, stop: int, prepares: bool) -> None:
-    """In the first round of the workers, at an epoch's end, and within the second epoch."""
-    options = {
-        **WORKERS,
-        "prepares": prepares,
-        "own": {"worker_seeds": "epoch"},
-        "save_strategy": "steps",
-        "save_steps": 1000,
-    }
-    whole = train(hftrain, tmp_path / "whole", **options)
-    assert train(hftrain, tmp_path / "cut", StopAt(stop), **options) == whole[:stop]
-    assert train(hftrain, tmp_path / "cut", resume=True, **options) == whole
-
-
-def test_unknown_worker_seeds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(hftrain.ConfigError, match=r"worker_seeds='epochs'.*Did you mean 'epoch'"):
-        train(hftrain, tmp_path, own={"worker_seeds": "epochs"})

@@ -132,7 +132,7 @@ def test_change_at_the_begin_of_an_epoch_applies_to_it(tmp_path: Path, data: Any
 
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
-@pytest.mark.parametrize("call", ["fast_dev_run", "estimate_memory", "loader", "evaluate"])
+@pytest.mark.parametrize("call", ["fast_dev_run", "loader", "evaluate"])
 def test_trial_leaves_a_stream_where_it_was(tmp_path: Path, call: str, goes_on: bool, is_used: bool) -> None:
     def next_rows(is_tried: bool) -> list[int]:
         stream = Lines(make_rows(24), goes_on=goes_on)

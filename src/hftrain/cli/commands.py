@@ -247,18 +247,12 @@ def _add_checkpoints(add: _Adder, folder: object) -> None:
     part = add.of_run("checkpoints", what, folder, "Each one is checked for missing and truncated files.")
     verify = "also compare the SHA-256 of every file"
     part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
-    part = add("average", "average:show_average", "write the mean of the weights of several checkpoints, a model soup")
-    _complete(part.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="its folder"), folder)
-    part.add_argument("-o", "--output", metavar="FOLDER", default="average", help="a new folder; default: average")
 
 
 def _add_plans(add: _Adder, file: object) -> None:
     for name in ("strategies", "precisions"):
         part = add(name, f"listing:show_{name}", f"list the {name} that can run here, and why others cannot")
         part.add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
-    what = "print how much memory a training step of a script takes"
-    more = "The script runs up to its first train(), which is replaced by three steps."
-    _add_script(add("estimate", "estimate:show_estimate", what, more), file)
     what = "print which strategy, mesh and micro-batch fit a script's model on GPUs that are not here"
     part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
     part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
@@ -267,9 +261,5 @@ def _add_plans(add: _Adder, file: object) -> None:
     part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
     what = "keep the script's micro-batch and checkpointing, and do not offload"
     part.add_argument("--as-set", action="store_true", help=what)
-    _add_script(part, file)
-
-
-def _add_script(part: argparse.ArgumentParser, file: object) -> None:
     _complete(part.add_argument("script", help="a Python file that trains"), file)
     part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

@@ -22,10 +22,10 @@ from hftrain import compat
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.cli.answer import Answer, table
-from hftrain.cli.estimate import at_training, changed_construction
 from hftrain.cli.facts import in_digits, status_of
 from hftrain.cli.replay import run_apart
 from hftrain.cli.runs import RunRecord, read_run
+from hftrain.cli.scripts import at_training, changed_construction
 from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.optional import is_available

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.cli.answer import Answer, table
-from hftrain.cli.estimate import at_training
+from hftrain.cli.scripts import at_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.meta import meta_twin, weightless
 from hftrain.core.tree import map_tensors
@@ -109,7 +109,7 @@ def read_model(trainer: Any) -> Model:
         raise ConfigError(
             f"Cannot plan for {type(model).__name__}.",
             f"It cannot compute with shapes alone: {error}",
-            "Measure a step with hftrain estimate instead.",
+            "Train a few steps with skip_memory_metrics=False and fast_dev_run=3 instead.",
         ) from error
     return found
 

@@ -16,9 +16,9 @@ from hftrain import compat
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import PACKAGES
 from hftrain.cli.answer import Answer
-from hftrain.cli.estimate import at_training, changed_construction, until_training
 from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb
+from hftrain.cli.scripts import at_training, changed_construction, until_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch

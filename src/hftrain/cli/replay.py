@@ -23,8 +23,8 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
-from hftrain.cli.estimate import changed_construction, until_training
 from hftrain.cli.rounding import Perturb
+from hftrain.cli.scripts import changed_construction, until_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch

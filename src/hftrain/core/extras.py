@@ -21,6 +21,7 @@ EXTRAS = {
     "foreign_checkpoints": "hftrain.extras.foreign_checkpoints",
     "fsdp": "hftrain.extras.engine_settings.fsdp",
     "grouping": "hftrain.extras.grouping",
+    "health": "hftrain.extras.health",
     "hub": "hftrain.extras.hub.trainer_hub",
     "intervals": "hftrain.extras.intervals",
     "jit_mode_eval": "hftrain.extras.tracing",
@@ -28,7 +29,6 @@ EXTRAS = {
     "limits": "hftrain.extras.limits",
     "live_window": "hftrain.extras.live_window",
     "memory": "hftrain.extras.memory",
-    "memory_estimate": "hftrain.extras.rehearsal.estimating",
     "mistakes": "hftrain.extras.mistakes",
     "neftune": "hftrain.extras.neftune",
     "own_loops": "hftrain.extras.own_loops",
@@ -54,7 +54,6 @@ EXTRAS = {
     "trackers": "hftrain.extras.trackers.choice",
     "tuner": "hftrain.extras.rehearsal.tuning",
     "underflow_overflow": "hftrain.extras.overflow",
-    "worker_numbers": "hftrain.extras.worker_numbers",
     "xla": "hftrain.extras.engine_settings.xla",
     "xla_metrics": "hftrain.extras.engine_settings.xla",
 }

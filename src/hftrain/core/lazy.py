@@ -50,7 +50,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
             home = home_of[name]
-            value = _from_transformers(home, name) if name in reexports else getattr(_imported(home), name)
+            value = from_transformers(home, name) if name in reexports else getattr(_imported(home), name)
             setattr(sys.modules[package], name, value)
             return value
         lightning_hint = names_elsewhere("lightning_names").get(name, "")
@@ -70,7 +70,8 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
     return get, list_names, sorted(public)
 
 
-def _from_transformers(home: str, name: str) -> Any:
+def from_transformers(home: str, name: str) -> Any:
+    """Return what a module of transformers defines; raise `MissingDependencyError` if it is not installed."""
     _imported("hftrain.core.optional").require("transformers", feature=f"hftrain.{name}", extra="transformers")
     try:
         return getattr(_imported(home), name)

@@ -71,7 +71,7 @@ class TrainFeed:
         self._numbers: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
-            if loader.generator is None and not getattr(loader.dataset, "draws_on", False):
+            if loader.generator is None:
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
         self._generators = _generators_of(self.loader)
@@ -98,8 +98,7 @@ class TrainFeed:
     def draws_a_seed(self, epoch: int) -> bool:
         """Return whether a number is to be drawn as a torch loader does at a pass: persistent workers get one once."""
         reader = self._reader
-        draws_itself = getattr(getattr(reader, "dataset", None), "draws_on", False)
-        return isinstance(reader, DataLoader) and not draws_itself and not (epoch and reader.persistent_workers)
+        return isinstance(reader, DataLoader) and not (epoch and reader.persistent_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""

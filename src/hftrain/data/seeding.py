@@ -37,17 +37,14 @@ def seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def start_worker(worker_id: int, *, rank: int, seed: int | None = None, num_workers: int | None = None) -> None:
+def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
     """Seed a new worker process and move it to its own process group; a `worker_init_fn` if `rank` is bound.
 
     Launchers and terminals signal the training process's whole group. That process may continue to the next
     step and save, for which it needs its workers. Without a seed, use torch's base seed, which the loader's
-    generator draws for each epoch, the same on all ranks; with `num_workers`, as the documented `seed_worker` does.
+    generator draws for each epoch, the same on all ranks.
     """
-    if num_workers is not None:
-        seed_process((num_workers * rank + torch.initial_seed()) % 2**32)
-    else:
-        seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
+    seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
     if get_worker_info() is not None and hasattr(os, "setpgid"):
         os.setpgid(0, 0)
 

@@ -45,8 +45,7 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
     if not (keeps and loader.num_workers):
         return loader
     if loader.persistent_workers:
-        owner = 'worker_seeds="epoch"' if getattr(dataset, "draws_on", False) else type(dataset).__name__
-        warn_once(f"{owner} has a state, so each epoch starts new workers: they do not persist.")
+        warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False)
 
 
@@ -59,7 +58,7 @@ def _with_own_order(loader: Any) -> Any:
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
     """Make a map-style loader send its workers a seed with each batch; see `SeededBatches`."""
     batches = loader.batch_sampler
-    if not loader.num_workers or batches is None or getattr(loader.dataset, "draws_on", False):
+    if not loader.num_workers or batches is None:
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-# torch's schedules whose rate depends only on a group's base rate and the step.
-_FROM_BASE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
+from hftrain.optim.schedules import follows_metric
+
 # Attributes that a schedule keeps per group: the initial rate, and values that are the same for every group.
 _BASE = ("base_lrs", "_init_lrs")
 _ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
@@ -26,22 +18,15 @@ _ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 def admit_group(schedule: Any, group: dict[str, Any]) -> None:
     """Make a schedule drive a parameter group that was added to its optimizer; mutates both.
 
-    The group's rate is its base rate where the schedule computes rates from one (`LambdaLR`, and with it every schedule
-    by name); torch schedules that modify the current rate continue from it. Other per-group values of the schedule
-    are copied from the first group.
+    The group's rate is its base rate, of which it gets the share that the first group has of its own. Other per-group
+    values of the schedule are copied from the first group.
     """
-    if not isinstance(schedule, LRScheduler):
+    if not isinstance(schedule, LRScheduler) and not follows_metric(schedule):
         return
-    base = group.setdefault("initial_lr", group["lr"])
+    base, first = group.setdefault("initial_lr", group["lr"]), schedule.optimizer.param_groups[0]
+    group["lr"] = base * (first["lr"] / first["initial_lr"] if first.get("initial_lr") else 1.0)
     for part in _leaves(schedule):
         _admit(part, group, base=base)
-    active: Any = schedule
-    while isinstance(active, SequentialLR):
-        active = active._schedulers[bisect.bisect_right(active._milestones, active.last_epoch)]
-    if isinstance(active, _FROM_BASE):
-        active._get_lr_called_within_step = True  # get_last_lr() would warn otherwise
-        group["lr"] = active.get_lr()[-1]
-        active._get_lr_called_within_step = False
     for part in (schedule, *_leaves(schedule)):
         last = getattr(part, "_last_lr", None)
         if isinstance(last, list) and len(last) < len(schedule.optimizer.param_groups):
@@ -54,7 +39,7 @@ def dismiss_groups(optimizer: Optimizer, schedules: Iterable[Any], *, num: int) 
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
     del optimizer.param_groups[num:]
-    for part in [part for each in schedules if isinstance(each, LRScheduler) for part in (each, *_leaves(each))]:
+    for part in [part for each in schedules if hasattr(each, "optimizer") for part in (each, *_leaves(each))]:
         for name in (*_BASE, *_ALIKE, "_last_lr"):
             if isinstance(vars(part).get(name), list):
                 del vars(part)[name][num:]

@@ -55,8 +55,6 @@ class LengthShuffledSampler(ArraySampler):
         (1, [0, 1, 2, 3])
     """
 
-    draws_once = True
-
     def __init__(self, lengths: Any, *, batch_size: int, seed: int, shuffles_batches: bool = False) -> None:
         self.lengths = _as_array(lengths)
         self.batch_size = batch_size

@@ -81,20 +81,12 @@ class LimitedFeed(TrainFeed):
     def __init__(self, loader: Any, *, limits: Limits, **options: Any) -> None:
         super().__init__(loader, **options)
         self._limits = limits
-        dataset = getattr(self._reader, "dataset", None)
-        for part in (self._reader, dataset):
+        for part in (self._reader, getattr(self._reader, "dataset", None)):
             if part is not None and has_state(part):
-                owner, kept, remedy = f"a {type(part).__name__}", "position", "Pass"
-                if getattr(dataset, "draws_on", False):
-                    owner, kept, remedy = (
-                        'worker_seeds="epoch"',
-                        "workers' random state",
-                        "Leave worker_seeds out, pass",
-                    )
                 raise ConfigError(
-                    f"Cannot use {next(iter(limits.of_training))} with {owner}:",
-                    f"it saves its {kept}, which after a part of a pass is that of the middle of the data.",
-                    f"{remedy} a shorter dataset, such as dataset.take(100), or set max_steps.",
+                    f"Cannot use {next(iter(limits.of_training))} with a {type(part).__name__}:",
+                    "it saves its position, which after a part of a pass is that of the middle of the data.",
+                    "Pass a shorter dataset, such as dataset.take(100), or set max_steps.",
                 )
 
     @property

@@ -205,7 +205,6 @@ def _name(collator: Any) -> str:
 
 # Patterns of messages, and what these do not say; {got} is a group of the pattern, {ranges} and so on are of `_Facts`.
 _HINTS = {
-    r"index out of range in self|must match the": "{positions}",
     r"index out of range in self": (
         "An id is not in its table. In the batch, {ranges}. {tables}Resize the model's embeddings to the tokenizer "
         "(model.resize_token_embeddings(len(tokenizer))), or check which ids the collator pads with."
@@ -234,15 +233,10 @@ _HINTS = {
         "The model's weights are {weights}, and a column of the batch is not. Convert it in the dataset or the "
         "collator: x.to(torch.{weights}), or x.float() / 255 for images. NumPy arrays are float64 by default."
     ),
-    r"must be Tensor, not \S*(?:tuple|dict|Output|Encoding)|'(?:tuple|list)' object has no attribute "
-    r"'(?:size|shape|dtype|dim|view|mean)'": (
-        "Take the tensor out of it: outputs[0], or outputs['logits']; of a batch, batch['x'] or model(**batch)."
-    ),
     r"DataLoader worker .* (?:is killed|exited)": (
         "If the kernel killed it, memory is the likely cause: use fewer workers (dataloader_num_workers), a smaller "
         "dataloader_prefetch_factor, or smaller samples. dataloader_num_workers=0 shows an error where it happens."
     ),
-    r"DataLoader timed out": "Look at what loading a batch waits for, or raise dataloader_timeout.",
 }
 
 
@@ -260,7 +254,7 @@ class _Facts(dict[str, str]):
 
     def __init__(self, told: re.Match[str], model: nn.Module, batch: Any) -> None:
         super().__init__(told.groupdict())
-        self._model, self._batch, self._config = model, batch, getattr(model, "config", None)
+        self._model, self._batch = model, batch
 
     def __missing__(self, name: str) -> str:
         return str(getattr(self, f"_{name}")())
@@ -272,7 +266,7 @@ class _Facts(dict[str, str]):
         return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
 
     def _outputs(self) -> str:
-        number = getattr(self._config, "num_labels", None)
+        number = getattr(getattr(self._model, "config", None), "num_labels", None)
         return f"The model has {number} outputs. " if isinstance(number, int) else ""
 
     def _modules(self, kind: type) -> dict[str, Any]:
@@ -281,16 +275,6 @@ class _Facts(dict[str, str]):
     def _tables(self) -> str:
         sizes = {name: each.num_embeddings for name, each in self._modules(nn.Embedding).items()}
         return "".join(f"{name} has {size} rows (ids 0 to {size - 1}). " for name, size in sizes.items())
-
-    def _positions(self) -> str:
-        size = getattr(self._config, "max_position_embeddings", None)
-        ids = self._batch.get("input_ids") if isinstance(self._batch, Mapping) else None
-        if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
-            return ""
-        remedy = f"Truncate the texts: tokenizer(..., truncation=True, max_length={size})."
-        return (
-            f"The batch has {ids.shape[1]} positions, and the model {size} (config.max_position_embeddings). {remedy}"
-        )
 
     def _linear(self) -> str:
         sizes = int(self["wanted"]), int(self["out"])

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from hftrain.core.blocks import local_part
 from hftrain.core.errors import ConfigError
+from hftrain.core.parameters import local_part
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 _VECTORISED = 256  # elements that a kernel does not step one by one

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.lazy import from_transformers
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers
@@ -63,8 +64,8 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
         optimizer: Mutated. Absolute rates (`lr_end`, `min_lr`) relate to its default `lr`.
 
     Returns:
-        A scheduler to step once per optimizer update, or with the metric after each evaluation if it is a
-        `ReduceLROnPlateau`. Its state dict holds only plain values.
+        A scheduler to step once per optimizer update, or with the metric after each evaluation, see `follows_metric`.
+        Its state dict holds only plain values.
 
     Source: the documented `Trainer.create_scheduler`.
     """
@@ -82,13 +83,25 @@ def refresh_rate(schedule: LRScheduler) -> None:
             group["lr"] = base * multiply(schedule.last_epoch)
 
 
-def by_metric(config: ScheduleConfig, optimizer: Optimizer, *, kind: type[ReduceLROnPlateau]) -> LRScheduler:
+def follows_metric(schedule: Any) -> bool:
+    """Return whether a schedule is stepped with a metric after evaluations, as torch's and transformers' `GreedyLR`."""
+    kinds = type(schedule).__mro__
+    return isinstance(schedule, ReduceLROnPlateau) or any(kind.__name__ == "GreedyLR" for kind in kinds)
+
+
+def by_metric(config: ScheduleConfig, optimizer: Optimizer, *, kind: Callable[..., Any]) -> LRScheduler:
     """Return a handler for a schedule that follows a metric; the options are its keyword arguments."""
     own = inspect.signature(kind).parameters
     options = {name: parameter for name, parameter in own.items() if name not in {"optimizer", "verbose"}}
     _check_options(config, options, has_warmup=False)
     with _impossible_is_config_error(config):
-        return kind(optimizer, **config.options)
+        schedule: LRScheduler = kind(optimizer, **config.options)
+    return schedule
+
+
+def greedy(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
+    """Return transformers' `GreedyLR`."""
+    return by_metric(config, optimizer, kind=from_transformers("transformers.optimization", "GreedyLR"))
 
 
 def by_multiplier(
@@ -244,7 +257,7 @@ def _share(value: float, option: str) -> float:
 
 schedules: Registry[LRScheduler] = Registry("lr_scheduler_type", group="hftrain.schedules")
 schedules.register("reduce_lr_on_plateau", by_metric, kind=ReduceLROnPlateau)
-schedules.register("greedy", "hftrain.optim.greedy:greedy")
+schedules.register("greedy", greedy)
 for _multiplier, _adapt in (
     (multipliers.linear, None),
     (multipliers.cosine, None),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.core.errors import ConfigError, TaskError, a_kind
 from hftrain.core.extras import extra
 from hftrain.optim.groups import members_of
+from hftrain.optim.schedules import follows_metric
 from hftrain.step.stepper import has_own_steps
 from hftrain.task.module import TaskModule
 
@@ -91,7 +91,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
             "it changes the learning rate of another optimizer than the one that trains.",
             "Make it from the optimizer that you pass.",
         )
-    if hasattr(schedule, "step") and not isinstance(schedule, ReduceLROnPlateau):
+    if hasattr(schedule, "step") and not follows_metric(schedule):
         check_call("schedule.step", schedule.step)
 
 

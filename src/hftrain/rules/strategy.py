@@ -158,7 +158,7 @@ def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any
         bool(args.auto_find_batch_size) and strategy.world_size > 1,
         f"Cannot use auto_find_batch_size={args.auto_find_batch_size!r} with strategy={strategy.name!r}.",
         "Every forward pass takes all processes: if one runs out of memory, the others wait for it.",
-        "Set per_device_train_batch_size; trainer.estimate_memory() shows what a size needs.",
+        "Set per_device_train_batch_size; skip_memory_metrics=False logs what a size needs.",
     )
     for setting in _NOT_IN_PARTS:
         yield (

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.state import TrainerState
+from hftrain.optim.schedules import follows_metric
 from hftrain.rules.evaluation import best_metric_key
 
 
@@ -90,7 +89,7 @@ def follow_metric(
     """Step a schedule that depends on evaluations; do nothing for others."""
     wanted = args.metric_for_best_model or "loss"
     is_there = not is_left_out(metrics, wanted, has_all_sets=has_all_sets)
-    if isinstance(schedule, ReduceLROnPlateau) and state.global_step > 0 and is_there:
+    if follows_metric(schedule) and state.global_step > 0 and is_there:
         schedule.step(read_metric(metrics, wanted))
 
 

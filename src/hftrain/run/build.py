@@ -21,10 +21,9 @@ from hftrain.run.counting import RunCounts
 from hftrain.run.data import RunData
 from hftrain.run.parts import RunParts, make_manager
 from hftrain.run.plan import plan_run, start_state
-from hftrain.run.ready import making_ready
+from hftrain.run.ready import check_schedule, making_ready
 from hftrain.run.run import Run
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_schedule
 from hftrain.strategies.base import Strategy
 
 
@@ -51,11 +50,10 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     model = parts.services.make_model()
     stack.callback(parts.events.close_run)
     seed, limits = data_seed(args), trainer.limits
-    draws_on = trainer.worker_seeds == "epoch"
     # The salvage of a failed run stores the state before every step.
     saves_always = parts.save_policy.on_exception
     data = parts.data = RunData(
-        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits, draws_on=draws_on,
+        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits,
         expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
     )  # fmt: skip
     stack.callback(data.close)
@@ -75,7 +73,7 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     stack.callback(contents.close)
     saver = Saver(parts, contents, counts)
     check_schedule(args, trainer.lr_scheduler, max_steps=parts.state.max_steps)
-    checks = TrainingChecks(parts, contents.objects)
+    checks = extra("health").TrainingChecks(parts, contents.objects)
     stack.callback(checks.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(extra("underflow_overflow").DebugUnderflowOverflow(parts.model).remove)

@@ -21,7 +21,6 @@ class RunData:
 
     Args:
         open_loader: Returns this rank's batches, from another dataset if one is given.
-        draws_on: Whether loader workers draw on through an epoch; see `extras/worker_numbers.py`.
         expects_save: Whether a checkpoint is planned for the end of the next step; see `TrainFeed`.
 
     Attributes:
@@ -36,11 +35,10 @@ class RunData:
         *,
         seed: int,
         limits: Limits,
-        draws_on: bool,
         expects_save: Callable[[], bool],
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
-        self._limits, self._draws_on, self._expects_save = limits, draws_on, expects_save
+        self._limits, self._expects_save = limits, expects_save
         self.feed = self._open()
 
     def replace(self, dataset: Any) -> TrainFeed:
@@ -61,7 +59,6 @@ class RunData:
         loader = self._open_loader(*dataset)
         for wrap in self._events.at_point("wrap_loader"):
             loader = wrap(loader)
-        loader = extra("worker_numbers").drawing_on(loader, rank=strategy.data.rank) if self._draws_on else loader
         loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
         if dataset:
             end_workers(self.feed.loader)

@@ -145,7 +145,6 @@ class TrainerHooks(Protocol):
     compute_metrics: Any
     preprocess_logits_for_metrics: Any
     limits: Limits
-    worker_seeds: str
     loops: Mapping[str, Loop[Any]]
     neftune_noise_alpha: float | None
     is_deepspeed_enabled: Any

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.data import syncs_each_batch
 from hftrain.arguments.serialization import changed_settings
@@ -26,6 +25,7 @@ from hftrain.core.signatures import call_with
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_numbers
+from hftrain.optim.schedules import follows_metric
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import END_EPOCH, END_RUN, EVALUATE, LOG, SAVE
 from hftrain.run.counting import RunCounts, samples_since
@@ -33,8 +33,8 @@ from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
+from hftrain.run.ready import check_kept, flag_check
 from hftrain.run.saving import Saver
-from hftrain.run.training_checks import TrainingChecks, check_kept, flag_check
 from hftrain.task.modes import training_weights
 
 logger = get_logger(__name__)
@@ -50,7 +50,7 @@ class Run:
         plan: RunPlan,
         counts: RunCounts,
         saver: Saver,
-        checks: TrainingChecks,
+        checks: Any,
         grace: GracePeriod,
         resume: Path | None,
     ) -> None:
@@ -178,7 +178,7 @@ class Run:
             stepper=parts.stepper,
             model=parts.wrapped,
             optimizer=parts.optimizer,
-            schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,
+            schedule=None if follows_metric(schedule) else schedule,
             no_sync=nullcontext if syncs_each_batch(args) else parts.strategy.no_sync,
             device=parts.strategy.device,
             progress=self.progress,

@@ -46,8 +46,6 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
-    if trainer.worker_seeds != "batch":
-        extra("worker_numbers").check_worker_seeds(trainer.worker_seeds)
     data.check_given()
     check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)

@@ -113,9 +113,6 @@ class Trainer:
         count_items: The items that a plain model's loss averages over: ``"labels"``, ``"shifted_labels"``,
             ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
             possible with single-sample batches of unequal length or with a custom loss.
-        worker_seeds: How the loader workers of map-style training data are seeded: for each ``"batch"`` by its
-            position, which is the same with any number of workers; or once per ``"epoch"``, as with transformers'
-            Trainer, whose random masks and augmentations they then give. A resume needs as many workers as before.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         profiler: ``"simple"`` prints where the time went, ``"torch"`` writes a trace of a few steps; or a callback,
             such as `TorchProfiler(active=10)`.
@@ -189,7 +186,6 @@ class Trainer:
         sanity_eval_batches: int | None = None,
         max_time: str | None = None,
         count_items: str | CountItems | None = None,
-        worker_seeds: str = "batch",
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         profiler: str | TrainerCallback | None = None,
         flight_log: bool | TrainerCallback = False,
@@ -234,7 +230,7 @@ class Trainer:
                 loggers=loggers,
                 is_rehearsal=bool(self.fast_dev_run),
             )
-            self.save_policy, self.worker_seeds = save_policy or SavePolicy(), worker_seeds
+            self.save_policy = save_policy or SavePolicy()
             settings = self, self._trainer_parts.data, self._trainer_parts.evaluation
             check_settings(*settings)
             self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
@@ -1380,23 +1376,9 @@ class Trainer:
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
 
-    def estimate_memory(self) -> Any:
-        """Return a `MemoryEstimate`: the peak device memory of a training step in this process; collective.
-
-        Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
-        reserved by a caching allocator is not included.
-
-        Raises:
-            ConfigError: torch does not report peak memory for the engine or device (DeepSpeed, XLA, MPS).
-
-        Units:
-            bytes.
-        """
-        return extra("memory_estimate").estimate_memory(self, type(self).train)
-
     @property
     def tune(self) -> Any:
-        """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
+        """A `Tuner`, which finds a learning rate and a number of loader workers: ``trainer.tune.lr().suggestion``."""
         return extra("tuner").Tuner(self, self._trainer_parts, type(self).train)
 
     # -- the model -----------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("strategies", "precisions", "checkpoints", "estimate", "completion", "hftrain 0."):
+    for name in ("strategies", "precisions", "checkpoints", "plan", "completion", "hftrain 0."):
         assert name in done.stdout
 
 

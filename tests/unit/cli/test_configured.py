@@ -212,9 +212,9 @@ def test_every_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer("curves", "out", "--json")["curves"]["loss"]["loss"]) == 9
     pytest.importorskip("plotly")
     assert answer("report", "out", "--json") == {"output": "report.html", "runs": ["out"]}
-    script = "from support.tiny import train; from pathlib import Path; print('text'); train(Path('estimated'))"
+    script = "from support.tiny import train; from pathlib import Path; print('text'); train(Path('planned'))"
     Path("script.py").write_text(script, encoding="utf-8")
-    assert answer("estimate", "--json", "script.py")["peak_bytes"] > 0
+    assert answer("plan", "--gpus", "1", "--json", "script.py")["proposal"]["parameters"] > 0
     pytest.importorskip("shtab")
     assert "hftrain" in answer("completion", "bash", "--json")["script"]
 

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.stateful import Lines
-from support.tiny import Net, make_arguments, make_rows
 from torch.utils.data import DataLoader
 
-from hftrain import Trainer
 from hftrain.core.errors import ConfigError
 from hftrain.data.limits import make_limits
 from hftrain.extras.limits import LimitedFeed
@@ -49,10 +46,3 @@ def test_share_of_less_than_a_batch_or_of_unknown_length_is_refused() -> None:
 def test_data_with_a_position_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="position"):
         LimitedFeed(DataLoader(Lines(range(10))), seed=0, limits=make_limits(limit_train_batches=3))
-
-
-def test_limit_with_workers_that_draw_on_names_them(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, dataloader_num_workers=1)
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(8), limit_train_batches=1, worker_seeds="epoch")
-    with pytest.raises(ConfigError, match=r'(?s)limit_train_batches with worker_seeds="epoch".*Leave worker_seeds out'):
-        trainer.train()

@@ -24,7 +24,7 @@ NUM_ROWS, SIZE = 50, 4
 
 def make(folder: Path, *callbacks: Any, rows: Any = None, **options: Any) -> Trainer:
     set_seed(3)
-    own = {name: options.pop(name) for name in ("flight_log", "exclude_samples", "worker_seeds") if name in options}
+    own = {name: options.pop(name) for name in ("flight_log", "exclude_samples") if name in options}
     settings = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": SIZE,

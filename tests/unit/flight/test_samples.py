@@ -103,11 +103,6 @@ def test_a_resumed_run_names_and_leaves_out_as_a_whole_one(tmp_path: Path, rows:
     assert not set(excluded) & set(told(tmp_path / "whole"))
 
 
-def test_numbers_that_workers_draw_on_are_no_hindrance(tmp_path: Path) -> None:
-    make(tmp_path, dataloader_num_workers=2, num_train_epochs=1, worker_seeds="epoch").train()
-    assert sorted(told(tmp_path)) == list(range(NUM_ROWS))
-
-
 def test_samples_of_a_mixture_are_left_out_by_their_pair(tmp_path: Path) -> None:
     def mixture() -> Mixture:
         return Mixture({"a": make_rows(20), "b": make_rows(30)})

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.blocks import block_of
+from hftrain.core.parameters import block_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # An odd number; its powers, and its products with an index, differ in all bits.

@@ -129,7 +129,7 @@ class FlightLog(TrainerCallback):
 
 class _Recorder:
     def __init__(self, settings: FlightLog, args: Any, strategy: Any) -> None:
-        self._settings, self._args, self._strategy = settings, args, strategy
+        self._settings, self._strategy = settings, strategy
         self._ledger = Ledger(args.output_dir, strategy=strategy, rotate_bytes=settings.rotate_bytes)
         self._folder = self._ledger.folder
         self.precision = ""
@@ -167,7 +167,7 @@ class _Recorder:
         if sample_losses is not None:
             self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
         self._invariants = invariants = Invariants(
-            self._strategy, replace(parts, feed=feed), trained, args=self._args, settings=self._settings,
+            self._strategy, parts, trained, settings=self._settings,
             is_replicated=self._strategy.world_size > 1 and not fingerprint.is_split,
         )  # fmt: skip
         self._begin(parts)
@@ -201,7 +201,7 @@ class _Recorder:
         acts = {name: self.timed(name)(getattr(hooks, name)) for name in ("evaluate", "save")}
         feeds = {"get_batch_samples": take, "make_feed": partial(feed.change, hooks)}
         changed = replace(hooks, training_step=train, **feeds, **acts)
-        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, clip=invariants.clip, step=step))
+        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, step=step))
 
     def _begin(self, parts: Any) -> None:
         """Note the session, and where the process stands from now on; batches of steps left behind go."""

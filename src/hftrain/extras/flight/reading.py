@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from hftrain.core.extras import extra
-from hftrain.core.optional import require
 from hftrain.storage.files import is_url, mirror_of
 
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -117,13 +116,3 @@ def limit_of(others: Iterable[float]) -> float:
         return math.inf
     middle = median(known)
     return middle + _SIGMAS * _DEVIATION * median([abs(each - middle) for each in known])
-
-
-def write_parquet(run: str | Path, path: str | Path) -> int:
-    """Write the lines of all steps and processes to a Parquet file, and return how many they are; needs pyarrow."""
-    require("pyarrow", feature="Parquet")
-    from pyarrow import Table, parquet
-
-    lines = [{"rank": rank, **line} for step in read_ledger(run).values() for rank, line in enumerate(step)]
-    parquet.write_table(Table.from_pylist(lines), path)
-    return len(lines)

@@ -28,9 +28,6 @@ class OpenBatches(BatchWrapper):
 
     The other samples stay in their batches. A batch with nothing left gets the next sample of the dataset that is not
     excluded, so that every process still has a batch.
-
-    Attributes:
-        replaces: Whether a batch got such a sample.
     """
 
     passes_batches_on = True
@@ -38,7 +35,7 @@ class OpenBatches(BatchWrapper):
     def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[Any] = frozenset()) -> None:
         super().__init__(batch_sampler)
         self.noted: deque[tuple[int, list[Any]]] | None = None
-        self._dataset, self._excluded, self.replaces = dataset, excluded, False
+        self._dataset, self._excluded = dataset, excluded
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._pass_on(self.batch_sampler, 0)
@@ -54,7 +51,7 @@ class OpenBatches(BatchWrapper):
         for position, batch in enumerate(batches, start):
             left = [each for each in batch if each not in self._excluded] if self._excluded else batch
             if not left:
-                left, self.replaces = [self._next_after(batch[0])], True
+                left = [self._next_after(batch[0])]
             if self.noted is not None:
                 self.noted.append((position, list(left)))
             yield left
@@ -126,12 +123,11 @@ class NotedFeed:
 
     Attributes:
         epoch: The number of the pass.
-        num_opened: How often a pass was begun, or a part of one.
     """
 
     def __init__(self, feed: Any) -> None:
         self.feed = feed
-        self.num_opened = self.epoch = 0
+        self.epoch = 0
         self._given: deque[list[Any] | None] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +146,7 @@ class NotedFeed:
         if order is not None:
             order.noted = deque()
         self._given.clear()
-        self.num_opened, self.epoch = self.num_opened + 1, epoch
+        self.epoch = epoch
         return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
 
     def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.core.errors import TaskError
 from hftrain.extras.own_optimizers.by_hand import OptimizersByHand
 from hftrain.extras.own_optimizers.schedules import Schedules, Timed
 from hftrain.extras.own_optimizers.several import Optimizers
+from hftrain.optim.schedules import follows_metric
 from hftrain.task.module import TaskModule
 
 
@@ -48,9 +48,7 @@ def _read_one(made: Any, maker: str) -> tuple[Any, Timed | None]:
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, Optimizer))
     if (optimizer is None or isinstance(optimizer, Optimizer)) and is_schedule:
-        return optimizer, schedule and Timed(
-            schedule, "evaluate" if isinstance(schedule, ReduceLROnPlateau) else "step"
-        )
+        return optimizer, schedule and Timed(schedule, "evaluate" if follows_metric(schedule) else "step")
     shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
     raise _unreadable(maker, f"it is a {type(made).__name__}{f' of ({shown})' if shown else ''}.", _remedy(made))
 
@@ -72,7 +70,7 @@ def _read_dict(made: Mapping[str, Any], maker: str) -> tuple[Any, Timed | None]:
             f"its lr_scheduler has the keys {', '.join(map(str, timing))}.",
             f"It needs 'scheduler', and may have {', '.join(Timed.__dataclass_fields__)}.",
         )
-    if isinstance(timing["scheduler"], ReduceLROnPlateau) and timing.get("interval") != "step":
+    if follows_metric(timing["scheduler"]) and timing.get("interval") != "step":
         timing["interval"] = "evaluate"
     if timing.get("interval") not in ("step", "epoch", "evaluate"):
         raise _unreadable(

@@ -1,1 +1,1 @@
-"""Trainings that leave no trace: dry runs, finders and memory estimates."""
+"""Trainings that leave no trace: dry runs and finders."""

@@ -90,7 +90,7 @@ def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: T
         with preserved(trainer, parts, *stateful, *owned), kept_in_place(*datasets):
             _copy_parts(trainer, parts)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
-            # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
+            # With fast_dev_run the constructor added no trackers, but a finder may still have them.
             handler.callbacks[:] = [*extra("trackers").without_trackers(callbacks), director]
             handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
             yield

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer, adamw
 
-from hftrain.core.blocks import block_of, local_part
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
+from hftrain.core.parameters import block_of, local_part
 from hftrain.optim.low_rank import find_targets
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
 

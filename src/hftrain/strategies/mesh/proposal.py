@@ -152,7 +152,7 @@ def _cut(model: Model, stages: int) -> Cut:
     cut = divide(model.module, stages)
     if {model.module.get_submodule(cut.layer(index)) for index in range(len(cut.children))} != {*model.units}:
         reason = f"The layers that stages are cut from ({cut.layers or 'the whole model'}) are not those counted here."
-        raise ConfigError(f"Cannot plan {stages} stages.", reason, "Measure a step with hftrain estimate instead.")
+        raise ConfigError(f"Cannot plan {stages} stages.", reason, "Use fewer stages.")
     return cut
 
 

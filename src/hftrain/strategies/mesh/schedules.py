@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hftrain.core.blocks import local_part
 from hftrain.core.errors import StrategyError, TaskError, listed
 from hftrain.core.log import warn_once
+from hftrain.core.parameters import local_part
 from hftrain.core.tree import batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.lockstep import described, empty, restored
 from hftrain.strategies.mesh.stages import Stage

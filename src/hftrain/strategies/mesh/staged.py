@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hftrain.core.blocks import local_part
+from hftrain.core.parameters import local_part
 from hftrain.core.types import Shard
 from hftrain.strategies.fsdp.states import norm_of, pieces, scale_down, split_optimizer
 from hftrain.strategies.lockstep import empty

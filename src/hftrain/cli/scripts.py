@@ -1,4 +1,4 @@
-"""`hftrain estimate`: measure the memory of a script's training step instead of training."""
+"""Run a script up to its first training, for commands that ask its Trainer something instead."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hftrain.cli.answer import Answer
 from hftrain.core.errors import ConfigError
 from hftrain.core.preserve import temporarily
-from hftrain.extras.rehearsal.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -57,12 +54,6 @@ def changed_construction(
         build(*bound.args, **bound.kwargs)
 
     return temporarily(kind, __init__=init)
-
-
-def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
-    """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there."""
-    estimate: MemoryEstimate = at_training(script, arguments, lambda trainer: trainer.estimate_memory())
-    return Answer([str(estimate)], asdict(estimate))
 
 
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T], kind: type[Any] = Trainer) -> T:

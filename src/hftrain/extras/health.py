@@ -1,7 +1,4 @@
-"""Warn once of parameters in no optimizer, wrong gradients, and a schedule that no evaluation steps.
-
-Refuse control flags that only some ranks set.
-"""
+"""Warn once about a user's training: parameters in no optimizer, wrong gradients, modules that cannot learn, ..."""
 
 from __future__ import annotations
 
@@ -13,33 +10,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks.default_flow import DefaultFlowCallback
-from hftrain.core.errors import ConfigError, listed
+from hftrain.core.errors import listed
 from hftrain.core.log import warn_once
-from hftrain.core.progress import Counter, TrainerControl
+from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
-from hftrain.loops.fit import AFTER_ACTING, pass_flags
+from hftrain.optim.schedules import follows_metric
 from hftrain.run.checkpoint_objects import CheckpointObjects, members
-from hftrain.run.cut_off import CutOff
-from hftrain.run.parts import RunParts, TrainerHooks
+from hftrain.run.parts import RunParts
 from hftrain.step.stepper import has_own_steps
+from hftrain.storage.tensors import memory_of
 from hftrain.strategies.base import has_engine
 from hftrain.strategies.checks import unused_parameters
 from hftrain.task.model_task import ModelTask
 
-_ACTIONS = ("should_log", "should_evaluate", "should_save")
-# The flags that the loop itself has cleared since the check before, by event.
-_CLEARED: dict[str, tuple[str, ...]] = {
-    "on_epoch_begin": ("should_epoch_stop",),
-    "on_step_end": _ACTIONS,
-    "on_log": ("should_log",),
-    "on_evaluate": ("should_evaluate",),
-    AFTER_ACTING: _ACTIONS,
-}
+NUM_UPDATES = 10
 
 
 class TrainingChecks:
@@ -81,7 +69,7 @@ class TrainingChecks:
         parts, schedule = self._parts, self._parts.trainer.lr_scheduler
         is_torchs = isinstance(schedule, LRScheduler) and type(schedule).step.__module__ == LRScheduler.__module__
         others = "fit" in parts.loops or has_own_steps(parts.optimizer) or Owns.STEP in parts.strategy.owns
-        if is_torchs and not others and hasattr(schedule, "last_epoch") and not isinstance(schedule, ReduceLROnPlateau):
+        if is_torchs and not others and hasattr(schedule, "last_epoch") and not follows_metric(schedule):
             self._lead = schedule.last_epoch - parts.progress.step
 
     def check_between_steps(self) -> None:
@@ -172,70 +160,6 @@ class TrainingChecks:
         self._passes.clear()
 
 
-def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) -> None:
-    """Raise if the user's schedule ends before the run; warn if it depends on evaluations, and none is planned."""
-    if isinstance(schedule, torch.optim.lr_scheduler.OneCycleLR) and schedule.total_steps < max_steps:
-        raise ConfigError(
-            f"Cannot train {max_steps} steps with this OneCycleLR:",
-            f"it ends after total_steps={schedule.total_steps}, and it is stepped once per update.",
-            f"Make it with total_steps={max_steps}.",
-        )
-    if isinstance(schedule, ReduceLROnPlateau) and args.eval_strategy == "no":
-        warn_once(
-            f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
-            "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
-        )
-
-
-def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:
-    """Raise if a callback has replaced the optimizer or the schedule that the run steps and saves."""
-    for name, own, inner in zip(("optimizer", "lr_scheduler"), kept, ("optimizer", "scheduler"), strict=True):
-        found = getattr(trainer, name)
-        if found is not own and getattr(found, inner, None) is not own:  # accelerate's wrapper holds the same one
-            raise ConfigError(
-                f"Cannot go on with another trainer.{name}:",
-                "it was replaced during the run, which steps and saves the one that it began with.",
-                "Change that one (its param_groups, add_param_group), or make the new one before the run: "
-                f"override create_{name.replace('lr_', '')}, or pass optimizers=(...).",
-                now=type(found).__name__,
-                was=type(own).__name__,
-            )
-
-
-def flag_check(parts: RunParts) -> Callable[[str], None]:
-    """Return a check that all ranks have the same control flags; see `FitHooks`. Collective.
-
-    It raises `StrategyError`, which names flag, value and ranks. Flags that follow from the arguments cost nothing. A
-    rank on which a callback has set or cleared others waits for the notes of the other ranks.
-    """
-    control, watch = parts.control, parts.strategy.watch
-    if watch is None:
-        return pass_flags
-    # The flags that this rank knows all ranks to have.
-    expected, num_checks = TrainerControl(), Counter()
-    agreement = watch.agreement(
-        num_checks,
-        problem="Cannot continue with control flags that only some ranks set.",
-        remedy="Set the same flags on every rank: decide by what all ranks know, such as the step or the metrics that "
-        "on_evaluate is given.",
-    )
-    # It answers the same when it is asked a second time, which a subclass may not.
-    flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
-
-    def check(event: str) -> None:
-        for name in _CLEARED.get(event, ()):
-            setattr(expected, name, False)
-        if flow is not None and event in ("on_step_end", "on_epoch_end"):
-            getattr(flow, event)(parts.args, parts.state, expected)
-        found = {name: bool(getattr(control, name)) for name in vars(expected)}
-        if found != vars(expected):
-            agreement.check([f"{name}={value}" for name, value in found.items() if value != getattr(expected, name)])
-            expected.update(found)
-        num_checks.value += 1
-
-    return check
-
-
 def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters in containers that torch does not search, by attribute path."""
     registered = {id(parameter) for parameter in task.parameters()}
@@ -251,3 +175,104 @@ def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _subject(names: list[str]) -> str:
     return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+class CutOff:
+    """Watch the modules whose parameters got no gradient in the first update, until they get one.
+
+    A missing gradient proves nothing, since an expert or a pooler may be idle. A module is reported if it has no
+    gradient in any of the first updates, nothing else changed its parameters, and each of its passes ran under
+    `no_grad`, or another module got its output detached. Without such modules nothing is watched.
+
+    Args:
+        optimizer: After its first step, with the gradients.
+        num_updates: The number of updates of the run from this one on.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_updates: int,
+        pending: list[Callable[[], None]],
+    ) -> None:
+        held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        silent = {p for p in held if p.grad is None}
+        is_asked = silent != held and num_updates > 1
+        self._watched = dict(_silent_parts(task, silent, "")) if is_asked else {}
+        self._task, self._num_updates, self._num_seen = task, min(num_updates, NUM_UPDATES), 0
+        # A moving average or a hand-written update changes all parameters, the smallest one too.
+        self._smallest = {name: min(each.parameters(), key=torch.Tensor.numel) for name, each in self._watched.items()}
+        self._before = {name: smallest.detach().clone() for name, smallest in self._smallest.items()}
+        # By module: whether each pass had gradients, and the outputs of the last one.
+        self._passes: dict[str, list[bool]] = {name: [] for name in self._watched}
+        self._outputs: dict[str, list[torch.Tensor]] = {}
+        self._detached: set[str] = set()
+        self._trained: set[str] = set()
+        self._stack = ExitStack()
+        if self._watched:
+            inside = {part for module in self._watched.values() for part in module.modules()}
+            for part in (part for part in task.modules() if part not in inside):
+                self._stack.callback(part.register_forward_pre_hook(self._read, with_kwargs=True).remove)
+            for name, module in self._watched.items():
+                self._stack.callback(module.register_forward_hook(partial(self._note, name)).remove)
+                parameters = [p for p in module.parameters() if p in silent]
+                note = partial(self._note_gradient, name)
+                self._stack.callback(register_multi_grad_hook(parameters, note, mode="any").remove)
+            pending.append(self._end_step)
+            self._stack.callback(pending.remove, self._end_step)
+
+    def close(self) -> None:
+        """Stop watching; safe to call twice."""
+        self._stack.close()
+        self._outputs.clear()
+
+    def _note_gradient(self, name: str, _: torch.Tensor) -> None:
+        self._trained.add(name)
+
+    def _note(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._task.training:
+            self._passes[name].append(torch.is_grad_enabled())
+            # Kept until the next pass, so that no other tensor can get their memory.
+            kept = self._outputs[name] = []
+            if self._num_seen == 1:  # the second update
+                map_tensors(outputs, kept.append)
+
+    def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        def compare(tensor: torch.Tensor) -> None:
+            for name, outputs in () if tensor.requires_grad else self._outputs.items():
+                if any(out.requires_grad and memory_of(out) & memory_of(tensor) for out in outputs):
+                    self._detached.add(name)
+
+        map_tensors((args, kwargs), compare)
+
+    def _end_step(self) -> None:
+        """Forget the outputs; after the last update, report the modules that never had a gradient."""
+        self._num_seen += 1
+        self._outputs.clear()
+        left = self._watched.keys() - self._trained
+        if left and self._num_seen < self._num_updates:
+            return
+        blind = {name for name, passes in self._passes.items() if passes and not any(passes)}
+        for reason, found in (("runs under torch.no_grad()", blind), ("has detached outputs", self._detached)):
+            names = [name for name in self._watched if name in left & found]
+            names = [name for name in names if torch.equal(self._smallest[name].detach(), self._before[name])]
+            if names:
+                warn_once(
+                    f"{', '.join(names)} got no gradient in the first {self._num_seen} updates, although the optimizer "
+                    f"holds the parameters: it {reason}. Compute it with gradients, or freeze it with "
+                    "requires_grad_(False)."
+                )
+        self.close()
+
+
+def _silent_parts(module: nn.Module, silent: set[nn.Parameter], path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules whose trainable parameters are all silent, with their paths."""
+    for name, child in module.named_children():
+        trained = [p for p in child.parameters() if p.requires_grad]
+        is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # never called
+        if trained and silent.issuperset(trained) and not is_container:
+            yield f"{path}{name}", child
+        else:
+            yield from _silent_parts(child, silent, f"{path}{name}.")
