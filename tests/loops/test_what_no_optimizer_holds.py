@@ -68,7 +68,15 @@ def test_weights_that_are_unfrozen_and_in_no_optimizer_are_named(tmp_path: Path)
         fit(TwoParts(), tmp_path, Thaw(adds=False))
 
 
-@pytest.mark.parametrize("keep", [lambda head: [head], lambda head: {"head": head}, lambda head: (head.weight,)])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda head: [head],
+        lambda head: {"head": head},
+        lambda head: (head.weight,),
+        lambda head: [head.weight.detach().requires_grad_()],
+    ],
+)
 def test_weights_in_a_plain_container_are_named(tmp_path: Path, keep: Any) -> None:
     class Hidden(Task):
         def __init__(self) -> None:
@@ -83,8 +91,18 @@ def test_weights_in_a_plain_container_are_named(tmp_path: Path, keep: Any) -> No
             logits = self.model(batch["x"])[0] @ getattr(kept, "weight", kept)
             return StepOutput(loss=nn.functional.cross_entropy(logits, batch["labels"]))
 
-    with pytest.warns(UserWarning, match=r"kept in a plain list, tuple or dict \(kept\["):
+    with pytest.warns(UserWarning, match=r"or are no nn.Parameter \(kept\["):
         fit(Hidden(), tmp_path)
+
+
+def test_a_step_that_leaves_the_model_in_evaluation_mode_is_named(tmp_path: Path) -> None:
+    class Quiet(TwoParts):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.model.eval()
+            return super().training_step(batch)
+
+    with pytest.warns(UserWarning, match="left the model in evaluation mode"):
+        fit(Quiet(), tmp_path)
 
 
 def test_weights_of_an_optimizer_that_the_task_keeps_are_not_named(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class TrainingChecks:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         # Backward passes over each parameter since its gradient was None.
         self._passes: dict[torch.Tensor, int] = {}
-        self._has_lost = False
+        self._has_lost, self._begins_in_training = False, parts.task.model.training
         self._lead = math.inf  # how far the schedule's count of steps may be ahead of the updates
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         if is_split or not isinstance(optimizer, torch.optim.Optimizer) or has_own_steps(optimizer):
@@ -133,9 +133,14 @@ class TrainingChecks:
         hidden = [name for name, p in _hidden(task) if p.grad is not None and id(p) not in held]
         if hidden:
             warn_once(
-                f"The loss depends on parameters that are kept in a plain list, tuple or dict ({_subject(hidden)} not "
-                "trained, not saved and not moved to the device). Keep them in nn.ModuleList, nn.ModuleDict or "
-                "nn.ParameterList, inside the model."
+                "The loss depends on parameters that are kept in a plain list, tuple or dict, or are no nn.Parameter "
+                f"({_subject(hidden)} not trained, not saved and not moved to the device). Make a tensor an "
+                "nn.Parameter, and keep lists in nn.ModuleList, nn.ModuleDict or nn.ParameterList, inside the model."
+            )
+        if not task.model.training and (self._begins_in_training or isinstance(task, ModelTask)):
+            warn_once(
+                "The step left the model in evaluation mode, without dropout: it seems to call eval(). Remove that "
+                "call, or make it for the parts that are not trained."
             )
 
     def _check_passes(self) -> None:
@@ -160,8 +165,8 @@ class TrainingChecks:
         self._passes.clear()
 
 
-def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters in containers that torch does not search, by attribute path."""
+def _hidden(task: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters that torch does not find, in containers or as plain tensors, by attribute path."""
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
         for name, member in members(module):
@@ -169,7 +174,8 @@ def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if isinstance(member, nn.Module):
                 found = [(f"{where}.{inner}", p) for inner, p in member.named_parameters()]
             else:
-                found = [(where, member)] if isinstance(member, nn.Parameter) else []
+                is_trained = isinstance(member, torch.Tensor) and member.is_leaf and member.requires_grad
+                found = [(where, member)] if is_trained else []
             yield from (pair for pair in found if id(pair[1]) not in registered)
 
 
