@@ -21,14 +21,14 @@ LLAMA: dict[str, Any] = {"model": "llama", "clip": 0.5, "padding": 30}
 # Name of the fault: the function, what is replaced by what, and the case that sees it.
 FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "tied weights are untied": (
-        "plans:install", "if id(parameter) not in known:", "if True:", {**LLAMA, "mesh": "tp", "tied": True},
+        "plans:install", "if id(parameter) not in replacements:", "if True:", {**LLAMA, "mesh": "tp", "tied": True},
     ),
     "a parameter is left plain": (
         "plans:install", "if isinstance(parameter, DTensor):", "if placing.dims.get(name) is None:",
         {**LLAMA, "mesh": "tp"},
     ),
     "a parameter that all hold is counted by each in the norm": (
-        "..fsdp.states:norm_of", "if not any(at", "if any(True or at", {**LLAMA, "mesh": "tp"},
+        "..fsdp.states:norm_of", "if not any(index", "if any(True or index", {**LLAMA, "mesh": "tp"},
     ),
     "gradients of the input are not summed": (
         "styles:Colwise.before", "else enter(x, ranks.mesh)", "else x", {**LLAMA, "mesh": "tp"},
@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {**LLAMA, "mesh": "tp, sequence_parallel"},
     ),
     "the parts of a vocabulary are compared with different maxima": (
-        "loss:cross_entropies", "dist.all_reduce(highest", "(lambda *_, **__: None)(highest",
+        "loss:cross_entropies", "dist.all_reduce(maximum", "(lambda *_, **__: None)(maximum",
         {**LLAMA, "mesh": "tp, loss_parallel"},
     ),
     "the divisor is wrong by cp": (
@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "each rank divides by its own labels": (
         "loss:_loss", 'step["count"] if num_items_in_batch is None else num_items_in_batch',
-        "(goals != _IGNORED).sum()", {**LLAMA, "mesh": "cp, loss_parallel"},
+        "(targets != _IGNORED).sum()", {**LLAMA, "mesh": "cp, loss_parallel"},
     ),
     "each rank of the sequence keeps its own loss": (
         "loss:_loss", "enter(leave(total, sequence), sequence)", "total", {**LLAMA, "mesh": "cp, loss_parallel"},
