@@ -31,7 +31,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "..fsdp.states:norm_of", "if not any(index", "if any(True or index", {**LLAMA, "mesh": "tp"},
     ),
     "gradients of the input are not summed": (
-        "styles:Colwise.before", "else enter(x, ranks.mesh)", "else x", {**LLAMA, "mesh": "tp"},
+        "styles:Colwise.before", "enter(ranks.proof.note_input(module, x), ranks.mesh)", "x", {**LLAMA, "mesh": "tp"},
     ),
     "a norm of heads is taken for whole": (
         "styles:Style.local", "self.partial or ranks.sequence", "ranks.sequence",
