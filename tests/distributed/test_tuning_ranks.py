@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import Net, make_rows, make_trainer
 
-from hftrain import set_seed
+from hftrain import ConfigError, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +20,8 @@ def train(folder: str, *, tunes: bool, **options: Any) -> Any:
     if tunes:
         trial = trainer.tune.lr(num_steps=12, max_lr=10.0)
         found = [trial.rates, trial.losses, trial.suggestion, sorted(trainer.tune.loader((0,), num_batches=3))]
+        with pytest.raises(ConfigError, match="2 processes"):
+            trainer.tune.batch_size()
     trainer.train()
     weights = [getattr(p, "full_tensor", lambda p=p: p)().flatten().tolist() for p in trainer.model.parameters()]
     return {"found": found, "weights": weights}

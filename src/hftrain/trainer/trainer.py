@@ -1378,7 +1378,7 @@ class Trainer:
 
     @property
     def tune(self) -> Any:
-        """A `Tuner`, which finds a learning rate and a number of loader workers: ``trainer.tune.lr().suggestion``."""
+        """A `Tuner`, which finds a learning rate, a batch size and loader workers: ``trainer.tune.lr().suggestion``."""
         return extra("tuner").Tuner(self, self._trainer_parts, type(self).train)
 
     # -- the model -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_rows, make_trainer
+from support.tiny import Net, Stream, make_rows, make_trainer
 
-from hftrain import EMA, ConfigError, set_seed
+from hftrain import EMA, ConfigError, Mixture, set_seed
 
 
 def make(folder: Path, *callbacks: Any, **options: Any) -> Any:
@@ -61,6 +61,28 @@ def test_rates_that_make_no_range_are_refused(tmp_path: Path, wrong: Any) -> Non
         make(tmp_path).tune.lr(**wrong)
 
 
+class Full(Net):
+    """Runs out of memory with more than 16 samples."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        if len(x) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(x, labels)
+
+
+def test_largest_batch_size_that_works_is_found(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Full(), train_dataset=make_rows(64))
+    before = copy.deepcopy(trainer.model.state_dict())
+    assert trainer.tune.batch_size() == 16
+    assert trainer.args.per_device_train_batch_size == 4
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert make_trainer(tmp_path, Net(), train_dataset=make_rows(64)).tune.batch_size() == 64
+    streams = Mixture({"a": Stream(make_rows()), "b": Stream(make_rows())})
+    assert make_trainer(tmp_path, Net(), train_dataset=streams).tune.batch_size(most=8) == 8
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer(tmp_path, Full(), train_dataset=make_rows(64), per_device_train_batch_size=32).tune.batch_size()
+
+
 def test_other_errors_of_a_trial_are_raised(tmp_path: Path) -> None:
     class Broken(Net):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -68,7 +90,7 @@ def test_other_errors_of_a_trial_are_raised(tmp_path: Path) -> None:
 
     trainer = make_trainer(tmp_path, Broken(), train_dataset=make_rows(64))
     with pytest.raises(RuntimeError, match="broken"):
-        trainer.tune.lr(num_steps=3)
+        trainer.tune.batch_size()
     assert not tmp_path.exists() or not list(tmp_path.glob(".tuning*"))
 
 

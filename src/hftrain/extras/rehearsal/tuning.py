@@ -1,4 +1,4 @@
-"""`Trainer.tune`: find a learning rate and a number of loader workers, and leave everything as it was."""
+"""`Trainer.tune`: find a learning rate, a batch size and a number of loader workers, and leave everything as it was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
-from hftrain.data.datasets import kept_in_place
+from hftrain.data.datasets import has_length, kept_in_place
 from hftrain.extras.rehearsal.rehearsal import clear, copies
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
@@ -96,6 +96,35 @@ class Tuner:
         rates = rise[: len(losses)]
         return RateTrial(rates, losses, _below_lowest(rates, losses))
 
+    def batch_size(self, *, most: int = 8192) -> int:
+        """Double `per_device_train_batch_size`, up to `most`, until memory runs out; return the largest that worked.
+
+        Raises:
+            ConfigError: There are several processes, of which one alone may run out of memory.
+        """
+        from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+        trainer, works = self._trainer, 0
+        if trainer.strategy.world_size > 1:
+            raise ConfigError(
+                f"Cannot look for a batch size on {trainer.strategy.world_size} processes.",
+                "If one runs out of memory, the others wait for it.",
+                "Look for it in one process, or set auto_find_batch_size=True, which agrees before the first step.",
+            )
+        size, data = trainer.args.per_device_train_batch_size, trainer.train_dataset
+        while not works or size <= (min(most, len(data)) if has_length(data) else most):
+            try:
+                with self._trial(TrainerCallback(), max_steps=2, per_device_train_batch_size=size):
+                    self._train(trainer)
+            except RuntimeError as error:
+                if not works or not should_reduce_batch_size(error):
+                    raise
+                break
+            finally:
+                clear_device_cache(garbage_collection=True)
+            works, size = size, 2 * size
+        return works
+
     def loader(self, num_workers: Sequence[int] = (0, 1, 2, 4), *, num_batches: int = 50) -> dict[int, float]:
         """Read training batches with several numbers of workers; return batches per second, the best first.
 
@@ -117,7 +146,7 @@ class Tuner:
         return {int(k): rates[k] for k in sorted(rates, key=lambda name: -rates[name])}
 
     @contextmanager
-    def _trial(self, director: TrainerCallback, *, max_steps: int) -> Iterator[None]:
+    def _trial(self, director: TrainerCallback, **settings: Any) -> Iterator[None]:
         """Let a training in the context train copies, and write nothing."""
         trainer, strategy = self._trainer, self._trainer.strategy
         strategy.launch()
@@ -128,7 +157,7 @@ class Tuner:
         try:
             with preserved_rng(), warnings.catch_warnings(), copies(trainer, self._parts, folder, director):
                 warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-                for setting, value in {**quiet, "max_steps": max_steps}.items():
+                for setting, value in {**quiet, **settings}.items():
                     setattr(trainer.args, setting, value)
                 handler = trainer.callback_handler
                 handler.callbacks[:] = filter(_is_of_trials, handler.callbacks)
