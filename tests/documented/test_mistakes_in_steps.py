@@ -230,6 +230,7 @@ STEPS = [
         "In the batch, labels go from 0 to",
     ),
     stepping("id range", lambda s, b: F.embedding(b["labels"] + 9, torch.ones(5, 4)), "labels go from 0 to"),
+    Mistake("too long", bert(input_ids=[1] * 9, labels=0), "max_length=6", RuntimeError),
     Mistake("vocabulary", bert(input_ids=[99], labels=0), "resize_token_emb", IndexError),
     Mistake("num_labels", bert(input_ids=[1], labels=3), "has 2 outputs", IndexError),
     stepping(
@@ -259,6 +260,7 @@ STEPS = [
         "torch.tensor(loss.item(), requires_grad=True) does not depend on them",
         UserWarning,
     ),
+    stepping("layer of a tuple", lambda s, b: F.relu(s.model(**b)), "outputs[0]"),
     evaluating("vector in evaluation", lambda s, b: scores_of(s, b).mean(1), "Return its mean", TaskError),
     evaluating("training mode", lambda s, b: s.train().training_step(b), "Remove .train()", UserWarning),
     Mistake(
@@ -382,6 +384,7 @@ OVERRIDES = [
     training("loss function's arguments", "(outputs, labels, num_items_in_batch=None)", TaskError,
              compute_loss_func=lambda outputs: outputs),
     training("loss class", "Pass CrossEntropyLoss()", TaskError, compute_loss_func=nn.CrossEntropyLoss),
+    training("loss of a tuple", "outputs['logits']", TypeError, compute_loss_func=nn.CrossEntropyLoss()),
     training("preprocess", "(logits, labels)", TaskError, compute_metrics=share, eval_dataset=make_rows(4),
              preprocess_logits_for_metrics=lambda logits: logits),
 ]  # fmt: skip
@@ -471,6 +474,7 @@ def test_error_outside_of_a_step_says_nothing_about_a_batch(tmp_path: Path, wher
         ("CUDA error: device-side assert triggered", "use_cpu=True"),
         ("Torch not compiled with CUDA enabled", "remove .cuda()"),
         ("RNN input dtype (torch.float64) does not match weight dtype (torch.float32).", "weights are float32"),
+        ("'tuple' object has no attribute 'size'", "outputs[0]"),
     ],
 )
 def test_message_of_torch_is_explained(text: str, told: str) -> None:

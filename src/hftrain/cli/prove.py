@@ -24,7 +24,7 @@ from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.optional import installed_versions, is_available
 from hftrain.core.seed import set_seed
-from hftrain.extras.prove.claims import THEIRS, Proof, leg_of_theirs, legs_alone, legs_on_mesh
+from hftrain.extras.prove.claims import THEIRS, Proof, legs_alone, legs_on_mesh
 from hftrain.extras.prove.recording import SAVED_STEP, Leg, Recorder, calm, prepare
 from hftrain.strategies.registry import create_strategy
 from hftrain.trainer.trainer import Trainer
@@ -63,7 +63,7 @@ def show_prove(
                 error = proof.error("one")
             if not error:
                 if is_available("transformers"):
-                    _run_apart(folder, script, arguments, [leg_of_theirs(is_full=is_full)], 1)
+                    _run_apart(folder, script, arguments, [Leg(name=THEIRS, precision="fp32", is_full=is_full)], 1)
                 break
         else:
             raise ConfigError(

@@ -205,6 +205,7 @@ def _name(collator: Any) -> str:
 
 # Patterns of messages, and what these do not say; {got} is a group of the pattern, {ranges} and so on are of `_Facts`.
 _HINTS = {
+    r"index out of range in self|must match the existing size": "{positions}",
     r"index out of range in self": (
         "An id is not in its table. In the batch, {ranges}. {tables}Resize the model's embeddings to the tokenizer "
         "(model.resize_token_embeddings(len(tokenizer))), or check which ids the collator pads with."
@@ -221,6 +222,8 @@ _HINTS = {
         "The Trainer places the model and the batch: remove .cuda() and .to('cuda'), create other tensors on the "
         "device of the batch, or register them as buffers of the model."
     ),
+    r"must be Tensor, not \S*(?:tuple|dict|Output|Encoding)|'(?:tuple|list)' object has no attribute "
+    r"'(?:size|shape|dtype|dim|view|mean)'": "Take the tensor out of it: outputs[0], outputs['logits'] or batch['x'].",
     r"backward through the graph a second time": (
         "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step to "
         "the next, such as a hidden state."
@@ -264,6 +267,13 @@ class _Facts(dict[str, str]):
         tensors = {name: each for name, each in columns.items() if isinstance(each, torch.Tensor) and each.numel()}
         found = [(name, each) for name, each in tensors.items() if not each.is_floating_point()]
         return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
+
+    def _positions(self) -> str:
+        size = getattr(getattr(self._model, "config", None), "max_position_embeddings", None)
+        ids = self._batch.get("input_ids") if isinstance(self._batch, Mapping) else None
+        if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.shape[-1] <= size:
+            return ""
+        return f"The texts have {ids.shape[-1]} tokens, the model {size} positions: tokenizer(..., max_length={size})."
 
     def _outputs(self) -> str:
         number = getattr(getattr(self._model, "config", None), "num_labels", None)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from hftrain.core.errors import listed
 from hftrain.extras.prove.recording import FAULTS, FIRST_LABEL, STEPS, Leg
 
 # By precision, relative to the largest number of a tensor, or to a part of the largest of its kind: rounding in another
@@ -129,7 +130,7 @@ _UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-3
 # What hftrain says of a setting that it does not support.
 _REFUSALS = ("CheckpointError", "ConfigError", "StrategyError", "TaskError")
 _FOUR = "one micro-batch as four"
-THEIRS = "transformers"
+THEIRS = "transformers"  # the leg as the script says it, by transformers' Trainer
 # Why numbers of other divisions differ though nothing is wrong.
 _RANDOM = {
     "draws": "The model draws random numbers in a step, others in each division",
@@ -180,11 +181,6 @@ def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, ac
         written,
         *(replace(quiet, name=fault, fault=fault, steps=1) for fault in FAULTS),
     ]
-
-
-def leg_of_theirs(*, is_full: bool) -> Leg:
-    """Return the training as the script says it, by transformers' Trainer."""
-    return Leg(name=THEIRS, precision="fp32", is_full=is_full)
 
 
 class Proof:
@@ -253,7 +249,7 @@ class Proof:
         }
         if lost := [name for name in self._unmoved() if name in driven]:
             how = "are as at the beginning, in spite of their gradients: build the optimizer when the model is complete"
-            return Difference(STEPS, f"weights {_listed(lost)}", how)
+            return Difference(STEPS, f"weights {listed(lost, most=5)}", how)
         return None if driven else Difference(STEPS, "gradients", "are 0 or missing in all steps")
 
     def _unmoved(self) -> list[str]:
@@ -324,11 +320,7 @@ class Proof:
         found = ["hftrain's Trainer was compared with itself: what both sides do wrong is not seen."]
         found += dict.fromkeys(note for leg in ("mesh", "one") for note in self.recording(leg).ranks[0]["notes"])
         if still := self._unmoved():
-            found.append(f"Not proved, because five steps do not change them: {_listed(still)}.")
+            found.append(f"Not proved, because five steps do not change them: {listed(still, most=5)}.")
         if not one.ranks[0]["has_padding"]:
             found.append("No batch has padding, so masks were not proved.")
         return found
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
