@@ -60,7 +60,7 @@ def check(tmp_path: Path, *stops: int, **options: Any) -> Trainer:
     return resumed
 
 
-NAMED = ["linear", "cosine", "constant_with_warmup", "polynomial", "reduce_lr_on_plateau", "greedy"]
+NAMED = ["linear", "cosine", "constant_with_warmup", "polynomial", "reduce_lr_on_plateau"]
 OWN = {
     "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
     "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 6]),
@@ -77,7 +77,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [*NAMED, pytest.param("greedy", marks=pytest.mark.interop)])
 @pytest.mark.parametrize("stop", [3, 4, 7])
 def test_added_group_follows_a_named_schedule_and_is_resumed(tmp_path: Path, name: str, stop: int) -> None:
     options: dict[str, Any] = {"warmup_steps": 0} if name in ("reduce_lr_on_plateau", "greedy") else {}
