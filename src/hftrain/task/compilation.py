@@ -81,11 +81,11 @@ class Compiler:
                 lookup_backend(config.backend)
             except RuntimeError as error:
                 remedy = f"Known here: {', '.join(torch.compiler.list_backends())}; other packages register more."
-                asked = f"Cannot use torch_compile_backend={config.backend!r}."
-                raise ConfigError(asked, str(error), remedy) from error
+                problem = f"Cannot use torch_compile_backend={config.backend!r}."
+                raise ConfigError(problem, str(error), remedy) from error
             if config.mode is not None and config.backend == "inductor":
-                asked = f"Cannot use torch_compile_mode={config.mode!r}."
-                check_known(config.mode, list_mode_options(), asked, "inductor has no such mode.")
+                problem = f"Cannot use torch_compile_mode={config.mode!r}."
+                check_known(config.mode, list_mode_options(), problem, "inductor has no such mode.")
 
     def open(self) -> None:
         """Set the documented environment variables from which accelerate's own objects read what to compile.
@@ -102,11 +102,11 @@ class Compiler:
 
     def compile(self, model: nn.Module) -> None:
         """Compile the model's call, once; mutates the model until `close`."""
-        if self.config is None or any(model is other for other in self._compiled):
+        if self.config is None or any(model is compiled_model for compiled_model in self._compiled):
             return
         call = ModelCall.of(model)
-        compiled = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
-        call.set(compiled=_with_short_batches(model, compiled, call.as_written))
+        compiled_call = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
+        call.set(compiled=_with_short_batches(model, compiled_call, call.as_written))
         self._compiled.append(model)
 
     def close(self) -> None:

@@ -37,12 +37,12 @@ def keeps_two(optimizer: Any) -> bool:
 
 
 @contextmanager
-def _between(first: Callable[[], Any], last: Callable[[], Any]) -> Iterator[None]:
-    first()
+def _between(enter: Callable[[], Any], leave: Callable[[], Any]) -> Iterator[None]:
+    enter()
     try:
         yield
     finally:
-        last()
+        leave()
 
 
 is_on = itemgetter("training")
@@ -72,12 +72,13 @@ class TrainingMode:
         self.task = task
         self.model: nn.Module | None = None
         self.flags = _OFF
-        self._kept: list[nn.Module] = []
+        self._eval_modules: list[nn.Module] = []
         if isinstance(task, ModelTask):
             _name_frozen(task.model)
         elif not any(map(_is_users, task.modules())):
             parts = [part for child in task.children() for _, part in _quiet_parts(child)]
-            self._kept = [each for part in parts for each in part.modules() if not vars(each).get("training", True)]
+            modules = (module for part in parts for module in part.modules())
+            self._eval_modules = [module for module in modules if not vars(module).get("training", True)]
         self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two(optimizer) else None
         # A module that is added later may be in either mode.
         self._hook = register_module_module_registration_hook(self._forget)
@@ -93,7 +94,7 @@ class TrainingMode:
             task.train()
         else:
             model.train()
-        for module in self._kept:
+        for module in self._eval_modules:
             module.training = False
         if model is not task.model:
             return
@@ -114,11 +115,11 @@ def _quiet_parts(module: nn.Module, name: str = "", *, is_whole: bool = True) ->
 
     Nobody has chosen that mode for a trained model that is in it as a whole, or as `from_pretrained` returns it.
     """
-    is_on, is_trained = vars(module).get("training", True), any(each.requires_grad for each in module.parameters())
+    is_on, is_trained = vars(module).get("training", True), any(p.requires_grad for p in module.parameters())
     is_pretrained = is_trained and not is_on and hasattr(type(module), "from_pretrained")
     if is_on or (is_whole and is_trained and not is_pretrained):
-        for each, child in module.named_children():
-            yield from _quiet_parts(child, f"{name}.{each}" if name else each, is_whole=is_whole and not is_on)
+        for key, child in module.named_children():
+            yield from _quiet_parts(child, f"{name}.{key}" if name else key, is_whole=is_whole and not is_on)
     elif not is_pretrained:
         yield name, module
 
@@ -128,7 +129,7 @@ def _name_frozen(model: nn.Module) -> None:
     names = [
         name
         for name, part in _quiet_parts(model)
-        if any(map(_depends_on_mode, part.modules())) and not any(each.requires_grad for each in part.parameters())
+        if any(map(_depends_on_mode, part.modules())) and not any(p.requires_grad for p in part.parameters())
     ]
     if names:
         warn_once(
@@ -145,12 +146,12 @@ def _depends_on_mode(module: nn.Module) -> bool:
 @contextmanager
 def kept_modes(module: nn.Module) -> Iterator[None]:
     """Restore the mode of each module at the end."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
-        for each, was_training in modes:
-            each.training = was_training
+        for part, was_training in modes:
+            part.training = was_training
 
 
 def _is_users(module: nn.Module) -> bool:
