@@ -35,11 +35,11 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return None
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not named or (takes_any and not hasattr(model, "config")):
+    if not names or (takes_any and not hasattr(model, "config")):
         return None
-    return list(dict.fromkeys([*named, *label_names, "label", "label_ids"]))
+    return list(dict.fromkeys([*names, *label_names, "label", "label_ids"]))
 
 
 def removable_columns(dataset: Any) -> list[str] | None:
@@ -146,14 +146,14 @@ class RemoveColumnsCollator(_Before):
         return self.data_collator(features)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
-        kept = {name: value for name, value in feature.items() if name in self.signature_columns}
-        if len(kept) == len(feature):
+        columns = {name: value for name, value in feature.items() if name in self.signature_columns}
+        if len(columns) == len(feature):
             return feature
-        about = {"model_name": self.model_name or "model", "description": self.description}
-        if not kept:
-            raise _nothing_left(feature, sorted(self.signature_columns), **about)
-        self._tell(_message([name for name in feature if name not in kept], **about))
-        return kept
+        options = {"model_name": self.model_name or "model", "description": self.description}
+        if not columns:
+            raise _nothing_left(feature, sorted(self.signature_columns), **options)
+        self._tell(_message([name for name in feature if name not in columns], **options))
+        return columns
 
 
 class TextRemover(_Before):
@@ -219,12 +219,12 @@ def _report(logger: Any, message: str) -> None:
 
 
 def _nothing_left(
-    found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str | None
+    columns: Iterable[str], signature: Iterable[str], *, model_name: str, description: str | None
 ) -> ConfigError:
     return ConfigError(
         f"Unused columns of the {description} set were to be removed.",
         f"Nothing would be left: {model_name}.forward takes none of its columns.",
         "Rename the columns, or set remove_unused_columns=False if your collator needs them.",
-        columns=list(found),
-        signature=list(keep),
+        columns=list(columns),
+        signature=list(signature),
     )

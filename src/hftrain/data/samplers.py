@@ -166,8 +166,8 @@ def own_order(sampler: Any, *, seed: int | None = None) -> Any:
     """Return the sampler, or an `OwnOrder` if a user's class is in it and no `OwnOrder` yet."""
     parts = (sampler, *samplers_of(sampler))
     is_users = any(type(part).__module__.partition(".")[0] not in _OWN_GENERATORS for part in parts)
-    is_known = any(isinstance(part, OwnOrder) for part in parts)
-    return OwnOrder(sampler, seed=seed) if is_users and not is_known else sampler
+    is_wrapped = any(isinstance(part, OwnOrder) for part in parts)
+    return OwnOrder(sampler, seed=seed) if is_users and not is_wrapped else sampler
 
 
 class RankBatches(BatchWrapper):
@@ -212,29 +212,29 @@ class RankBatches(BatchWrapper):
     def _shares(self, batches: Iterable[Any]) -> Iterator[Any]:
         rank, size = self.process_index, self.batch_size
         batches = iter(batches)
-        first: list[Any] = []
-        rest: list[Any] = []
-        while round_ := list(islice(batches, self.num_processes)):
-            first = first or round_
-            if rest and all(map(len, rest)):  # it was not the last round
-                yield rest[rank]
-            is_full = len(round_) == self.num_processes and size in (None, len(round_[-1]))
-            rest = [] if is_full else round_
+        first_round: list[Any] = []
+        partial_round: list[Any] = []
+        while round_batches := list(islice(batches, self.num_processes)):
+            first_round = first_round or round_batches
+            if partial_round and all(map(len, partial_round)):  # it was not the last round
+                yield partial_round[rank]
+            is_full = len(round_batches) == self.num_processes and size in (None, len(round_batches[-1]))
+            partial_round = [] if is_full else round_batches
             if is_full:
-                yield round_[rank]
-        if self.drop_last or not rest:
+                yield round_batches[rank]
+        if self.drop_last or not partial_round:
             return
         if self.even_batches and size is None:
-            yield next(islice(chain(rest, cycle(first)), rank, None))
+            yield next(islice(chain(partial_round, cycle(first_round)), rank, None))
         elif self.even_batches and size is not None:
-            samples = chain(chain.from_iterable(rest), cycle(list(chain.from_iterable(first))))
+            samples = chain(chain.from_iterable(partial_round), cycle(list(chain.from_iterable(first_round))))
             yield list(islice(samples, rank * size, (rank + 1) * size))
-        elif rank < len(rest) and len(rest[rank]):
-            yield rest[rank]
+        elif rank < len(partial_round) and len(partial_round[rank]):
+            yield partial_round[rank]
 
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
-        return rounds + (not self.drop_last and rest > (0 if self.even_batches else self.process_index))
+        rounds, num_left = divmod(len(self.batch_sampler), self.num_processes)
+        return rounds + (not self.drop_last and num_left > (0 if self.even_batches else self.process_index))
 
 
 def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
@@ -281,9 +281,9 @@ class Later(Sampler[Any]):
         self._is_picked = False
 
     def __iter__(self) -> Iterator[Any]:
-        picked = pick(self.sampler, (self.skip, None)) if self.skip else None
-        self._is_picked = picked is not None
-        self._items, self._left = picked or iter(self.sampler), self.skip
+        items = pick(self.sampler, (self.skip, None)) if self.skip else None
+        self._is_picked = items is not None
+        self._items, self._left = items or iter(self.sampler), self.skip
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -336,12 +336,12 @@ def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[S
 
 def samplers_of(loader: Any) -> list[Any]:
     """List the batch samplers and samplers inside a loader or sampler, each once, outermost first."""
-    found: list[Any] = []
+    samplers: list[Any] = []
     for name in ("batch_sampler", "sampler"):
         inner = getattr(loader, name, None)
         if inner is not None:
-            found += [part for part in (inner, *samplers_of(inner)) if not any(part is known for known in found)]
-    return found
+            samplers += [part for part in (inner, *samplers_of(inner)) if not any(part is each for each in samplers)]
+    return samplers
 
 
 def reading_order(loader: Any) -> Any:
