@@ -57,7 +57,7 @@ class CheckpointObjects:
         self._has_begun = False
         # By identity; an optimizer that is no longer in use is gone.
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}
-        # Those of which nothing is left to say.
+        # Undeclared ones that were looked at: each is warned of once.
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         # What callbacks and the task keep, when training began; empty after the first save.
@@ -239,26 +239,27 @@ class CheckpointObjects:
     def _warn_of_optimizers(self, states: Mapping[str, Any]) -> None:
         """Warn of optimizers that stepped and whose state no part of the checkpoint holds."""
 
-        def unknown() -> list[Optimizer]:
+        def unsaved() -> list[Optimizer]:
             return [each for each in self._undeclared() if each.state and each not in self._checked]
 
         # One that is out of use, such as that of another run, may still be part of a reference cycle.
-        if unknown():
+        if unsaved():
             gc.collect()
-        if not (others := unknown()):
+        if not (others := unsaved()):
             return
-        # A loop's may be in the loop's state, and one inside the run's in the state of that.
+        # One is saved if its tensors are part of a saved state, such as a loop's or that of an optimizer around it.
         saved_memory = memory_of([self._parts.optimizer.state_dict(), self._loops.state_dict(), states])
         names_by_id = {id(parameter): name for name, parameter in self._parts.task.named_parameters()}
-        for each in others:
-            self._checked.add(each)
-            state_memory = memory_of(list(each.state.values()))
+        for optimizer in others:
+            self._checked.add(optimizer)
+            state_memory = memory_of(list(optimizer.state.values()))
             if not state_memory or not state_memory <= saved_memory:
-                parameter_names = [names_by_id.get(id(p), "") for group in each.param_groups for p in group["params"]]
-                description = ", ".join(filter(None, parameter_names[:3])) or "parameters outside the model"
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                names = filter(None, (names_by_id.get(id(parameter)) for parameter in parameters[:3]))
+                description = ", ".join(names) or "parameters outside the model"
                 warn_once(
                     f"Checkpoints do not hold the state of an optimizer that this run steps, and a resumed run starts "
-                    f"it from scratch: {type(each).__name__} of {description}. Return it, and its schedule, from "
+                    f"it from scratch: {type(optimizer).__name__} of {description}. Return it, and its schedule, from "
                     "checkpoint_objects() of your Trainer, task or callback: {'name': optimizer}."
                 )
 
@@ -267,15 +268,15 @@ class CheckpointObjects:
         modules = [self._parts.task, *(each for each in objects.values() if isinstance(each, nn.Module))]
         saved_ids = {id(parameter) for module in modules for parameter in module.parameters()}
         scheduled_ids = {id(each.optimizer) for each in objects.values() if isinstance(each, LRScheduler)}
-        for name, each in objects.items():
-            groups = each.param_groups if isinstance(each, Optimizer) else []
+        for name, value in objects.items():
+            groups = value.param_groups if isinstance(value, Optimizer) else []
             if any(id(parameter) not in saved_ids for group in groups for parameter in group["params"]):
                 warn_once(
                     f"Checkpoints hold the state of {name} but not all the weights that it trains. Make their module a "
                     "part of the model (or of a TaskModule), or return it from checkpoint_objects(), too."
                 )
-            # torch's schedules leave it there.
-            if any("initial_lr" in group for group in groups) and id(each) not in scheduled_ids:
+            # torch's schedules write `initial_lr` into the groups of their optimizer.
+            if any("initial_lr" in group for group in groups) and id(value) not in scheduled_ids:
                 warn_once(
                     f"Checkpoints hold the state of {name} but not its learning rate schedule, which a resumed run "
                     "starts from scratch. Return it from checkpoint_objects(), too."
@@ -296,7 +297,7 @@ class CheckpointObjects:
             )
 
     def _unsaved_objects(self) -> list[tuple[str, Any]]:
-        """Return what they hold directly or in a container, except what is saved, by attribute; for a warning only."""
+        """Return what callbacks and the task hold, also in containers, that is not saved, by name; for a warning."""
         task, trainer = self._parts.task, self._parts.trainer
         owners, objects = checkpoint_object_owners(trainer), self.saved_objects()
         declared_ids = set(map(id, objects))

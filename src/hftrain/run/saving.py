@@ -84,8 +84,8 @@ class Saver:
             self._check_room()
             parts.pending.append(self._check_room)
             watched = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
-            read_own_state = self.contents.registry.own_state
-            watch_states(*watched, own=read_own_state, pending=parts.pending, is_overridden=parts.hooks.is_overridden)
+            read_own = self.contents.registry.own_state
+            watch_states(*watched, read_own=read_own, pending=parts.pending, is_overridden=parts.hooks.is_overridden)
         self.writer.start(consensus=consensus, silence=silence)
 
     def save(self, *, is_planned: bool = True) -> None:

@@ -163,7 +163,7 @@ def _check_run(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet])
             _check_evaluation(trainer, hooks, sets.get(name), name, dataset)
     if saves_at_all(args, trainer.save_policy):
         is_overridden = hooks.is_overridden("save_model", "_save", "_save_checkpoint")
-        check_saves(args, strategy, task, model, callbacks, is_own=is_overridden)
+        check_saves(args, strategy, task, model, callbacks, saves_itself=is_overridden)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
         problem, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
         if not any(True for _ in model.parameters()):

@@ -244,7 +244,7 @@ class Trainer:
             self.eval_collator = eval_collator
             check_with_model(*settings)
             self._trainer_parts.steps.resolve()
-            check_hooks(type(self), Trainer, defined=_DEFINED, given=initial_attributes, attributes=vars(self))
+            check_hooks(type(self), Trainer, defined=_DEFINED, initial=initial_attributes, attributes=vars(self))
             self._make_own_accelerator()
             self._make_callbacks(callbacks, max_time)
 
@@ -593,8 +593,8 @@ class Trainer:
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
             return evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
-        chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
+        eval_set = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with evaluation.own_metrics(eval_set), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
             _, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
