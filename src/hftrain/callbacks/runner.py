@@ -97,8 +97,8 @@ class CallbackHandler:
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
-        parts = {"processing_class": processing_class} if processing_class is not None else {}
-        self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**parts, **context})
+        optional = {"processing_class": processing_class} if processing_class is not None else {}
+        self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**optional, **context})
 
     def add(self, callback: Any) -> None:
         """Append a callback (class or instance); warn if one of the same class is already present.

@@ -18,7 +18,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.data.columns import text_columns
 
 _LABELS = ("label", "label_ids")
-_CONVERT = "Convert it to a tensor in the dataset (an image: torchvision's transforms), or pass a data_collator."
+_CONVERT_REMEDY = "Convert it to a tensor in the dataset (an image: torchvision's transforms), or pass a data_collator."
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
@@ -53,7 +53,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
             "Batches can only be made of torch tensors or NumPy arrays.",
             "Use 'pt', which training needs, or 'np'.",
         )
-    batch = _collate_named(features) if _is_named(features[0]) else _collate_places(features)
+    batch = _collate_named(features) if _is_named(features[0]) else _collate_unnamed(features)
     return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
 
 
@@ -181,7 +181,7 @@ def _is_named(feature: Any) -> bool:
     return isinstance(feature, Mapping) or (hasattr(feature, "__dict__") and not is_plain)
 
 
-def _collate_places(features: list[Any]) -> Any:
+def _collate_unnamed(features: list[Any]) -> Any:
     try:
         return default_collate(features)
     except (TypeError, RuntimeError) as error:
@@ -205,7 +205,7 @@ def _stacking_error(problem: str, values: list[Any], error: Exception) -> TaskEr
         remedy = "Number the classes in the dataset." if "'label" in problem else "Tokenize it."
         reason = f"it is text, such as {values[0][:40]!r}."
     else:
-        reason, remedy = f"its type is {type_names[0]}, which makes no tensor ({error}).", _CONVERT
+        reason, remedy = f"its type is {type_names[0]}, which makes no tensor ({error}).", _CONVERT_REMEDY
     stacking_error = TaskError(problem, reason, remedy)
     odd_positions = [
         position for position, signature in enumerate(signatures) if signature != max(signatures, key=signatures.count)

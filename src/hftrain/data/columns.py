@@ -89,7 +89,7 @@ class CollatorWrapper:
         tell_epoch(self.data_collator, epoch)
 
 
-class _Before(CollatorWrapper):
+class _CollatorStep(CollatorWrapper):
     """A step before a collator; `description` is the dataset's role in messages (``"training"``)."""
 
     logger: Any = _logger
@@ -100,14 +100,14 @@ class _Before(CollatorWrapper):
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
-    def _tell(self, message: str) -> None:
+    def _log_once(self, message: str) -> None:
         """Log a message, once for all workers."""
         if self.logger is not None and not self._has_reported:
             self._has_reported.fill_(True)
             _report(self.logger, message)
 
 
-class RemoveColumnsCollator(_Before):
+class RemoveColumnsCollator(_CollatorStep):
     """Remove columns from the samples before they are collated; can be pickled if the collator can.
 
     Args:
@@ -149,14 +149,14 @@ class RemoveColumnsCollator(_Before):
         columns = {name: value for name, value in feature.items() if name in self.signature_columns}
         if len(columns) == len(feature):
             return feature
-        options = {"model_name": self.model_name or "model", "description": self.description}
+        names = {"model_name": self.model_name or "model", "description": self.description}
         if not columns:
-            raise _nothing_left(feature, sorted(self.signature_columns), **options)
-        self._tell(_message([name for name in feature if name not in columns], **options))
+            raise _nothing_left(feature, sorted(self.signature_columns), **names)
+        self._log_once(_message([name for name in feature if name not in columns], **names))
         return columns
 
 
-class TextRemover(_Before):
+class TextRemover(_CollatorStep):
     """Drop values that cannot become tensors before a collator sees them; can be pickled if the collator can.
 
     For data whose useful columns are unknown, such as that of a task.
@@ -164,28 +164,28 @@ class TextRemover(_Before):
 
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features without text columns, which are found in the first feature."""
-        first = features[0]
+        first_feature = features[0]
         # The second test is cheap and covers the usual case.
-        if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):
+        if not isinstance(first_feature, (dict, Mapping)) or _PLAIN_TYPES.issuperset(map(type, first_feature.values())):
             return self.data_collator(features)
-        texts = text_columns(first)
+        texts = text_columns(first_feature)
         if not texts:
             return self.data_collator(features)
         names = ", ".join(texts)
-        if len(texts) == len(first):
+        if len(texts) == len(first_feature):
             raise ConfigError(
                 f"Cannot make batches of the {self.description} set:",
                 f"its columns cannot be made into tensors ({names}).",
                 "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
-        self._tell(
+        self._log_once(
             f"Columns of the {self.description} set are left out, because they cannot become tensors: {names}. A "
             "data_collator of your own gets them."
         )
         return self.data_collator([{name: value for name, value in f.items() if name not in texts} for f in features])
 
 
-_PLAIN = frozenset({torch.Tensor, int, float, bool})
+_PLAIN_TYPES = frozenset({torch.Tensor, int, float, bool})
 
 
 def text_columns(feature: Mapping[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ class TrainFeed:
         self._seed = seed
         # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
-        self._is_due = False
+        self._begins_at_state = False
         # Undoes what loading a state has set in a dataset of this process.
         self._undo_load: Callable[[], None] | None = None
         self._has_begun = self._is_open = self._is_at_end = False
@@ -78,7 +78,7 @@ class TrainFeed:
         seeds = map(find_user_seed, self._generators)
         self.own_seeds = [None if user_seed == seed else user_seed for user_seed in seeds]
         # The loader of the latest pass, what it skips, and the length that it stated before its first batch.
-        self._opened: tuple[Any, int] = self.loader, 0
+        self._current_pass: tuple[Any, int] = self.loader, 0
         self._stated_length = self._length()
 
     @property
@@ -87,7 +87,7 @@ class TrainFeed:
         return self._stated_length if self._stated_length == self._length() else None
 
     def _length(self) -> int | None:
-        loader, num_skipped = self._opened
+        loader, num_skipped = self._current_pass
         return len(loader) + num_skipped if has_length(loader) else None
 
     @property
@@ -133,11 +133,11 @@ class TrainFeed:
         if "numbers" in facts:
             with preserved_rng():  # check now that it is valid
                 restore_rng(facts["numbers"])
-        self._state, self._is_due = state, True
+        self._state, self._begins_at_state = state, True
 
     def take_over(self, feed: TrainFeed) -> None:
         """Use at the next `open` the state that another feed has loaded and not used yet."""
-        self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
+        self._state, self._begins_at_state = feed._state if feed._begins_at_state else None, feed._begins_at_state
 
     def close(self) -> None:
         """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
@@ -158,8 +158,8 @@ class TrainFeed:
             skip: Batches to skip after them. A stream or loader with a state resumes from it. For map-style data
                 only indices are drawn; other batches are read and dropped before this returns.
         """
-        state = self._state if self._is_due else None
-        self._state, self._is_due = state, False
+        state = self._state if self._begins_at_state else None
+        self._state, self._begins_at_state = state, False
         is_within = skip > 0 or offset > 0
         if state is not None:
             # The seeds of the saved run, in case the script draws different ones this time.
@@ -175,13 +175,13 @@ class TrainFeed:
         set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
         # A state leads to the position without an offset, which the length does not count.
         length_source = begin_at(loader, offset=offset)[0] if is_placed else loader
-        self._opened = length_source, 0 if num_to_drop or loader is self.loader else skip
+        self._current_pass = length_source, 0 if num_to_drop or loader is self.loader else skip
         self._stated_length = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._has_begun, self._is_open = True, loader is self.loader
         self._next_batch, self._rng_state = _END, None
         if is_placed or self._is_at_end:
-            return self._until_read(self._placed(loader, may_start_over=not is_within))
+            return self._keeping_state(self._resumed_batches(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
             is_shared = isinstance(self.loader, DispatchLoader) or is_cut(self._reader.dataset)
@@ -204,9 +204,9 @@ class TrainFeed:
         batches = iterator
         if self._expects_save is not None:
             batches = self._one_ahead(iterator, saved_entries, self._expects_save)
-        return batches if state is None else self._until_read(batches)
+        return batches if state is None else self._keeping_state(batches)
 
-    def _until_read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _keeping_state(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Keep the loaded state until a batch is read: a save before that stores it again."""
         for batch in batches:
             self._state = None
@@ -272,7 +272,7 @@ class TrainFeed:
             return self.is_stream
         return False
 
-    def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
+    def _resumed_batches(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
         """Iterate data whose restored state may be at the end of the data.
 
         If so, this epoch is over. The next one starts at the beginning with a new iterator of data and wrapper.

@@ -16,7 +16,7 @@ from hftrain.data.samplers import ArraySampler, Span, shuffled
 from hftrain.data.seeding import derive_seed
 
 # Draws that are dealt at once, at most.
-_AT_ONCE = 65_536
+_MAX_CHUNK = 65_536
 
 
 def dealt(shares: Sequence[float], *, window: int, seed: int, total: float, left: Any = None) -> Iterator[Any]:
@@ -41,7 +41,7 @@ def dealt(shares: Sequence[float], *, window: int, seed: int, total: float, left
             return
         counts, total = counts + np.bincount(numbers, minlength=num), total - size
         yield numbers[(np.arange(len(numbers)) // window + random.random(len(numbers))).argsort()]
-        size = min(2 * size, max(_AT_ONCE // window, 1) * window)
+        size = min(2 * size, max(_MAX_CHUNK // window, 1) * window)
 
 
 def shares_at(mixture: Any, epoch: int, place: int) -> tuple[list[float], float, float]:
@@ -89,12 +89,12 @@ class MixtureSampler(ArraySampler):
     def _begin(self, epoch: int) -> None:
         # The sets of the pass's draws, two bytes each, and how often each is in the first of them.
         self._sets, self.epoch, self.position = np.empty(len(self), np.int16), epoch, 0
-        self._counted: tuple[int, Any] = (0, 0)
+        self._known_counts: tuple[int, Any] = (0, 0)
         self.num_dealt = 0
-        self._dealt: Iterator[Any] = iter(())
+        self._windows: Iterator[Any] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "num_dealt": 0, "_dealt": None}
+        return {**vars(self), "num_dealt": 0, "_windows": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the pass that the next iteration draws; without a Trainer, what was drawn counts as trained on."""
@@ -108,9 +108,9 @@ class MixtureSampler(ArraySampler):
     def counts(self, place: int) -> Any:
         """Return how often each set is drawn before a place in the pass."""
         self._deal(place)
-        start, counts = self._counted if self._counted[0] <= place else (0, 0)
-        self._counted = place, counts + np.bincount(self._sets[start:place], minlength=len(self.mixture.datasets))
-        return self._counted[1]
+        start, counts = self._known_counts if self._known_counts[0] <= place else (0, 0)
+        self._known_counts = place, counts + np.bincount(self._sets[start:place], minlength=len(self.mixture.datasets))
+        return self._known_counts[1]
 
     def _deal(self, place: int) -> None:
         mixture, length = self.mixture, len(self)
@@ -119,8 +119,8 @@ class MixtureSampler(ArraySampler):
             if start == self.num_dealt:
                 num_left = mixture.lengths - self.counts(self.num_dealt) if mixture.is_once else None
                 seed = derive_seed(self.seed, self.epoch, self.num_dealt)
-                self._dealt = dealt(shares, window=mixture.window, seed=seed, total=length - start, left=num_left)
-            numbers = next(self._dealt)[: int(min(end, length)) - self.num_dealt]
+                self._windows = dealt(shares, window=mixture.window, seed=seed, total=length - start, left=num_left)
+            numbers = next(self._windows)[: int(min(end, length)) - self.num_dealt]
             self._sets[self.num_dealt : self.num_dealt + len(numbers)] = numbers
             self.num_dealt += len(numbers)
 

@@ -28,7 +28,7 @@ Span = tuple[int, int | None]
 
 _EVERYTHING: Span = (0, None)
 # How many entries of an order are converted to Python integers at once.
-_AT_ONCE = 4096
+_CHUNK_SIZE = 4096
 
 
 class ArraySampler(Sampler[int]):
@@ -46,14 +46,14 @@ class ArraySampler(Sampler[int]):
 
     def pick(self, *spans: Span) -> Iterator[int]:
         """Iterate some positions of the order."""
-        return chain.from_iterable(self._lists(spans))
+        return chain.from_iterable(self._chunks(spans))
 
-    def _lists(self, spans: Iterable[Span]) -> Iterator[list[int]]:
+    def _chunks(self, spans: Iterable[Span]) -> Iterator[list[int]]:
         order = self.draw()
         for start, stop in spans:
             part = order[start:stop]
-            for place in range(0, len(part), _AT_ONCE):
-                yield part[place : place + _AT_ONCE].tolist()
+            for place in range(0, len(part), _CHUNK_SIZE):
+                yield part[place : place + _CHUNK_SIZE].tolist()
 
 
 def shuffled(num: int, generator: torch.Generator | None) -> torch.Tensor:
@@ -276,14 +276,14 @@ class Later(Sampler[Any]):
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self.sampler = sampler
-        self.skip = self._left = skip
+        self.skip = self._num_left = skip
         self._items: Iterator[Any] = iter(())
         self._is_picked = False
 
     def __iter__(self) -> Iterator[Any]:
         items = pick(self.sampler, (self.skip, None)) if self.skip else None
         self._is_picked = items is not None
-        self._items, self._left = items or iter(self.sampler), self.skip
+        self._items, self._num_left = items or iter(self.sampler), self.skip
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -292,11 +292,11 @@ class Later(Sampler[Any]):
 
     def start(self) -> None:
         """Draw the order now if the pass has begun: samplers otherwise draw it at the first item."""
-        if self._left and self._is_picked:
+        if self._num_left and self._is_picked:
             self._items = chain(list(islice(self._items, 1)), self._items)
-        elif self._left:
-            deque(islice(self._items, self._left), maxlen=0)
-        self._left = 0
+        elif self._num_left:
+            deque(islice(self._items, self._num_left), maxlen=0)
+        self._num_left = 0
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.skip)
@@ -373,8 +373,8 @@ def is_rank_aware(sampler: Any) -> bool:
     """
     if getattr(share_of_datasets(sampler), "world_size", 1) > 1:
         return True
-    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
-        if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
+    for size, rank_attribute in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
+        if hasattr(sampler, rank_attribute) and getattr(sampler, size, 1) > 1:
             return True
     return False
 

@@ -19,10 +19,10 @@ from hftrain.data.columns import CollatorWrapper
 
 # The generators seeded here: the user's own seed, and the seed that was set. torch 2.9's support no weak
 # references or attributes.
-_SEEDED: dict[int, tuple[torch.Generator, int | None, int]] = {}
-_MOST_SEEDED = 64
+_SEEDED_GENERATORS: dict[int, tuple[torch.Generator, int | None, int]] = {}
+_MAX_SEEDED = 64
 # The seed of an unseeded torch generator.
-_UNSEEDED = torch.Generator().initial_seed()
+_DEFAULT_SEED = torch.Generator().initial_seed()
 
 
 def derive_seed(*parts: int) -> int:
@@ -125,7 +125,7 @@ def new_generator(seed: int) -> torch.Generator:
 
 def find_user_seed(generator: torch.Generator) -> int | None:
     """Return the seed that the user gave a generator, before any `seed_generator`; None if there is none."""
-    _, user_seed, last_seed = _SEEDED.get(id(generator), (generator, None, _UNSEEDED))
+    _, user_seed, last_seed = _SEEDED_GENERATORS.get(id(generator), (generator, None, _DEFAULT_SEED))
     current = generator.initial_seed()
     return user_seed if current == last_seed else current
 
@@ -133,10 +133,10 @@ def find_user_seed(generator: torch.Generator) -> int | None:
 def seed_generator(generator: torch.Generator, seed: int, *, user_seed: int | None) -> None:
     """Seed a generator and remember the user's own seed for it; mutates it."""
     generator.manual_seed(seed % 2**64)
-    _SEEDED.pop(id(generator), None)
-    _SEEDED[id(generator)] = generator, user_seed, generator.initial_seed()
-    if len(_SEEDED) > _MOST_SEEDED:
-        del _SEEDED[next(iter(_SEEDED))]
+    _SEEDED_GENERATORS.pop(id(generator), None)
+    _SEEDED_GENERATORS[id(generator)] = generator, user_seed, generator.initial_seed()
+    if len(_SEEDED_GENERATORS) > _MAX_SEEDED:
+        del _SEEDED_GENERATORS[next(iter(_SEEDED_GENERATORS))]
 
 
 class BatchWrapper(Sampler[Any]):

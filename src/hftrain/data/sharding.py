@@ -142,7 +142,7 @@ class ShardPlan:
         For a loader from `Accelerator.prepare`, return the torch loader inside, which can be resumed exactly: to
         train with accelerate's share of the data, to evaluate with hftrain's, which repeats no sample.
         """
-        rank_loader, full_loader = _unprepared(loader)
+        rank_loader, full_loader = _unwrap_prepared(loader)
         if not self.is_training and full_loader is not loader:
             return self.split(full_loader)
         if rank_loader is loader or not is_plain_loader(rank_loader):
@@ -169,7 +169,7 @@ class ShardPlan:
             raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
         give_generator(loader, seed=self.seed)
         if self.dispatches(loader.dataset):
-            return self._dispatched(loader)
+            return self._dispatch_loader(loader)
         if isinstance(loader.dataset, IterableDataset):
             size = None if loader.batch_size is None else self.size_of(loader.batch_size)
             return rebuild_loader(loader, dataset=self._stream_share(loader, size or 1), batch_size=size)
@@ -198,21 +198,21 @@ class ShardPlan:
         batches = batches_of(loader)
         if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
-        place = {"num_processes": self.world_size, "process_index": self.rank}
+        ranks = {"num_processes": self.world_size, "process_index": self.rank}
         batches = own_order(batches, seed=self.seed)
-        return {"order": RankBatches(batches, **place, even_batches=self.even_batches)}
+        return {"order": RankBatches(batches, **ranks, even_batches=self.even_batches)}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:
-        batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
+        batches, ranks = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
         is_plain = type(batches) is BatchSampler
         order = own_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
         if not is_plain:
-            return {"order": ContiguousShard(order, **place)}
+            return {"order": ContiguousShard(order, **ranks)}
         size = self.size_of(batches.batch_size)
-        sampler = ContiguousShard(order, unit=size if batches.drop_last else 1, **place)
+        sampler = ContiguousShard(order, unit=size if batches.drop_last else 1, **ranks)
         return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
 
-    def _dispatched(self, loader: Any) -> DispatchLoader:
+    def _dispatch_loader(self, loader: Any) -> DispatchLoader:
         """Make the main process read for all ranks, as if there were one rank."""
         batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
         is_stream = isinstance(dataset, IterableDataset)
@@ -244,7 +244,7 @@ class ShardPlan:
         )
 
 
-def _unprepared(loader: Any) -> tuple[Any, Any]:
+def _unwrap_prepared(loader: Any) -> tuple[Any, Any]:
     """Return the torch loaders inside an accelerate loader: for this rank's share, and for the whole data.
 
     Both are the loader itself if it has none inside or does more than shard. Recognised by name, to import nothing.

@@ -76,12 +76,12 @@ class StatefulLoader(RankLoader):
     """
 
     def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
-        self._skipped: Later | None = None
+        self._later: Later | None = None
         if not isinstance(dataset, IterableDataset):
             name = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
-            self._skipped = options[name] = Later(options[name], 0)
-        self._start = _WorkerStart(worker_init_fn)
-        super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
+            self._later = options[name] = Later(options[name], 0)
+        self._worker_start = _WorkerStart(worker_init_fn)
+        super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._worker_start, **options)
         # Batches before the latest iteration, and up to now.
         self._num_before = self._num_batches = 0
         self._is_loaded = False
@@ -90,7 +90,7 @@ class StatefulLoader(RankLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the latest iteration, as of the batches that it has yielded."""
-        if self._skipped is not None:
+        if self._later is not None:
             # The next batch comes from the first of the new workers. One without a state was never used: it starts
             # from a seed that depends on its number, so the few batches of the others are read again.
             latest = [states[-1:] for states in self._states]
@@ -108,34 +108,34 @@ class StatefulLoader(RankLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at the position of another loader with as many workers."""
         self._states = [[(int(count), worker_state) for count, worker_state in entries] for entries in state["workers"]]
-        self._start.entries = [entries[-1] if entries else None for entries in self._states]
+        self._worker_start.entries = [entries[-1] if entries else None for entries in self._states]
         self._num_batches, self._is_loaded = int(state["num_batches"]), True
         self._num_before = self._num_batches - int(state["num_to_drop"])
 
     def __len__(self) -> int:
-        return super().__len__() + (0 if self._skipped is None else self._skipped.skip)
+        return super().__len__() + (0 if self._later is None else self._later.skip)
 
     def skip(self, num_batches: int) -> bool:
         """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
-        if self._skipped is not None:
+        if self._later is not None:
             self.load_state_dict({"num_batches": num_batches, "num_to_drop": 0, "workers": [[]] * self.num_workers})
-        return self._skipped is not None
+        return self._later is not None
 
     def __iter__(self) -> Any:
         if not self._is_loaded:
             self._states = [[] for _ in range(self.num_workers)]
             self._num_before = self._num_batches = 0
         num_to_drop, self._num_batches = self._num_batches - self._num_before, self._num_before
-        if self._skipped is not None:
-            self._skipped.skip = self._num_before
-        batches = self._unpacked(super().__iter__())
+        if self._later is not None:
+            self._later.skip = self._num_before
+        batches = self._track_states(super().__iter__())
         # The workers have their copies by now; those of the next epoch begin with the unchanged dataset.
-        self._start.entries, self._is_loaded = [], False
+        self._worker_start.entries, self._is_loaded = [], False
         for _ in range(num_to_drop):
             next(batches, None)
         return batches
 
-    def _unpacked(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
+    def _track_states(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
         for stamped in iterator:
             states = self._states[stamped.worker]
             states.append((states[-1][0] + 1 if states else 1, stamped.state))

@@ -21,7 +21,7 @@ from hftrain.storage.tensors import plain_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
-_STATE = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, text, lists and dictionaries."
+_STATE_REMEDY = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, text, lists and dictionaries."
 
 
 def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Strategy) -> None:
@@ -148,10 +148,10 @@ def check_saves(
                 raise ConfigError(
                     f"Cannot save the state of the callback {type(callback).__name__}:",
                     f"it cannot be written as JSON: {error}.",
-                    _STATE,
+                    _STATE_REMEDY,
                 ) from error
             except NotImplementedError as error:
-                raise ConfigError("Cannot save the state of a callback.", str(error), _STATE) from error
+                raise ConfigError("Cannot save the state of a callback.", str(error), _STATE_REMEDY) from error
             except Exception:
                 # Some callbacks have no state before the run begins.
                 continue
@@ -160,5 +160,5 @@ def check_saves(
                 raise ConfigError(
                     f"Cannot restore the state of the callback {type(callback).__name__}:",
                     f"its state() returned {describe(state)}, and only 'args' and 'attributes' are restored.",
-                    _STATE,
+                    _STATE_REMEDY,
                 )

@@ -56,12 +56,12 @@ class CheckpointObjects:
         self._path = Path()
         self._has_begun = False
         # By identity; an optimizer that is no longer in use is gone.
-        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
+        self._stepped_optimizers: dict[int, weakref.ref[Optimizer]] = {}
         # Undeclared ones that were looked at: each is warned of once.
-        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._checked_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         # What callbacks and the task keep, when training began; empty after the first save.
-        self._marks: dict[str, Any] | None = None
+        self._fingerprints: dict[str, Any] | None = None
 
     def begin(self) -> None:
         """Restore what exists once training has begun; the rest is restored before its optimizer's first step."""
@@ -70,7 +70,7 @@ class CheckpointObjects:
         strategy = self._parts.strategy
         if not strategy.saves_objects and (strategy.shards_model or is_partitioned(self._parts.model)):
             self._refuse_weights()
-        self._hooks.append(note_steps(self._stepped))
+        self._hooks.append(note_steps(self._stepped_optimizers))
         _RUN_OPTIMIZERS.update(each for each in self.saved_objects() if isinstance(each, Optimizer))
         missing = sorted(self.find().keys() - self._pending.keys())
         if missing and self._path.name:
@@ -79,7 +79,7 @@ class CheckpointObjects:
         if self._pending:
             self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self._restore()))
         if saves_at_all(args, self._parts.save_policy) and not args.save_only_model:
-            self._marks = {name: _mark(value) for name, value in self._unsaved_objects()}
+            self._fingerprints = {name: _fingerprint(value) for name, value in self._unsaved_objects()}
         else:  # optimizers are noted in the first step only
             self._parts.pending.append(self._forget)
 
@@ -127,7 +127,7 @@ class CheckpointObjects:
 
     def _undeclared(self) -> list[Optimizer]:
         saved_ids = set(map(id, self.saved_objects()))
-        stepped = [each for reference in self._stepped.values() if (each := reference()) is not None]
+        stepped = [each for reference in self._stepped_optimizers.values() if (each := reference()) is not None]
         return [each for each in stepped if id(each) not in saved_ids and each not in _RUN_OPTIMIZERS]
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -240,7 +240,7 @@ class CheckpointObjects:
         """Warn of optimizers that stepped and whose state no part of the checkpoint holds."""
 
         def unsaved() -> list[Optimizer]:
-            return [each for each in self._undeclared() if each.state and each not in self._checked]
+            return [each for each in self._undeclared() if each.state and each not in self._checked_optimizers]
 
         # One that is out of use, such as that of another run, may still be part of a reference cycle.
         if unsaved():
@@ -251,7 +251,7 @@ class CheckpointObjects:
         saved_memory = memory_of([self._parts.optimizer.state_dict(), self._loops.state_dict(), states])
         names_by_id = {id(parameter): name for name, parameter in self._parts.task.named_parameters()}
         for optimizer in others:
-            self._checked.add(optimizer)
+            self._checked_optimizers.add(optimizer)
             state_memory = memory_of(list(optimizer.state.values()))
             if not state_memory or not state_memory <= saved_memory:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -284,10 +284,10 @@ class CheckpointObjects:
 
     def warn_of_changes(self) -> None:
         """Warn, at the first save, of what callbacks and the task keep and is not saved, if it has changed since."""
-        if self._marks is None:
+        if self._fingerprints is None:
             return
-        marks, self._marks = self._marks, None
-        changes = ((name, value) for name, value in self._unsaved_objects() if marks.get(name) != _mark(value))
+        former, self._fingerprints = self._fingerprints, None
+        changes = ((name, value) for name, value in self._unsaved_objects() if former.get(name) != _fingerprint(value))
         changed = [f"{name} ({type(value).__name__})" for name, value in changes]
         if changed:
             warn_once(
@@ -353,12 +353,12 @@ def _with_helpers(holder: Any, saved_ids: set[int]) -> Iterator[tuple[str, Any]]
             yield from ((f"{name}.{member_name}", member) for member_name, member in members(value))
 
 
-def _mark(value: Any) -> Any:
+def _fingerprint(value: Any) -> Any:
     """Return what differs once a value has changed, with NaN as text, which equals itself; synchronises."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, nn.Module):
-        return [_mark(each) for each in (*value.parameters(), *value.buffers())]
+        return [_fingerprint(each) for each in (*value.parameters(), *value.buffers())]
     if not isinstance(value, torch.Tensor):
         return repr(value.state_dict())
     has_sum = memory_of(value) and not value.is_quantized and value.is_contiguous()

@@ -126,7 +126,7 @@ class Finiteness:
                 "save_strategy, or every_s."
             )
         # The step of the last check, and of the last one that found everything finite.
-        self._step = self._finite_step = parts.progress.step
+        self._checked_step = self._finite_step = parts.progress.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts for the manifest."""
@@ -156,7 +156,7 @@ class Finiteness:
         self._num_open_losses = 0
         has_losses = bool(num_losses) and parts.precision.policy.name != "fp16"
         was_finite, self._is_finite = self._is_finite, strategy.all_true(not weight_names and not has_losses)
-        is_later, self._step = step > self._step, step
+        is_later, self._checked_step = step > self._checked_step, step
         if self._is_finite:
             self._num_restores = 0 if is_later and is_planned else self._num_restores
             self._finite_step = step

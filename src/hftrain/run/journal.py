@@ -47,8 +47,8 @@ if sys.platform != "win32":
 
 logger = get_logger(__name__)
 
-_MAX_REASON = 500
-_CALLBACK = "a callback set should_training_stop"
+_MAX_REASON_CHARS = 500
+_CALLBACK_STOP = "a callback set should_training_stop"
 
 
 class Journal:
@@ -122,11 +122,11 @@ class Journal:
             yield
         except BaseException as error:
             error_name = "" if isinstance(error, TrainingStopped) else f"{type(error).__name__}: "
-            reason = f"{error_name}{error}"[:_MAX_REASON].rstrip(": ")
+            reason = f"{error_name}{error}"[:_MAX_REASON_CHARS].rstrip(": ")
             self._append("end", step=state.global_step, reason=reason, is_error=isinstance(error, Exception))
             raise
         is_complete = state.global_step >= state.max_steps
-        self._append("end", step=state.global_step, reason=None if is_complete else _CALLBACK, is_error=False)
+        self._append("end", step=state.global_step, reason=None if is_complete else _CALLBACK_STOP, is_error=False)
 
     def _training_seconds(self) -> float:
         return self._trained_s if self._is_paused else self._trained_s + time.perf_counter() - self._since_s
@@ -175,8 +175,8 @@ def environment(strategy: Strategy) -> dict[str, Any]:
 def _memory(device: torch.device) -> dict[str, int]:
     memory = {}
     if sys.platform != "win32":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory["host"] = peak if sys.platform == "darwin" else peak * 1024
+        peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory["host"] = peak_rss if sys.platform == "darwin" else peak_rss * 1024
     if (peak_bytes := peak_memory(device)) is not None:
         memory["device"] = peak_bytes
     return memory

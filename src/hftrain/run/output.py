@@ -154,16 +154,16 @@ class Output:
         Returns:
             The verified copy; None if it is not remote.
         """
-        text, own = str(name), self.url
-        if not is_url(text):
-            if own is None or Path(text).is_dir() or len(Path(text).parts) != 1:
+        url_text, output_url = str(name), self.url
+        if not is_url(url_text):
+            if output_url is None or Path(url_text).is_dir() or len(Path(url_text).parts) != 1:
                 return None
-            text = f"{own.rstrip('/')}/{text}"
-        check_url(text)
-        if not is_url(text.rstrip("/").rpartition("/")[0]):
-            raise ConfigError(f"Cannot resume from {text!r}.", "It names no folder.", "Name a checkpoint's folder.")
-        path = _fetch(text)
-        self._urls[path] = text
+            url_text = f"{output_url.rstrip('/')}/{url_text}"
+        check_url(url_text)
+        if not is_url(url_text.rstrip("/").rpartition("/")[0]):
+            raise ConfigError(f"Cannot resume from {url_text!r}.", "It names no folder.", "Name a checkpoint's folder.")
+        path = _fetch(url_text)
+        self._urls[path] = url_text
         return path
 
     def find(self, name: str | Path) -> Path:

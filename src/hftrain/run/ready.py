@@ -35,14 +35,14 @@ from hftrain.step.legality import check_in_backward, check_per_sample, check_sev
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import know_state, without_model
 
-_ACTIONS = ("should_log", "should_evaluate", "should_save")
+_ACTION_FLAGS = ("should_log", "should_evaluate", "should_save")
 # The flags that the loop itself has cleared since the check before, by event.
 _CLEARED_FLAGS: dict[str, tuple[str, ...]] = {
     "on_epoch_begin": ("should_epoch_stop",),
-    "on_step_end": _ACTIONS,
+    "on_step_end": _ACTION_FLAGS,
     "on_log": ("should_log",),
     "on_evaluate": ("should_evaluate",),
-    AFTER_ACTING: _ACTIONS,
+    AFTER_ACTING: _ACTION_FLAGS,
 }
 
 

@@ -62,8 +62,8 @@ class Saver:
             if parts.save_policy.save_async
             else CheckpointWriter(parts.manager, parts.save_policy, parts.best_checkpoint)
         )
-        is_own = parts.hooks.is_overridden("_save_checkpoint")
-        self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
+        writes_itself = parts.hooks.is_overridden("_save_checkpoint")
+        self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and writes_itself)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -201,9 +201,9 @@ class Saver:
             writers.append(contents.capture_own(keep))
         writers += capture_shards(parts.strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
         if self.manager.is_committer:
-            frozen = _frozen(state) if writer.is_async else state
+            saved_state = _copy_state(state) if writer.is_async else state
             self._history.take(state.log_history or [])
-            writers.append(lambda folder: save_trainer_state(frozen, folder, self._history))
+            writers.append(lambda folder: save_trainer_state(saved_state, folder, self._history))
         facts, step = contents.registry.facts(), state.global_step
         return Captured(step=step, epoch=state.epoch, num_bytes=num_bytes, writers=writers, facts=facts)
 
@@ -277,7 +277,7 @@ class Saver:
             )
 
 
-def _frozen(state: TrainerState) -> TrainerState:
+def _copy_state(state: TrainerState) -> TrainerState:
     """Return a copy of the documented state, independent of later steps, without the log history."""
     frozen = copy.copy(state)
     frozen.log_history = []  # stored in `HistoryText`

@@ -121,13 +121,14 @@ def tensor_parallel_size(model: nn.Module, deepspeed_config: Any = None) -> int:
     return int(size or 1)
 
 
-_FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+_QUANTIZATION_FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether a model, or the one inside its adapters, is marked as quantized."""
     base: Any = base_model(model)
-    return any(getattr(base, flag, False) is True for flag in _FLAGS) or getattr(base, "hf_quantizer", None) is not None
+    is_marked = any(getattr(base, flag, False) is True for flag in _QUANTIZATION_FLAGS)
+    return is_marked or getattr(base, "hf_quantizer", None) is not None
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -162,8 +162,8 @@ class ModelTask(TaskModule):
         if loss_only:
             return StepOutput(loss=loss)
         if isinstance(outputs, Mapping):
-            ignored_keys = {"loss", *with_all_cache_names(ignore)}
-            logits = tuple(value for key, value in outputs.items() if key not in ignored_keys)
+            ignored = {"loss", *with_all_cache_names(ignore)}
+            logits = tuple(value for key, value in outputs.items() if key not in ignored)
         elif isinstance(outputs, (tuple, list)):
             # The loss comes first only if the model computed it itself.
             logits = tuple(outputs[1 if num_losses and self.returns_loss else 0 :])

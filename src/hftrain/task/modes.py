@@ -50,7 +50,8 @@ is_on = itemgetter("training")
 
 # The train() overrides of these packages do the same each time, so one call is enough.
 _LIBRARIES = frozenset({"accelerate", "deepspeed", "hftrain", "peft", "torch", "transformers"})
-_OFF: tuple[dict[str, Any], ...] = ({"training": False},)
+# Flags that are never all on, so that `enter` is called at each step.
+_NEVER_ON: tuple[dict[str, Any], ...] = ({"training": False},)
 
 
 class TrainingMode:
@@ -71,7 +72,7 @@ class TrainingMode:
     def __init__(self, task: TaskModule, optimizer: Any = None) -> None:
         self.task = task
         self.model: nn.Module | None = None
-        self.flags = _OFF
+        self.flags = _NEVER_ON
         self._eval_modules: list[nn.Module] = []
         if isinstance(task, ModelTask):
             _name_frozen(task.model)
@@ -104,10 +105,10 @@ class TrainingMode:
         self.model = model
         # A torch.compile wrapper has no `training` attribute.
         flags = (vars(module) for module in modules)
-        self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _OFF
+        self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _NEVER_ON
 
     def _forget(self, *registered: Any) -> None:
-        self.flags = _OFF
+        self.flags = _NEVER_ON
 
 
 def _quiet_parts(module: nn.Module, name: str = "", *, is_whole: bool = True) -> Iterator[tuple[str, nn.Module]]:

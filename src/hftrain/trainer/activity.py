@@ -84,13 +84,13 @@ class Activity:
         finally:
             if self._memory is not None:
                 self._memory.stop()
-            self._checked = dict(vars(self._trainer.args))
+            self._checked_settings = dict(vars(self._trainer.args))
 
     def check_arguments(self) -> None:
         """Check the settings again if some were assigned since."""
-        if vars(self._trainer.args) != self._checked:
+        if vars(self._trainer.args) != self._checked_settings:
             resolve(self._trainer.args)
-            self._checked = dict(vars(self._trainer.args))
+            self._checked_settings = dict(vars(self._trainer.args))
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
