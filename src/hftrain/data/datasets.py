@@ -84,7 +84,7 @@ def has_state(data: Any) -> bool:
 
 
 @contextmanager
-def kept_in_place(*datasets: Any) -> Iterator[None]:
+def preserved_data(*datasets: Any) -> Iterator[None]:
     """Leave the datasets that have a state where they were before the context, however much of them is read within."""
     stateful = [dataset for dataset in map(whole_dataset, datasets) if has_state(dataset)]
     states = [copy.deepcopy(dataset.state_dict()) for dataset in stateful]

@@ -19,14 +19,14 @@ from hftrain.data.seeding import derive_seed
 _MAX_CHUNK = 65_536
 
 
-def dealt(shares: Sequence[float], *, window: int, seed: int, total: float, left: Any = None) -> Iterator[Any]:
+def deal_sets(shares: Sequence[float], *, window: int, seed: int, total: float, left: Any = None) -> Iterator[Any]:
     """Yield the sets of `total` draws, in arrays of whole windows, or until nothing is `left` of any set.
 
     A set with the share 0.2 is due at 2.5, 7.5, 12.5 and so on, so that each has its share up to about one draw at any
     time; then every window is shuffled. Sets without a share follow at the end, in order.
 
     Example:
-        >>> [numbers.tolist() for numbers in dealt([0.0, 1.0], window=2, seed=0, total=9, left=[1, 3])]
+        >>> [numbers.tolist() for numbers in deal_sets([0.0, 1.0], window=2, seed=0, total=9, left=[1, 3])]
         [[1, 1], [0, 1]]
     """
     num, size, random = len(shares), window, np.random.default_rng(seed)
@@ -119,7 +119,7 @@ class MixtureSampler(ArraySampler):
             if start == self.num_dealt:
                 num_left = mixture.lengths - self.counts(self.num_dealt) if mixture.is_once else None
                 seed = derive_seed(self.seed, self.epoch, self.num_dealt)
-                self._windows = dealt(shares, window=mixture.window, seed=seed, total=length - start, left=num_left)
+                self._windows = deal_sets(shares, window=mixture.window, seed=seed, total=length - start, left=num_left)
             numbers = next(self._windows)[: int(min(end, length)) - self.num_dealt]
             self._sets[self.num_dealt : self.num_dealt + len(numbers)] = numbers
             self.num_dealt += len(numbers)

@@ -226,7 +226,7 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
         )
 
 
-def check_kept(trainer: TrainerHooks, originals: tuple[Any, Any]) -> None:
+def check_not_replaced(trainer: TrainerHooks, originals: tuple[Any, Any]) -> None:
     """Raise if a callback has replaced the optimizer or the schedule that the run steps and saves."""
     for name, original, inner in zip(("optimizer", "lr_scheduler"), originals, ("optimizer", "scheduler"), strict=True):
         current = getattr(trainer, name)

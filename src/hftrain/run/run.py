@@ -33,7 +33,7 @@ from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
-from hftrain.run.ready import check_kept, flag_check
+from hftrain.run.ready import check_not_replaced, flag_check
 from hftrain.run.saving import Saver
 from hftrain.task.modes import training_weights
 
@@ -86,7 +86,7 @@ class Run:
         parts.task.train()
         self._originals, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
-        check_kept(trainer, self._originals)
+        check_not_replaced(trainer, self._originals)
         self._checks.begin()
         self.contents.objects.begin()
         parts.phase = None
@@ -264,7 +264,7 @@ class Run:
         parts = self._parts
         self.counts.store()
         self._checks.check_between_steps()
-        check_kept(parts.trainer, self._originals)
+        check_not_replaced(parts.trainer, self._originals)
         check_flags(parts.control)
         task_metrics = {name: float(value) for name, value in parts.services.read_metrics().items()}
         task_metrics |= getattr(self._parts.optimizer, "logs", dict)()
@@ -314,7 +314,7 @@ class Run:
         parts.phase = "finish the training"
         self.contents.objects.close(is_complete=True)
         self._checks.check_between_steps()
-        check_kept(trainer, self._originals)
+        check_not_replaced(trainer, self._originals)
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden

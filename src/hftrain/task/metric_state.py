@@ -82,7 +82,7 @@ def _synchronising_within(group: Any, metric: Any) -> Iterator[None]:
             part.process_group = None
 
 
-def kept_metrics(task: nn.Module) -> dict[str, Any]:
+def candidate_metrics(task: nn.Module) -> dict[str, Any]:
     """Return what could be a metric among the modules of a task, and in its plain lists, tuples and dicts."""
     candidates = dict(task.named_modules())
     for name, value in vars(task).items():

@@ -22,16 +22,16 @@ def training_weights(optimizer: Any) -> AbstractContextManager[None]:
 
     Source: Defazio et al., 2024, arXiv 2405.15682.
     """
-    return _between(optimizer.train, optimizer.eval) if keeps_two(optimizer) else nullcontext()
+    return _between(optimizer.train, optimizer.eval) if keeps_two_weights(optimizer) else nullcontext()
 
 
 def evaluation_weights(optimizer: Any) -> AbstractContextManager[None]:
     """Give the model the evaluation weights in the context, and the previous ones after it. Mutates the parameters."""
-    holds_others = keeps_two(optimizer) and optimizer.param_groups[0].get("train_mode", False)
+    holds_others = keeps_two_weights(optimizer) and optimizer.param_groups[0].get("train_mode", False)
     return _between(optimizer.eval, optimizer.train) if holds_others else nullcontext()
 
 
-def keeps_two(optimizer: Any) -> bool:
+def keeps_two_weights(optimizer: Any) -> bool:
     """Return whether an optimizer's training weights differ from those to evaluate and save."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
@@ -80,7 +80,7 @@ class TrainingMode:
             parts = [part for child in task.children() for _, part in _quiet_parts(child)]
             modules = (module for part in parts for module in part.modules())
             self._eval_modules = [module for module in modules if not vars(module).get("training", True)]
-        self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two(optimizer) else None
+        self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two_weights(optimizer) else None
         # A module that is added later may be in either mode.
         self._hook = register_module_module_registration_hook(self._forget)
 
@@ -145,7 +145,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 
 @contextmanager
-def kept_modes(module: nn.Module) -> Iterator[None]:
+def preserved_modes(module: nn.Module) -> Iterator[None]:
     """Restore the mode of each module at the end."""
     modes = [(part, part.training) for part in module.modules()]
     try:

@@ -19,7 +19,7 @@ from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.task.metric_state import checked_metrics, reset
 from hftrain.task.model_task import ModelTask
-from hftrain.task.modes import evaluation_weights, kept_modes
+from hftrain.task.modes import evaluation_weights, preserved_modes
 from hftrain.task.module import know_state, without_model
 from hftrain.trainer.training_steps import TrainingSteps
 
@@ -128,7 +128,7 @@ class Activity:
             with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
                 if not is_training:
                     self._place()
-                with kept_modes(trainer.task), self._in_evaluation_mode(dtype):
+                with preserved_modes(trainer.task), self._in_evaluation_mode(dtype):
                     yield
 
     @contextmanager

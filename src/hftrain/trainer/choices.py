@@ -49,7 +49,7 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
     )
 
 
-def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
+def resolve_arguments(args: TrainingArguments | None) -> TrainingArguments:
     """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     check_arguments(args)
@@ -87,7 +87,7 @@ def choose_backends(
     return strategy, precision
 
 
-def given_callbacks(
+def collect_callbacks(
     args: TrainingArguments,
     groups: Sequence[Any],
     *,
@@ -111,7 +111,7 @@ def given_callbacks(
     return list(extra("trackers").with_trackers(args, callbacks, loggers, is_rehearsal=is_rehearsal))
 
 
-def all_callbacks(
+def with_default_callbacks(
     args: TrainingArguments, strategy: Strategy, callbacks: Sequence[Any], max_time: str | None
 ) -> list[Any]:
     """Return the default callbacks with the given ones among them."""

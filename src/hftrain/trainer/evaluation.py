@@ -29,7 +29,7 @@ from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, 
 from hftrain.rules.evaluation import check_cadences, check_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.task.items import OWN_ITEMS
-from hftrain.task.metric_state import kept_metrics, read_metrics, reset, warn_of_unread
+from hftrain.task.metric_state import candidate_metrics, read_metrics, reset, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output, check_defined
@@ -77,7 +77,7 @@ class Evaluation:
         for name in filter(lambda name: self._is_due(sets.get(name)), datasets_by_name):
             # Passed by name, so that an override of `get_eval_dataloader` sees the name.
             name_or_dataset = name if is_own else datasets_by_name[name]
-            with self.own_metrics(sets.get(name)):
+            with self.with_set_metrics(sets.get(name)):
                 metrics.update(self._trainer.evaluate(name_or_dataset, ignore_keys, f"{prefix}_{name}"))
         return metrics
 
@@ -92,7 +92,7 @@ class Evaluation:
         """Whether the current evaluation is over all sets."""
         return all(map(self._is_due, self.sets.values()))
 
-    def own_metrics(self, entry: EvalSet | None) -> AbstractContextManager[None]:
+    def with_set_metrics(self, entry: EvalSet | None) -> AbstractContextManager[None]:
         """Replace `compute_metrics` by an evaluation set's own metrics temporarily."""
         metrics = None if entry is None else entry.metrics
         return nullcontext() if metrics is None else temporarily(self._trainer, compute_metrics=metrics)
@@ -109,7 +109,7 @@ class Evaluation:
         handler.refresh()
         try:
             for name in eval_dataset if isinstance(eval_dataset, Mapping) else [None]:
-                with self.own_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
+                with self.with_set_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
                     self.run_and_time(
                         first_batches(self._data.eval_share(name), trainer.limits.sanity_eval_batches),
                         description="Sanity evaluation",
@@ -317,7 +317,7 @@ class Evaluation:
         metrics = task.metrics(stage)
         if stage == "eval" and type(task).metrics is TaskModule.metrics:
             message = "are updated but not reported: only the task's own children are. Make each an attribute of the "
-            warn_of_unread(kept_metrics(task), metrics, f"{message}task, or return them from its metrics(stage).")
+            warn_of_unread(candidate_metrics(task), metrics, f"{message}task, or return them from its metrics(stage).")
         elif stage == "train":
             message = 'are updated in training but not reported there. Return them from the task\'s metrics("train"), '
             children = TaskModule.metrics(task, "eval")

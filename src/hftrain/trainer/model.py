@@ -114,7 +114,7 @@ class TrainerModel(TrainerPart):
                 ", ".join(f"{name}={token}" for name, token in changed.items()),
             )
 
-    def to_wrap(self) -> nn.Module:
+    def model_to_wrap(self) -> nn.Module:
         """Return the user's own wrapper, if it still holds the model, else the model."""
         model = self._trainer.model
         return self.outermost if self._trainer.strategy.unwrap(self.outermost) is model else model

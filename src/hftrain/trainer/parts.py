@@ -57,7 +57,7 @@ class TrainerParts:
         self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
         services = TrainerServices(
             make_model=self.model.rebuild,
-            outermost=self.model.to_wrap,
+            outermost=self.model.model_to_wrap,
             open_data=self.data.training_share,
             forget_schedule=self.optimizers.forget,
             cast_model=steps.cast_model,

@@ -54,14 +54,14 @@ from hftrain.task.modes import is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.checks import check_before_training, check_settings, check_with_model
 from hftrain.trainer.choices import (
-    all_callbacks,
     begin_process,
     choose_backends,
+    collect_callbacks,
     default_collator,
-    given_callbacks,
     number_of_batches,
     one_of,
-    resolved_arguments,
+    resolve_arguments,
+    with_default_callbacks,
 )
 from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
@@ -196,7 +196,7 @@ class Trainer:
     ) -> None:
         initial_attributes = dict(vars(self))
         self._trainer_hooks = Hooks(self, _defined)
-        self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
+        self.args, self.fast_dev_run = resolve_arguments(args), number_of_batches(fast_dev_run)
         self.limits = make_limits(
             limit_train_batches=limit_train_batches,
             limit_eval_batches=limit_eval_batches,
@@ -221,7 +221,7 @@ class Trainer:
         self._trainer_parts = TrainerParts(self, self._trainer_hooks, eval_sets=eval_sets, on_adopted=self._on_adopted)
         with self._trainer_parts.activity.constructing():
             self._start_idle()
-            callbacks = given_callbacks(
+            callbacks = collect_callbacks(
                 self.args,
                 (callbacks, callback),
                 profiler=profiler,
@@ -269,7 +269,7 @@ class Trainer:
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
         self.callback_handler = CallbackHandler(
-            all_callbacks(self.args, self.strategy, callbacks, max_time),
+            with_default_callbacks(self.args, self.strategy, callbacks, max_time),
             self.model,
             self.processing_class,
             self.optimizer,
@@ -594,7 +594,7 @@ class Trainer:
         if isinstance(datasets, Mapping):
             return evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
         eval_set = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with evaluation.own_metrics(eval_set), parts.activity.evaluating("eval"):
+        with evaluation.with_set_metrics(eval_set), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
             _, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
