@@ -21,24 +21,24 @@ def as_list(callbacks: Any) -> list[Any]:
 
 def check_callback(callback: Any) -> None:
     """Raise unless a callback (or its class) has a method for an event, and no hook that is never called."""
-    kind = callback if isinstance(callback, type) else type(callback)
+    cls = callback if isinstance(callback, type) else type(callback)
     # Lightning's own base class has on_train_end, which takes other arguments.
-    if lightning_base(kind) == "Callback" and not callable(getattr(kind, "on_step_end", None)):
+    if lightning_base(cls) == "Callback" and not callable(getattr(cls, "on_step_end", None)):
         raise TaskError(
-            f"Cannot use {kind.__name__}, a callback of Lightning's:",
+            f"Cannot use {cls.__name__}, a callback of Lightning's:",
             "its methods are called by other names and with other arguments.",
-            names_elsewhere("lightning_names").get(kind.__name__)
+            names_elsewhere("lightning_names").get(cls.__name__)
             or "Derive it from hftrain.TrainerCallback; on_train_batch_end becomes "
             "on_step_end(self, args, state, control, **kwargs).",
         )
-    if lightning_base(kind) is None:
+    if lightning_base(cls) is None:
         # What several classes define is an event of another library's base class.
-        names = [name for each in kind.__mro__ for name in vars(each) if name.startswith("on_")]
-        own = {name for name in names if names.count(name) == 1} - {*EVENTS}
-        hooks = {name: suggest(name, EVENTS) for name in sorted(own)}
+        names = [name for each in cls.__mro__ for name in vars(each) if name.startswith("on_")]
+        own_names = {name for name in names if names.count(name) == 1} - {*EVENTS}
+        hooks = {name: suggest(name, EVENTS) for name in sorted(own_names)}
         for name, event in names_elsewhere("events").items():
             hooks[name] = f"Define {event}(self, args, state, control, **kwargs)."
-        warn_of_uncalled(kind, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("callback_methods")})
+        warn_of_uncalled(cls, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("callback_methods")})
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
         if isinstance(callback, (list, tuple)):
@@ -54,10 +54,10 @@ def check_callback(callback: Any) -> None:
 
 def note_callback(error: Exception, handler: Any, event: str, context: Mapping[str, Any]) -> None:
     """Add a note to an error about the user callback that raised it, and its arguments."""
-    kind = type(getattr(handler, "__self__", handler))
-    if isinstance(error, HFTrainError) or kind.__module__.startswith("hftrain."):
+    cls = type(getattr(handler, "__self__", handler))
+    if isinstance(error, HFTrainError) or cls.__module__.startswith("hftrain."):
         return
-    text = f"Raised in {event} of the callback {kind.__name__}."
+    text = f"Raised in {event} of the callback {cls.__name__}."
     reports = [f"{name}: {', '.join(context[name])}" for name in ("metrics", "logs") if context.get(name)]
     if isinstance(error, KeyError) and reports:
         text += f" There is no such key in {'; '.join(reports)}."

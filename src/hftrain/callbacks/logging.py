@@ -50,10 +50,10 @@ class RunLogger:
         """Report a table of numbers and texts."""
         self._report("log_table", name, list(columns), [list(row) for row in rows])
 
-    def _report(self, kind: str, *values: Any, prepare: Callable[[Any], Any] | None = None) -> None:
+    def _report(self, method: str, *values: Any, prepare: Callable[[Any], Any] | None = None) -> None:
         handler = self._handler
-        calls = [call for each in handler.callbacks if (call := getattr(each, "report_logged", None))]
+        calls = [call for callback in handler.callbacks if (call := getattr(callback, "report_logged", None))]
         if calls and handler.state.is_world_process_zero:
             values = values if prepare is None else (*values[:-1], prepare(values[-1]))
             for call in calls:
-                call(kind, handler.args, handler.state, handler.model, *values)
+                call(method, handler.args, handler.state, handler.model, *values)

@@ -26,7 +26,7 @@ _EXTRA = ("tokenizer", "logger", "data_ranks")
 CONTEXT = (*DOCUMENTED, *_EXTRA)
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 # The flags that an event resets, as code that fires it itself expects.
-_ANSWERED: dict[str, tuple[str, ...]] = {
+_RESET_FLAGS: dict[str, tuple[str, ...]] = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
     "on_step_begin": ("should_log", "should_evaluate", "should_save"),
@@ -71,7 +71,7 @@ class CallbackHandler:
     """
 
     heard: frozenset[str]
-    _shows = False
+    _shows_weights = False
     answers: bool = False
     """Whether events reset the flags of the control that caused them (`on_log`: `should_log`), as documented."""
 
@@ -97,8 +97,8 @@ class CallbackHandler:
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
-        parts = {"processing_class": processing_class} if processing_class is not None else {}
-        self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**parts, **context})
+        optional = {"processing_class": processing_class} if processing_class is not None else {}
+        self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**optional, **context})
 
     def add(self, callback: Any) -> None:
         """Append a callback (class or instance); warn if one of the same class is already present.
@@ -111,11 +111,11 @@ class CallbackHandler:
 
     def pop(self, callback: Any) -> Any:
         """Remove and return the first callback of a class, or the given instance; return None if absent."""
-        for index, present in enumerate(self.callbacks):
-            if isinstance(present, callback) if isinstance(callback, type) else present is callback:
+        for index, candidate in enumerate(self.callbacks):
+            if isinstance(candidate, callback) if isinstance(callback, type) else candidate is callback:
                 del self.callbacks[index]
                 self._resolve()
-                return present
+                return candidate
         return None
 
     def remove(self, callback: Any) -> None:
@@ -136,13 +136,13 @@ class CallbackHandler:
             live: Evaluate the weights that train instead.
         """
         with ExitStack() as stack:
-            for swap in () if self._shows or live else self.at_point("evaluation_weights"):
+            for swap in () if self._shows_weights or live else self.at_point("evaluation_weights"):
                 stack.enter_context(swap())
-            before, self._shows = self._shows, True
+            was_showing, self._shows_weights = self._shows_weights, True
             try:
                 yield
             finally:
-                self._shows = before
+                self._shows_weights = was_showing
 
     @property
     def callback_list(self) -> str:
@@ -228,10 +228,10 @@ class CallbackHandler:
 
         The states of several callbacks of one class are a list in callback order.
         """
-        grouped: dict[str, list[Any]] = {}
+        states_by_name: dict[str, list[Any]] = {}
         for source in (*filter(_is_exportable, self.callbacks), self.control):
-            grouped.setdefault(type(source).__name__, []).append(source.state())
-        return {name: found if len(found) > 1 else found[0] for name, found in grouped.items()}
+            states_by_name.setdefault(type(source).__name__, []).append(source.state())
+        return {name: states if len(states) > 1 else states[0] for name, states in states_by_name.items()}
 
     def restore(self, states: Mapping[str, Any], *, is_full: bool = True) -> None:
         """Restore saved states into the callbacks of the same class.
@@ -246,41 +246,41 @@ class CallbackHandler:
         Raises:
             CheckpointError: A saved state does not fit its class.
         """
-        places: dict[str, list[int]] = {}
+        indices_by_name: dict[str, list[int]] = {}
         for index, callback in enumerate(self.callbacks):
             if _is_exportable(callback):
-                places.setdefault(type(callback).__name__, []).append(index)
-        missing = []
-        for name, saved in states.items():
+                indices_by_name.setdefault(type(callback).__name__, []).append(index)
+        ignored = []
+        for name, entry in states.items():
             if name == type(self.control).__name__:
                 if is_full:
-                    with _fitting(name, saved):
-                        self.control.update(saved["args"])
+                    with _fitting_state(name, entry):
+                        self.control.update(entry["args"])
                 continue
-            found = saved if isinstance(saved, list) else [saved]
-            if len(found) > len(places.get(name, ())):
-                missing.append(name)
-            for index, state in zip(places.get(name, ()), found, strict=False):
+            saved_states = entry if isinstance(entry, list) else [entry]
+            if len(saved_states) > len(indices_by_name.get(name, ())):
+                ignored.append(name)
+            for index, state in zip(indices_by_name.get(name, ()), saved_states, strict=False):
                 # A tracker's callback has an open connection, so it is kept, and only gets the run to continue.
                 callback = self.callbacks[index]
                 is_rebuilt = getattr(callback, "is_rebuilt", True)
-                with _fitting(name, state):
+                with _fitting_state(name, state):
                     _check_attributes(callback, state)
                     restored = type(callback).from_state(state) if is_rebuilt else None
                 if is_full and is_rebuilt:
                     self.callbacks[index] = restored
                 else:
                     vars(callback).update(state.get("attributes", {}))
-        if missing:
-            warn_once(f"Ignoring the state of callbacks in the checkpoint that this run does not have: {missing}.")
+        if ignored:
+            warn_once(f"Ignoring the state of callbacks in the checkpoint that this run does not have: {ignored}.")
         self._resolve()
 
     def _append(self, callback: Any) -> None:
         check_callback(callback)
         callback = callback() if isinstance(callback, type) else callback
-        if any(type(present) is type(callback) for present in self.callbacks):
+        if any(type(other) is type(callback) for other in self.callbacks):
             warn_once(f"There are two callbacks of the type {type(callback).__name__}; both will be called.")
-        for event in (each for each in EVENTS if _overridden(callback, each)):
+        for event in (name for name in EVENTS if _overridden(callback, name)):
             check_signature(callback, event, getattr(callback, event), DOCUMENTED)
         self.callbacks.append(callback)
 
@@ -290,25 +290,25 @@ class CallbackHandler:
             for event in EVENTS
         }
         self.heard = frozenset(event for event, handlers in self._handlers.items() if handlers)
-        replaced = {name for name in _REPLACEABLE if self._is_replaced(name)}
+        replaced_names = {name for name in _REPLACEABLE if self._is_replaced(name)}
         vars(self).pop("fire", None)
-        if replaced:
-            self.heard = frozenset(EVENTS) if "call_event" in replaced else self.heard | replaced
+        if replaced_names:
+            self.heard = frozenset(EVENTS) if "call_event" in replaced_names else self.heard | replaced_names
             # Set on the instance, so that other instances need no check.
-            vars(self)["fire"] = partial(self._fire_replaced, replaced)
+            vars(self)["fire"] = partial(self._fire_replaced, replaced_names)
 
     def _is_replaced(self, name: str) -> bool:
         """Return whether a subclass, or an assignment to the instance, has replaced a method."""
         return getattr(getattr(self, name), "__func__", None) is not _METHODS[name]
 
-    def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:
+    def _fire_replaced(self, replaced_names: Set[str], event: str, **extra: Any) -> TrainerControl:
         """Fire an event through the methods that replace the documented ones."""
         if self.answers:
             _answer(event, self.control)
-        name = event if event in replaced else "call_event"
-        parts = (self.args, self.state, self.control)
+        name = event if event in replaced_names else "call_event"
+        arguments = (self.args, self.state, self.control)
         method = getattr(self, name)
-        result = method(*parts, **extra) if name == event else method(event, *parts, **extra)
+        result = method(*arguments, **extra) if name == event else method(event, *arguments, **extra)
         if result is not None and result is not self.control:
             self._adopt(result, method, event)
         return self.control
@@ -331,7 +331,7 @@ class CallbackHandler:
 
 
 def _answer(event: str, control: TrainerControl) -> None:
-    for flag in _ANSWERED.get(event, ()):
+    for flag in _RESET_FLAGS.get(event, ()):
         setattr(control, flag, False)
 
 
@@ -369,7 +369,7 @@ def _is_exportable(callback: Any) -> bool:
 
 
 @contextmanager
-def _fitting(name: str, saved: Any) -> Iterator[None]:
+def _fitting_state(name: str, state: Any) -> Iterator[None]:
     """Convert errors of a class that cannot restore a saved state into `CheckpointError`."""
     try:
         yield
@@ -378,20 +378,20 @@ def _fitting(name: str, saved: Any) -> Iterator[None]:
             f"Cannot restore the saved state of {name}.",
             f"It does not fit the class ({type(error).__name__}: {error}).",
             "Use the version that wrote the checkpoint, or restore_callback_states_from_checkpoint=False.",
-            saved=saved,
+            saved=state,
         ) from error
 
 
-def _check_attributes(callback: Any, saved: Any) -> None:
+def _check_attributes(callback: Any, state: Any) -> None:
     """Raise if a state would replace a method, or a value of another type."""
-    own = callback.state()
+    current = callback.state()
     for part in ("args", "attributes"):
-        found = saved.get(part, {}) if isinstance(saved, Mapping) else None
-        is_fit = isinstance(found, Mapping) and all(
-            is_alike(value, own[part][name], is_deep=False)
-            if name in own.get(part, {})
+        values = state.get(part, {}) if isinstance(state, Mapping) else None
+        is_fit = isinstance(values, Mapping) and all(
+            is_alike(value, current[part][name], is_deep=False)
+            if name in current.get(part, {})
             else not hasattr(type(callback), name)
-            for name, value in found.items()
+            for name, value in values.items()
         )
         if not is_fit:
             raise TypeError(f"its {part} are not those of the class")

@@ -18,7 +18,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.data.columns import text_columns
 
 _LABELS = ("label", "label_ids")
-_CONVERT = "Convert it to a tensor in the dataset (an image: torchvision's transforms), or pass a data_collator."
+_CONVERT_REMEDY = "Convert it to a tensor in the dataset (an image: torchvision's transforms), or pass a data_collator."
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
@@ -53,7 +53,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
             "Batches can only be made of torch tensors or NumPy arrays.",
             "Use 'pt', which training needs, or 'np'.",
         )
-    batch = _collate_named(features) if _is_named(features[0]) else _collate_places(features)
+    batch = _collate_named(features) if _is_named(features[0]) else _collate_unnamed(features)
     return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
 
 
@@ -106,9 +106,9 @@ class DataCollatorWithPadding:
 
 def makes_tensors(collator: Any) -> bool:
     """Return whether a collator is hftrain's or transformers' own, which cannot use text."""
-    home = getattr(collator, "__module__", type(collator).__module__) or ""
+    module_name = getattr(collator, "__module__", type(collator).__module__) or ""
     name = getattr(collator, "__name__", type(collator).__name__)
-    return home.partition(".")[0] in ("hftrain", "transformers") and "collator" in name.lower()
+    return module_name.partition(".")[0] in ("hftrain", "transformers") and "collator" in name.lower()
 
 
 def _pad(tokenizer: Any, features: list[Any], **options: Any) -> Any:
@@ -181,7 +181,7 @@ def _is_named(feature: Any) -> bool:
     return isinstance(feature, Mapping) or (hasattr(feature, "__dict__") and not is_plain)
 
 
-def _collate_places(features: list[Any]) -> Any:
+def _collate_unnamed(features: list[Any]) -> Any:
     try:
         return default_collate(features)
     except (TypeError, RuntimeError) as error:
@@ -191,27 +191,27 @@ def _collate_places(features: list[Any]) -> Any:
 def _stacking_error(problem: str, values: list[Any], error: Exception) -> TaskError:
     """Return why samples, or their parts of one name, cannot be stacked; keep the place of one that is unlike most."""
     signatures = [(type(value).__name__, _shape(value)) for value in values]
-    kinds = sorted({kind for kind, _ in signatures})
+    type_names = sorted({type_name for type_name, _ in signatures})
     shapes = sorted({shape for _, shape in signatures if shape is not None})
-    if "NoneType" in kinds:
-        missing = sum(value is None for value in values)
-        reason, remedy = f"{missing} of {len(values)} are None or missing.", "Give every sample the same parts."
+    if "NoneType" in type_names:
+        num_missing = sum(value is None for value in values)
+        reason, remedy = f"{num_missing} of {len(values)} are None or missing.", "Give every sample the same parts."
     elif len(shapes) > 1:
         reason = f"the shapes differ ({', '.join(map(str, shapes[:3]))})."
         remedy = "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads)."
-    elif len(kinds) > 1:
-        reason, remedy = f"the types differ ({', '.join(kinds)}).", "Give every sample the same type."
-    elif kinds == ["str"]:
+    elif len(type_names) > 1:
+        reason, remedy = f"the types differ ({', '.join(type_names)}).", "Give every sample the same type."
+    elif type_names == ["str"]:
         remedy = "Number the classes in the dataset." if "'label" in problem else "Tokenize it."
         reason = f"it is text, such as {values[0][:40]!r}."
     else:
-        reason, remedy = f"its type is {kinds[0]}, which makes no tensor ({error}).", _CONVERT
+        reason, remedy = f"its type is {type_names[0]}, which makes no tensor ({error}).", _CONVERT_REMEDY
     stacking_error = TaskError(problem, reason, remedy)
-    odd_places = [
-        place for place, signature in enumerate(signatures) if signature != max(signatures, key=signatures.count)
+    odd_positions = [
+        position for position, signature in enumerate(signatures) if signature != max(signatures, key=signatures.count)
     ]
-    if odd_places:
-        keep_facts(stacking_error, place=odd_places[0])
+    if odd_positions:
+        keep_facts(stacking_error, place=odd_positions[0])
     return stacking_error
 
 

@@ -35,11 +35,11 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return None
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not named or (takes_any and not hasattr(model, "config")):
+    if not names or (takes_any and not hasattr(model, "config")):
         return None
-    return list(dict.fromkeys([*named, *label_names, "label", "label_ids"]))
+    return list(dict.fromkeys([*names, *label_names, "label", "label_ids"]))
 
 
 def removable_columns(dataset: Any) -> list[str] | None:
@@ -89,7 +89,7 @@ class CollatorWrapper:
         tell_epoch(self.data_collator, epoch)
 
 
-class _Before(CollatorWrapper):
+class _CollatorStep(CollatorWrapper):
     """A step before a collator; `description` is the dataset's role in messages (``"training"``)."""
 
     logger: Any = _logger
@@ -100,14 +100,14 @@ class _Before(CollatorWrapper):
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
-    def _tell(self, message: str) -> None:
+    def _log_once(self, message: str) -> None:
         """Log a message, once for all workers."""
         if self.logger is not None and not self._has_reported:
             self._has_reported.fill_(True)
             _report(self.logger, message)
 
 
-class RemoveColumnsCollator(_Before):
+class RemoveColumnsCollator(_CollatorStep):
     """Remove columns from the samples before they are collated; can be pickled if the collator can.
 
     Args:
@@ -146,17 +146,17 @@ class RemoveColumnsCollator(_Before):
         return self.data_collator(features)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
-        kept = {name: value for name, value in feature.items() if name in self.signature_columns}
-        if len(kept) == len(feature):
+        columns = {name: value for name, value in feature.items() if name in self.signature_columns}
+        if len(columns) == len(feature):
             return feature
-        about = {"model_name": self.model_name or "model", "description": self.description}
-        if not kept:
-            raise _nothing_left(feature, sorted(self.signature_columns), **about)
-        self._tell(_message([name for name in feature if name not in kept], **about))
-        return kept
+        names = {"model_name": self.model_name or "model", "description": self.description}
+        if not columns:
+            raise _nothing_left(feature, sorted(self.signature_columns), **names)
+        self._log_once(_message([name for name in feature if name not in columns], **names))
+        return columns
 
 
-class TextRemover(_Before):
+class TextRemover(_CollatorStep):
     """Drop values that cannot become tensors before a collator sees them; can be pickled if the collator can.
 
     For data whose useful columns are unknown, such as that of a task.
@@ -164,28 +164,28 @@ class TextRemover(_Before):
 
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features without text columns, which are found in the first feature."""
-        first = features[0]
+        first_feature = features[0]
         # The second test is cheap and covers the usual case.
-        if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):
+        if not isinstance(first_feature, (dict, Mapping)) or _PLAIN_TYPES.issuperset(map(type, first_feature.values())):
             return self.data_collator(features)
-        texts = text_columns(first)
+        texts = text_columns(first_feature)
         if not texts:
             return self.data_collator(features)
         names = ", ".join(texts)
-        if len(texts) == len(first):
+        if len(texts) == len(first_feature):
             raise ConfigError(
                 f"Cannot make batches of the {self.description} set:",
                 f"its columns cannot be made into tensors ({names}).",
                 "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
-        self._tell(
+        self._log_once(
             f"Columns of the {self.description} set are left out, because they cannot become tensors: {names}. A "
             "data_collator of your own gets them."
         )
         return self.data_collator([{name: value for name, value in f.items() if name not in texts} for f in features])
 
 
-_PLAIN = frozenset({torch.Tensor, int, float, bool})
+_PLAIN_TYPES = frozenset({torch.Tensor, int, float, bool})
 
 
 def text_columns(feature: Mapping[str, Any]) -> list[str]:
@@ -219,12 +219,12 @@ def _report(logger: Any, message: str) -> None:
 
 
 def _nothing_left(
-    found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str | None
+    columns: Iterable[str], signature: Iterable[str], *, model_name: str, description: str | None
 ) -> ConfigError:
     return ConfigError(
         f"Unused columns of the {description} set were to be removed.",
         f"Nothing would be left: {model_name}.forward takes none of its columns.",
         "Rename the columns, or set remove_unused_columns=False if your collator needs them.",
-        columns=list(found),
-        signature=list(keep),
+        columns=list(columns),
+        signature=list(signature),
     )

@@ -84,33 +84,33 @@ def has_state(data: Any) -> bool:
 
 
 @contextmanager
-def kept_in_place(*datasets: Any) -> Iterator[None]:
+def preserved_data(*datasets: Any) -> Iterator[None]:
     """Leave the datasets that have a state where they were before the context, however much of them is read within."""
-    found = [dataset for dataset in map(whole_dataset, datasets) if has_state(dataset)]
-    states = [copy.deepcopy(dataset.state_dict()) for dataset in found]
+    stateful = [dataset for dataset in map(whole_dataset, datasets) if has_state(dataset)]
+    states = [copy.deepcopy(dataset.state_dict()) for dataset in stateful]
     # The attributes last: a stream's own state may be out of date before it is iterated.
-    with preserved(*found):
+    with preserved(*stateful):
         try:
             yield
         finally:
-            for dataset, state in zip(found, states, strict=True):
+            for dataset, state in zip(stateful, states, strict=True):
                 dataset.load_state_dict(state)
 
 
 def load_state(dataset: Any, state: Any) -> Callable[[], None]:
     """Load the state of a dataset; return a function that puts it back, with the attributes that this has set."""
-    found, before = whole_dataset(dataset), copy.deepcopy(dataset.state_dict())
-    kept = dict(getattr(found, "__dict__", {}))
+    source, former_state = whole_dataset(dataset), copy.deepcopy(dataset.state_dict())
+    before = dict(getattr(source, "__dict__", {}))
     dataset.load_state_dict(state)
-    now = dict(getattr(found, "__dict__", {}))
-    changed = [name for name in now if name not in kept or kept[name] is not now[name]]
+    after = dict(getattr(source, "__dict__", {}))
+    changed_names = [name for name in after if name not in before or before[name] is not after[name]]
 
     def put_back() -> None:
-        dataset.load_state_dict(before)
+        dataset.load_state_dict(former_state)
         # A stream that starts over would begin at the state, which may be where an earlier run has left it.
-        for name in changed:
-            vars(found).pop(name, None)
-        vars(found).update({name: kept[name] for name in changed if name in kept})
+        for name in changed_names:
+            vars(source).pop(name, None)
+        vars(source).update({name: before[name] for name in changed_names if name in before})
 
     return put_back
 
@@ -119,7 +119,7 @@ def needs_own_loader(dataset: Any) -> bool:
     """Return whether a stream's `state_dict` must be told what was read, as litdata's and mosaicml-streaming's."""
     method: Any = getattr(dataset, "state_dict", None)
     is_stream = isinstance(dataset, IterableDataset) and callable(method)
-    return is_stream and any(each.default is each.empty for each in signature(method).parameters.values())
+    return is_stream and any(p.default is p.empty for p in signature(method).parameters.values())
 
 
 def _has_more_than_its_state(source: Any) -> bool:
@@ -158,9 +158,9 @@ def num_examples(loader: Any, *, batch_size: int = 1) -> int:
         return len(dataset)
     if isinstance(loader, Sequence):
         return sum(batch_size_of(batch) or batch_size for batch in loader)
-    batches = getattr(loader, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None) or batch_size
-    return len(loader) * int(size)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    batch_length = getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None) or batch_size
+    return len(loader) * int(batch_length)
 
 
 def expected_samples(loader: Any) -> int | None:

@@ -17,8 +17,8 @@ from hftrain.data.loaders import noticing_copies
 from hftrain.data.samplers import Later, give_generator, is_cut, samplers_of
 from hftrain.data.seeding import (
     derive_seed,
+    find_user_seed,
     new_generator,
-    own_seed,
     seed_generator,
     with_own_numbers,
     with_own_numbers_later,
@@ -29,7 +29,7 @@ from hftrain.data.states import StatefulLoader, begin_at
 _logger = get_logger(__name__)
 
 # What must be unchanged for the state of a stream or loader to be valid.
-_SHAPE = ("num_workers", "batch_size")
+_SETTINGS = ("num_workers", "batch_size")
 _END = object()
 
 
@@ -58,36 +58,36 @@ class TrainFeed:
         self._seed = seed
         # The state that was loaded, until a batch is read after it, and whether the next pass begins there.
         self._state: dict[str, Any] | None = None
-        self._is_due = False
+        self._begins_at_state = False
         # Undoes what loading a state has set in a dataset of this process.
-        self._put_back: Callable[[], None] | None = None
+        self._undo_load: Callable[[], None] | None = None
         self._has_begun = self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
         self._expects_save = expects_save if _is_random_access(self.loader) else None
         # The batch that was collated ahead, and the state of the random numbers before, if that was copied.
-        self._ahead: Any = _END
-        self._numbers: dict[str, Any] | None = None
+        self._next_batch: Any = _END
+        self._rng_state: dict[str, Any] | None = None
         loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
         self._generators = _generators_of(self.loader)
-        found = map(own_seed, self._generators)
-        self.own_seeds = [None if own == seed else own for own in found]
+        seeds = map(find_user_seed, self._generators)
+        self.own_seeds = [None if user_seed == seed else user_seed for user_seed in seeds]
         # The loader of the latest pass, what it skips, and the length that it stated before its first batch.
-        self._opened: tuple[Any, int] = self.loader, 0
-        self._stated = self._length()
+        self._current_pass: tuple[Any, int] = self.loader, 0
+        self._stated_length = self._length()
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in the latest pass, those skipped included; None if unknown or stated differently."""
-        return self._stated if self._stated == self._length() else None
+        return self._stated_length if self._stated_length == self._length() else None
 
     def _length(self) -> int | None:
-        loader, num_skipped = self._opened
+        loader, num_skipped = self._current_pass
         return len(loader) + num_skipped if has_length(loader) else None
 
     @property
@@ -105,18 +105,18 @@ class TrainFeed:
         if self._state is not None:
             return self._state
         reader = self._reader
-        state = {name: getattr(reader, name, None) for name in _SHAPE}
+        state = {name: getattr(reader, name, None) for name in _SETTINGS}
         if any(seed is not None for seed in self.own_seeds):
             state["own_seeds"] = list(self.own_seeds)
         if self._is_open and has_state(reader):
             state["loader"] = copy.deepcopy(reader.state_dict())
         if _is_read_here(reader) and has_state(reader.dataset):
             state["dataset"] = copy.deepcopy(reader.dataset.state_dict())
-        if self._numbers is not None:
-            state["numbers"] = plain_rng(self._numbers)
-        elif self._ahead is not _END:
-            state["ahead"] = tensors_of(self._ahead)
-            if not _is_made_of_tensors(self._ahead):
+        if self._rng_state is not None:
+            state["numbers"] = plain_rng(self._rng_state)
+        elif self._next_batch is not _END:
+            state["ahead"] = tensors_of(self._next_batch)
+            if not _is_made_of_tensors(self._next_batch):
                 _logger.warning(
                     "The next batch is not made of tensors alone, as the first was: a resume may change it."
                 )
@@ -124,26 +124,26 @@ class TrainFeed:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Use the result of `state_dict` at the next `open`; None skips batches instead, other values raise."""
-        found = {} if state is None else state
-        is_fit = isinstance(found, dict) and not any(isinstance(found.get(name), torch.Tensor) for name in _SHAPE)
-        own_seeds = found.get("own_seeds", []) if is_fit else None
-        is_fit = is_fit and all(isinstance(each, torch.Tensor) for each in found.get("ahead", ()))
+        facts = {} if state is None else state
+        is_fit = isinstance(facts, dict) and not any(isinstance(facts.get(name), torch.Tensor) for name in _SETTINGS)
+        own_seeds = facts.get("own_seeds", []) if is_fit else None
+        is_fit = is_fit and all(isinstance(tensor, torch.Tensor) for tensor in facts.get("ahead", ()))
         if not is_fit or not isinstance(own_seeds, list) or not all(isinstance(seed, int | None) for seed in own_seeds):
             raise ValueError("The state of the training data is none that was saved.")
-        if "numbers" in found:
+        if "numbers" in facts:
             with preserved_rng():  # check now that it is valid
-                restore_rng(found["numbers"])
-        self._state, self._is_due = state, True
+                restore_rng(facts["numbers"])
+        self._state, self._begins_at_state = state, True
 
     def take_over(self, feed: TrainFeed) -> None:
         """Use at the next `open` the state that another feed has loaded and not used yet."""
-        self._state, self._is_due = feed._state if feed._is_due else None, feed._is_due
+        self._state, self._begins_at_state = feed._state if feed._begins_at_state else None, feed._begins_at_state
 
     def close(self) -> None:
         """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._undo_load is not None:
+            self._undo_load()
+            self._undo_load = None
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
@@ -158,30 +158,30 @@ class TrainFeed:
             skip: Batches to skip after them. A stream or loader with a state resumes from it. For map-style data
                 only indices are drawn; other batches are read and dropped before this returns.
         """
-        state = self._state if self._is_due else None
-        self._state, self._is_due = state, False
+        state = self._state if self._begins_at_state else None
+        self._state, self._begins_at_state = state, False
         is_within = skip > 0 or offset > 0
         if state is not None:
             # The seeds of the saved run, in case the script draws different ones this time.
             self.own_seeds = [*state.get("own_seeds", []), *[None] * len(self.own_seeds)][: len(self.own_seeds)]
         is_placed = state is not None and self._restore(state, is_within=is_within)
-        loader, to_drop = (self.loader, 0) if is_placed else begin_at(self.loader, offset=offset, skip=skip)
-        own_seeds = {id(generator): own for generator, own in zip(self._generators, self.own_seeds, strict=False)}
+        loader, num_to_drop = (self.loader, 0) if is_placed else begin_at(self.loader, offset=offset, skip=skip)
+        user_seeds = dict(zip(map(id, self._generators), self.own_seeds, strict=False))
         for generator in _generators_of(loader):
-            own = own_seeds.get(id(generator))
-            seed_generator(generator, (self._seed if own is None else own) + epoch, own=own)
+            user_seed = user_seeds.get(id(generator))
+            seed_generator(generator, (self._seed if user_seed is None else user_seed) + epoch, user_seed=user_seed)
         for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
             tell_epoch(part, epoch)
         set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=self._seed)
         # A state leads to the position without an offset, which the length does not count.
-        measured = begin_at(loader, offset=offset)[0] if is_placed else loader
-        self._opened = measured, 0 if to_drop or loader is self.loader else skip
-        self._stated = self._length()
+        length_source = begin_at(loader, offset=offset)[0] if is_placed else loader
+        self._current_pass = length_source, 0 if num_to_drop or loader is self.loader else skip
+        self._stated_length = self._length()
         # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._has_begun, self._is_open = True, loader is self.loader
-        self._ahead, self._numbers = _END, None
+        self._next_batch, self._rng_state = _END, None
         if is_placed or self._is_at_end:
-            return self._until_read(self._placed(loader, may_start_over=not is_within))
+            return self._keeping_state(self._resumed_batches(loader, may_start_over=not is_within))
         if _draws_here(self.loader, self._reader):
             # Ranks that cut their shares from one stream need the same numbers.
             is_shared = isinstance(self.loader, DispatchLoader) or is_cut(self._reader.dataset)
@@ -195,18 +195,18 @@ class TrainFeed:
             if isinstance(sampler, Later):
                 # Now, while the random state from which the epoch's order was drawn is restored.
                 sampler.start()
-        if to_drop:
-            _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", to_drop)
-        for _, _batch in zip(range(to_drop), iterator, strict=False):
+        if num_to_drop:
+            _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", num_to_drop)
+        for _, _batch in zip(range(num_to_drop), iterator, strict=False):
             pass
-        saved = {} if state is None or not is_within else state
+        saved_entries = {} if state is None or not is_within else state
         iterator = iterator if is_within else noticing_copies(self._reader, iterator)
         batches = iterator
         if self._expects_save is not None:
-            batches = self._one_ahead(iterator, saved, self._expects_save)
-        return batches if state is None else self._until_read(batches)
+            batches = self._one_ahead(iterator, saved_entries, self._expects_save)
+        return batches if state is None else self._keeping_state(batches)
 
-    def _until_read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _keeping_state(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Keep the loaded state until a batch is read: a save before that stores it again."""
         for batch in batches:
             self._state = None
@@ -214,7 +214,7 @@ class TrainFeed:
         self._state = None
 
     def _one_ahead(
-        self, batches: Iterator[Any], saved: Mapping[str, Any], expects_save: Callable[[], bool]
+        self, batches: Iterator[Any], saved_entries: Mapping[str, Any], expects_save: Callable[[], bool]
     ) -> Iterator[Any]:
         """Collate each batch before the one before it is trained on, like the documented Trainer's loader.
 
@@ -222,38 +222,38 @@ class TrainFeed:
         contains the numbers from which a resume collates the batch ahead again; to copy them at every batch takes
         longer than a small step, so another checkpoint contains the batch itself, if it is made of tensors.
         """
-        if not saved.keys() & {"numbers", "ahead"}:
-            self._ahead = next(batches, _END)
+        if not saved_entries.keys() & {"numbers", "ahead"}:
+            self._next_batch = next(batches, _END)
         else:
             with preserved_rng():
-                if "numbers" in saved:
-                    restore_rng(saved["numbers"])
-                self._ahead = next(batches, _END)
-            values = saved.get("ahead", [])
-            if len(tensors_of(self._ahead)) == len(values):
-                values = iter(values)
-                self._ahead = map_tensors(self._ahead, lambda own: next(values).to(own.device))
-            elif values:
+                if "numbers" in saved_entries:
+                    restore_rng(saved_entries["numbers"])
+                self._next_batch = next(batches, _END)
+            saved_tensors = saved_entries.get("ahead", [])
+            if len(tensors_of(self._next_batch)) == len(saved_tensors):
+                saved_tensors = iter(saved_tensors)
+                self._next_batch = map_tensors(self._next_batch, lambda tensor: next(saved_tensors).to(tensor.device))
+            elif saved_tensors:
                 _logger.warning("The checkpoint's next batch does not fit the data, so it is collated again.")
-        devices, is_stored = rng_devices(), _is_made_of_tensors(self._ahead)
-        while self._ahead is not _END:
-            batch = self._ahead
-            self._numbers = None if is_stored and not expects_save() else rng_now(devices)
-            self._ahead = next(batches, _END)
+        devices, is_stored = rng_devices(), _is_made_of_tensors(self._next_batch)
+        while self._next_batch is not _END:
+            batch = self._next_batch
+            self._rng_state = None if is_stored and not expects_save() else rng_now(devices)
+            self._next_batch = next(batches, _END)
             yield batch
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Restore states; return whether that restores the position in the data as well."""
         reader = self._reader
         # The position of a dataset is a sample, independent of batches.
-        shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
-        differing = [
+        settings = {name: getattr(reader, name, None) for name in (_SETTINGS if "loader" in state else _SETTINGS[:1])}
+        differences = [
             f"{name} was {state.get(name)!r}, now {value!r}"
-            for name, value in shape.items()
+            for name, value in settings.items()
             if state.get(name) != value
         ]
-        if differing and is_within and (self.is_stream or "loader" in state):
-            _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
+        if differences and is_within and (self.is_stream or "loader" in state):
+            _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differences))
             return False
         if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
             _logger.warning(
@@ -265,14 +265,14 @@ class TrainFeed:
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
-            put_back = load_state(reader.dataset, state["dataset"])
+            undo = load_state(reader.dataset, state["dataset"])
             # A run that goes back to an earlier step ends where it has read to.
             if not self._has_begun:
-                self._put_back = put_back
+                self._undo_load = undo
             return self.is_stream
         return False
 
-    def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
+    def _resumed_batches(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
         """Iterate data whose restored state may be at the end of the data.
 
         If so, this epoch is over. The next one starts at the beginning with a new iterator of data and wrapper.
@@ -328,5 +328,5 @@ def _is_made_of_tensors(batch: Any) -> bool:
 
 def _generators_of(loader: Any) -> list[torch.Generator]:
     """List the generators of a loader and its samplers, each once."""
-    found = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+    generators = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
+    return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())

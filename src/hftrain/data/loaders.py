@@ -42,17 +42,17 @@ def noticing_copies(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _compared(batches: Iterator[Any], num_workers: int, dataset: Any) -> Iterator[Any]:
     rounds: list[bytes] = []
-    for number, batch in enumerate(islice(batches, 2 * num_workers)):
+    for position, batch in enumerate(islice(batches, 2 * num_workers)):
         try:
             content = dumps(map_tensors(batch, _content))
         except Exception:  # a batch whose content cannot be compared
             content = b""
         yield batch
-        is_new = number % num_workers == 0
+        is_new = position % num_workers == 0
         if not content or (content in rounds if is_new else content != rounds[-1]):
             return
         rounds += [content] if is_new else []
-    if number == 2 * num_workers - 1:
+    if position == 2 * num_workers - 1:
         warn_once(
             f"Each of the {num_workers} loader workers reads the whole {type(whole_dataset(dataset)).__name__}, so "
             f"each sample is trained on {num_workers} times per epoch. Let its __iter__ return the share that "

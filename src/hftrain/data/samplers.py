@@ -28,7 +28,7 @@ Span = tuple[int, int | None]
 
 _EVERYTHING: Span = (0, None)
 # How many entries of an order are converted to Python integers at once.
-_AT_ONCE = 4096
+_CHUNK_SIZE = 4096
 
 
 class ArraySampler(Sampler[int]):
@@ -46,14 +46,14 @@ class ArraySampler(Sampler[int]):
 
     def pick(self, *spans: Span) -> Iterator[int]:
         """Iterate some positions of the order."""
-        return chain.from_iterable(self._lists(spans))
+        return chain.from_iterable(self._chunks(spans))
 
-    def _lists(self, spans: Iterable[Span]) -> Iterator[list[int]]:
+    def _chunks(self, spans: Iterable[Span]) -> Iterator[list[int]]:
         order = self.draw()
         for start, stop in spans:
             part = order[start:stop]
-            for place in range(0, len(part), _AT_ONCE):
-                yield part[place : place + _AT_ONCE].tolist()
+            for place in range(0, len(part), _CHUNK_SIZE):
+                yield part[place : place + _CHUNK_SIZE].tolist()
 
 
 def shuffled(num: int, generator: torch.Generator | None) -> torch.Tensor:
@@ -166,8 +166,8 @@ def own_order(sampler: Any, *, seed: int | None = None) -> Any:
     """Return the sampler, or an `OwnOrder` if a user's class is in it and no `OwnOrder` yet."""
     parts = (sampler, *samplers_of(sampler))
     is_users = any(type(part).__module__.partition(".")[0] not in _OWN_GENERATORS for part in parts)
-    is_known = any(isinstance(part, OwnOrder) for part in parts)
-    return OwnOrder(sampler, seed=seed) if is_users and not is_known else sampler
+    is_wrapped = any(isinstance(part, OwnOrder) for part in parts)
+    return OwnOrder(sampler, seed=seed) if is_users and not is_wrapped else sampler
 
 
 class RankBatches(BatchWrapper):
@@ -212,29 +212,29 @@ class RankBatches(BatchWrapper):
     def _shares(self, batches: Iterable[Any]) -> Iterator[Any]:
         rank, size = self.process_index, self.batch_size
         batches = iter(batches)
-        first: list[Any] = []
-        rest: list[Any] = []
-        while round_ := list(islice(batches, self.num_processes)):
-            first = first or round_
-            if rest and all(map(len, rest)):  # it was not the last round
-                yield rest[rank]
-            is_full = len(round_) == self.num_processes and size in (None, len(round_[-1]))
-            rest = [] if is_full else round_
+        first_round: list[Any] = []
+        partial_round: list[Any] = []
+        while round_batches := list(islice(batches, self.num_processes)):
+            first_round = first_round or round_batches
+            if partial_round and all(map(len, partial_round)):  # it was not the last round
+                yield partial_round[rank]
+            is_full = len(round_batches) == self.num_processes and size in (None, len(round_batches[-1]))
+            partial_round = [] if is_full else round_batches
             if is_full:
-                yield round_[rank]
-        if self.drop_last or not rest:
+                yield round_batches[rank]
+        if self.drop_last or not partial_round:
             return
         if self.even_batches and size is None:
-            yield next(islice(chain(rest, cycle(first)), rank, None))
+            yield next(islice(chain(partial_round, cycle(first_round)), rank, None))
         elif self.even_batches and size is not None:
-            samples = chain(chain.from_iterable(rest), cycle(list(chain.from_iterable(first))))
+            samples = chain(chain.from_iterable(partial_round), cycle(list(chain.from_iterable(first_round))))
             yield list(islice(samples, rank * size, (rank + 1) * size))
-        elif rank < len(rest) and len(rest[rank]):
-            yield rest[rank]
+        elif rank < len(partial_round) and len(partial_round[rank]):
+            yield partial_round[rank]
 
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
-        return rounds + (not self.drop_last and rest > (0 if self.even_batches else self.process_index))
+        rounds, num_left = divmod(len(self.batch_sampler), self.num_processes)
+        return rounds + (not self.drop_last and num_left > (0 if self.even_batches else self.process_index))
 
 
 def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
@@ -276,14 +276,14 @@ class Later(Sampler[Any]):
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self.sampler = sampler
-        self.skip = self._left = skip
+        self.skip = self._num_left = skip
         self._items: Iterator[Any] = iter(())
         self._is_picked = False
 
     def __iter__(self) -> Iterator[Any]:
-        picked = pick(self.sampler, (self.skip, None)) if self.skip else None
-        self._is_picked = picked is not None
-        self._items, self._left = picked or iter(self.sampler), self.skip
+        items = pick(self.sampler, (self.skip, None)) if self.skip else None
+        self._is_picked = items is not None
+        self._items, self._num_left = items or iter(self.sampler), self.skip
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -292,11 +292,11 @@ class Later(Sampler[Any]):
 
     def start(self) -> None:
         """Draw the order now if the pass has begun: samplers otherwise draw it at the first item."""
-        if self._left and self._is_picked:
+        if self._num_left and self._is_picked:
             self._items = chain(list(islice(self._items, 1)), self._items)
-        elif self._left:
-            deque(islice(self._items, self._left), maxlen=0)
-        self._left = 0
+        elif self._num_left:
+            deque(islice(self._items, self._num_left), maxlen=0)
+        self._num_left = 0
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.skip)
@@ -336,12 +336,12 @@ def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[S
 
 def samplers_of(loader: Any) -> list[Any]:
     """List the batch samplers and samplers inside a loader or sampler, each once, outermost first."""
-    found: list[Any] = []
+    samplers: list[Any] = []
     for name in ("batch_sampler", "sampler"):
         inner = getattr(loader, name, None)
         if inner is not None:
-            found += [part for part in (inner, *samplers_of(inner)) if not any(part is known for known in found)]
-    return found
+            samplers += [part for part in (inner, *samplers_of(inner)) if not any(part is each for each in samplers)]
+    return samplers
 
 
 def reading_order(loader: Any) -> Any:
@@ -373,8 +373,8 @@ def is_rank_aware(sampler: Any) -> bool:
     """
     if getattr(share_of_datasets(sampler), "world_size", 1) > 1:
         return True
-    for size, place in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
-        if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
+    for size, rank_attribute in (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")):
+        if hasattr(sampler, rank_attribute) and getattr(sampler, size, 1) > 1:
             return True
     return False
 

@@ -19,10 +19,10 @@ from hftrain.data.columns import CollatorWrapper
 
 # The generators seeded here: the user's own seed, and the seed that was set. torch 2.9's support no weak
 # references or attributes.
-_SEEDED: dict[int, tuple[torch.Generator, int | None, int]] = {}
-_MOST_SEEDED = 64
+_SEEDED_GENERATORS: dict[int, tuple[torch.Generator, int | None, int]] = {}
+_MAX_SEEDED = 64
 # The seed of an unseeded torch generator.
-_UNSEEDED = torch.Generator().initial_seed()
+_DEFAULT_SEED = torch.Generator().initial_seed()
 
 
 def derive_seed(*parts: int) -> int:
@@ -59,25 +59,25 @@ def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int | N
         seed: Where the numbers start; None for a copy of the global generators as they are now. If nothing else draws
             from these until the last batch, they then continue after the stream, as if it had drawn from them itself.
     """
-    start = _numbers()
-    numbers = start if seed is None else _seeded(seed)
+    start_state = _rng_state()
+    stream_state = start_state if seed is None else _seeded_rng_state(seed)
 
     def batches() -> Iterator[Any]:
-        nonlocal numbers
-        opened: Iterator[Any] | None = None
+        nonlocal stream_state
+        iterator: Iterator[Any] | None = None
         while True:
-            outer = _exchange(numbers)
+            global_state = _exchange_rng_state(stream_state)
             is_over = False
             try:
-                opened = open_batches() if opened is None else opened
-                batch = next(opened)
+                iterator = open_batches() if iterator is None else iterator
+                batch = next(iterator)
             except StopIteration:
                 is_over = True
             finally:
-                numbers = _exchange(outer)
+                stream_state = _exchange_rng_state(global_state)
             if is_over:
-                if seed is None and _is_same(outer, start):
-                    _exchange(numbers)
+                if seed is None and _is_same_state(global_state, start_state):
+                    _exchange_rng_state(stream_state)
                 return
             yield batch
 
@@ -90,32 +90,32 @@ def with_own_numbers_later(batches: Iterator[Any]) -> Iterator[Any]:
     What is drawn then does not depend on the dropout of the steps between, which a resume does not repeat.
     """
     for first in islice(batches, 1):
-        others = with_own_numbers(lambda: batches)
+        remaining = with_own_numbers(lambda: batches)
         yield first
-        yield from others
+        yield from remaining
 
 
-def _seeded(seed: int) -> tuple[Any, ...]:
-    outer = _numbers()
+def _seeded_rng_state(seed: int) -> tuple[Any, ...]:
+    global_state = _rng_state()
     seed_process(seed)
-    return _exchange(outer)
+    return _exchange_rng_state(global_state)
 
 
-def _numbers() -> tuple[Any, ...]:
+def _rng_state() -> tuple[Any, ...]:
     return random.getstate(), numpy.random.get_state(legacy=False), torch.default_generator.get_state()
 
 
-def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    found = _numbers()
-    random.setstate(numbers[0])
-    numpy.random.set_state(numbers[1])
-    torch.default_generator.set_state(numbers[2])
-    return found
+def _exchange_rng_state(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    former_state = _rng_state()
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])
+    return former_state
 
 
-def _is_same(numbers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    plain, other = ((python, plain_rng({"numpy": found})) for python, found, _ in (numbers, others))
-    return plain == other and torch.equal(numbers[2], others[2])
+def _is_same_state(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    first, second = ((python, plain_rng({"numpy": numpy_state})) for python, numpy_state, _ in (state, other))
+    return first == second and torch.equal(state[2], other[2])
 
 
 def new_generator(seed: int) -> torch.Generator:
@@ -123,20 +123,20 @@ def new_generator(seed: int) -> torch.Generator:
     return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
 
 
-def own_seed(generator: torch.Generator) -> int | None:
+def find_user_seed(generator: torch.Generator) -> int | None:
     """Return the seed that the user gave a generator, before any `seed_generator`; None if there is none."""
-    _, own, last = _SEEDED.get(id(generator), (generator, None, _UNSEEDED))
-    now = generator.initial_seed()
-    return own if now == last else now
+    _, user_seed, last_seed = _SEEDED_GENERATORS.get(id(generator), (generator, None, _DEFAULT_SEED))
+    current = generator.initial_seed()
+    return user_seed if current == last_seed else current
 
 
-def seed_generator(generator: torch.Generator, seed: int, *, own: int | None) -> None:
+def seed_generator(generator: torch.Generator, seed: int, *, user_seed: int | None) -> None:
     """Seed a generator and remember the user's own seed for it; mutates it."""
     generator.manual_seed(seed % 2**64)
-    _SEEDED.pop(id(generator), None)
-    _SEEDED[id(generator)] = generator, own, generator.initial_seed()
-    if len(_SEEDED) > _MOST_SEEDED:
-        del _SEEDED[next(iter(_SEEDED))]
+    _SEEDED_GENERATORS.pop(id(generator), None)
+    _SEEDED_GENERATORS[id(generator)] = generator, user_seed, generator.initial_seed()
+    if len(_SEEDED_GENERATORS) > _MAX_SEEDED:
+        del _SEEDED_GENERATORS[next(iter(_SEEDED_GENERATORS))]
 
 
 class BatchWrapper(Sampler[Any]):
@@ -224,5 +224,5 @@ class SeededCollator(CollatorWrapper):
     def _mask(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seed = derive_seed(self._seed, int(self._epoch), zlib.crc32(inputs.numpy().tobytes()))
         self._masking.generator = torch.Generator().manual_seed(seed)
-        kind: Any = type(self._masking)
-        return kind.torch_mask_tokens(self._masking, inputs, *args, **kwargs)
+        collator_class: Any = type(self._masking)
+        return collator_class.torch_mask_tokens(self._masking, inputs, *args, **kwargs)

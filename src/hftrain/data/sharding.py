@@ -23,7 +23,7 @@ from hftrain.data.samplers import (
     samplers_of,
 )
 
-_COPIED = (
+_COPIED_OPTIONS = (
     "dataset",
     "num_workers",
     "collate_fn",
@@ -57,7 +57,7 @@ def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, ord
         order: Replaces the batch sampler, or the sampler of a loader without batches.
         changes: Arguments of torch's `DataLoader`. For map-style data, a `batch_size` comes with its `sampler`.
     """
-    options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    options = {name: getattr(loader, name) for name in _COPIED_OPTIONS if hasattr(loader, name)}
     if isinstance(loader.dataset, IterableDataset):
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:
@@ -71,8 +71,8 @@ def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
     """Change a loader; for one that dispatches, change the loader that it reads with."""
     if not isinstance(loader, DispatchLoader):
         return change(loader)
-    inner = change(loader.loader)
-    return loader if inner is loader.loader else loader.with_loader(inner)
+    reader = change(loader.loader)
+    return loader if reader is loader.loader else loader.with_loader(reader)
 
 
 def batches_of(loader: Any) -> Any:
@@ -142,13 +142,13 @@ class ShardPlan:
         For a loader from `Accelerator.prepare`, return the torch loader inside, which can be resumed exactly: to
         train with accelerate's share of the data, to evaluate with hftrain's, which repeats no sample.
         """
-        shared, whole = _unprepared(loader)
-        if not self.is_training and whole is not loader:
-            return self.split(whole)
-        if shared is loader or not is_plain_loader(shared):
-            return shared
+        rank_loader, full_loader = _unwrap_prepared(loader)
+        if not self.is_training and full_loader is not loader:
+            return self.split(full_loader)
+        if rank_loader is loader or not is_plain_loader(rank_loader):
+            return rank_loader
         # As hftrain's own, which is read one batch ahead, as accelerate does.
-        return rebuild_loader(shared)
+        return rebuild_loader(rank_loader)
 
     def share(self, loader: Any) -> Any:
         """Give one rank its share of a loader that is the same on all ranks.
@@ -157,9 +157,9 @@ class ShardPlan:
         like, and classes other than torch's `DataLoader`. Those from `Accelerator.prepare`: see `own`. Random samplers
         without a generator get one; mutates them.
         """
-        own = self.own(loader)
-        is_whole = own is loader and not isinstance(loader, RankLoader) and issubclass(type(loader), DataLoader)
-        return self.split(loader) if is_whole else own
+        rank_loader = self.own(loader)
+        is_whole = rank_loader is loader and not isinstance(loader, RankLoader) and issubclass(type(loader), DataLoader)
+        return self.split(loader) if is_whole else rank_loader
 
     def split(self, loader: Any) -> Any:
         """Shard a torch loader that is not sharded yet; see `share`."""
@@ -169,7 +169,7 @@ class ShardPlan:
             raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
         give_generator(loader, seed=self.seed)
         if self.dispatches(loader.dataset):
-            return self._dispatched(loader)
+            return self._dispatch_loader(loader)
         if isinstance(loader.dataset, IterableDataset):
             size = None if loader.batch_size is None else self.size_of(loader.batch_size)
             return rebuild_loader(loader, dataset=self._stream_share(loader, size or 1), batch_size=size)
@@ -198,21 +198,21 @@ class ShardPlan:
         batches = batches_of(loader)
         if loader.batch_sampler is None and not isinstance(batches, BatchSampler):
             raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
-        place = {"num_processes": self.world_size, "process_index": self.rank}
+        ranks = {"num_processes": self.world_size, "process_index": self.rank}
         batches = own_order(batches, seed=self.seed)
-        return {"order": RankBatches(batches, **place, even_batches=self.even_batches)}
+        return {"order": RankBatches(batches, **ranks, even_batches=self.even_batches)}
 
     def _evaluation_share(self, loader: Any) -> dict[str, Any]:
-        batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
+        batches, ranks = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
         is_plain = type(batches) is BatchSampler
         order = own_order(loader.sampler if is_plain or batches is None else batches, seed=self.seed)
         if not is_plain:
-            return {"order": ContiguousShard(order, **place)}
+            return {"order": ContiguousShard(order, **ranks)}
         size = self.size_of(batches.batch_size)
-        sampler = ContiguousShard(order, unit=size if batches.drop_last else 1, **place)
+        sampler = ContiguousShard(order, unit=size if batches.drop_last else 1, **ranks)
         return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
 
-    def _dispatched(self, loader: Any) -> DispatchLoader:
+    def _dispatch_loader(self, loader: Any) -> DispatchLoader:
         """Make the main process read for all ranks, as if there were one rank."""
         batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
         is_stream = isinstance(dataset, IterableDataset)
@@ -244,17 +244,17 @@ class ShardPlan:
         )
 
 
-def _unprepared(loader: Any) -> tuple[Any, Any]:
+def _unwrap_prepared(loader: Any) -> tuple[Any, Any]:
     """Return the torch loaders inside an accelerate loader: for this rank's share, and for the whole data.
 
     Both are the loader itself if it has none inside or does more than shard. Recognised by name, to import nothing.
     """
     loader = loader.dataloader if type(loader).__name__ == "MpDeviceLoaderWrapper" else loader
-    kind = type(loader)
-    if not kind.__module__.startswith("accelerate.") or getattr(loader, "skip_batches", None) != 0:
+    loader_class = type(loader)
+    if not loader_class.__module__.startswith("accelerate.") or getattr(loader, "skip_batches", None) != 0:
         return loader, loader
     base: Any = loader.base_dataloader
-    if kind.__name__ == "DataLoaderDispatcher":
+    if loader_class.__name__ == "DataLoaderDispatcher":
         return loader if loader.state.num_processes > 1 else base, base
     part: Any = base.dataset if isinstance(base.dataset, IterableDataset) else base.batch_sampler or base.sampler
     if type(part).__name__ == "IterableDatasetShard":
@@ -304,8 +304,8 @@ class DispatchLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.loader), self.world_size)
-        return rounds + (self.rank < rest and not self.drops_rest)
+        rounds, num_left = divmod(len(self.loader), self.world_size)
+        return rounds + (self.rank < num_left and not self.drops_rest)
 
     def __iter__(self) -> Iterator[Any]:
         # Started now, not at the first batch: the random state for the epoch's order is set at this point.
@@ -325,22 +325,22 @@ class DispatchLoader:
                 parcel = self._scatter(None)
                 batch, is_last = parcel[:2]
                 if parcel[2] is not None:
-                    asked, reason = "The main process was to read a batch for this one.", f"It failed: {parcel[2]}"
-                    raise TaskError(asked, reason, "See the main process's error.")
+                    problem, reason = "The main process was to read a batch for this one.", f"It failed: {parcel[2]}"
+                    raise TaskError(problem, reason, "See the main process's error.")
             yield from batch
 
     def _send_round(self, batches: Iterator[Any]) -> tuple[list[Any], bool]:
         try:
-            round_ = list(islice(batches, self.world_size))
+            shares = list(islice(batches, self.world_size))
         except Exception as error:
             self._scatter([([], True, f"{type(error).__name__}: {error}")] * self.world_size)
             raise
-        is_last = len(round_) < self.world_size
+        is_last = len(shares) < self.world_size
         if is_last and self.drops_rest:
-            round_ = []
-        others: list[Parcel] = [(round_[rank : rank + 1], is_last, None) for rank in range(1, self.world_size)]
-        self._scatter([([], is_last, None), *others])
-        return round_[:1], is_last
+            shares = []
+        parcels: list[Parcel] = [(shares[rank : rank + 1], is_last, None) for rank in range(1, self.world_size)]
+        self._scatter([([], is_last, None), *parcels])
+        return shares[:1], is_last
 
     def _scatter(self, parcels: list[Parcel] | None) -> Parcel:
         """Send each rank its parcel from the main process. Collective."""

@@ -33,16 +33,16 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
 def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
     if not is_plain_loader(loader):
         return loader
-    dataset, keeps = loader.dataset, has_state(loader.dataset)
+    dataset, has_own_state = loader.dataset, has_state(loader.dataset)
     if isinstance(dataset, IterableDataset):
-        if not keeps:
+        if not has_own_state:
             return loader
         if epoch_stream(dataset) is None:
             dataset = extra("streams").EpochStream(dataset, seed=seed, rank=rank)
-        kind = StatefulLoader if loader.num_workers else RankLoader
-        return rebuild_loader(loader, kind=kind, dataset=dataset)
+        loader_class = StatefulLoader if loader.num_workers else RankLoader
+        return rebuild_loader(loader, kind=loader_class, dataset=dataset)
     loader = _with_own_order(with_seeds(loader, seed=seed, rank=rank))
-    if not (keeps and loader.num_workers):
+    if not (has_own_state and loader.num_workers):
         return loader
     if loader.persistent_workers:
         warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
@@ -76,12 +76,12 @@ class StatefulLoader(RankLoader):
     """
 
     def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
-        self._skipped: Later | None = None
+        self._later: Later | None = None
         if not isinstance(dataset, IterableDataset):
             name = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
-            self._skipped = options[name] = Later(options[name], 0)
-        self._start = _WorkerStart(worker_init_fn)
-        super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
+            self._later = options[name] = Later(options[name], 0)
+        self._worker_start = _WorkerStart(worker_init_fn)
+        super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._worker_start, **options)
         # Batches before the latest iteration, and up to now.
         self._num_before = self._num_batches = 0
         self._is_loaded = False
@@ -90,14 +90,14 @@ class StatefulLoader(RankLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the latest iteration, as of the batches that it has yielded."""
-        if self._skipped is not None:
+        if self._later is not None:
             # The next batch comes from the first of the new workers. One without a state was never used: it starts
             # from a seed that depends on its number, so the few batches of the others are read again.
             latest = [states[-1:] for states in self._states]
             is_first = self._num_batches < self.num_workers
-            turn = (self._num_batches - self._num_before) % self.num_workers
+            next_worker = (self._num_batches - self._num_before) % self.num_workers
             num_to_drop = self._num_batches if is_first else 0
-            workers = [[]] * self.num_workers if is_first else latest[turn:] + latest[:turn]
+            workers = [[]] * self.num_workers if is_first else latest[next_worker:] + latest[:next_worker]
             return {"num_batches": self._num_batches, "num_to_drop": num_to_drop, "workers": workers}
         counts = [states[-1][0] if states else 0 for states in self._states]
         num_rounds = max(counts) - (min(counts) != max(counts))
@@ -107,35 +107,35 @@ class StatefulLoader(RankLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at the position of another loader with as many workers."""
-        self._states = [[(int(count), inner) for count, inner in entries] for entries in state["workers"]]
-        self._start.entries = [entries[-1] if entries else None for entries in self._states]
+        self._states = [[(int(count), worker_state) for count, worker_state in entries] for entries in state["workers"]]
+        self._worker_start.entries = [entries[-1] if entries else None for entries in self._states]
         self._num_batches, self._is_loaded = int(state["num_batches"]), True
         self._num_before = self._num_batches - int(state["num_to_drop"])
 
     def __len__(self) -> int:
-        return super().__len__() + (0 if self._skipped is None else self._skipped.skip)
+        return super().__len__() + (0 if self._later is None else self._later.skip)
 
     def skip(self, num_batches: int) -> bool:
         """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
-        if self._skipped is not None:
+        if self._later is not None:
             self.load_state_dict({"num_batches": num_batches, "num_to_drop": 0, "workers": [[]] * self.num_workers})
-        return self._skipped is not None
+        return self._later is not None
 
     def __iter__(self) -> Any:
         if not self._is_loaded:
             self._states = [[] for _ in range(self.num_workers)]
             self._num_before = self._num_batches = 0
         num_to_drop, self._num_batches = self._num_batches - self._num_before, self._num_before
-        if self._skipped is not None:
-            self._skipped.skip = self._num_before
-        batches = self._unpacked(super().__iter__())
+        if self._later is not None:
+            self._later.skip = self._num_before
+        batches = self._track_states(super().__iter__())
         # The workers have their copies by now; those of the next epoch begin with the unchanged dataset.
-        self._start.entries, self._is_loaded = [], False
+        self._worker_start.entries, self._is_loaded = [], False
         for _ in range(num_to_drop):
             next(batches, None)
         return batches
 
-    def _unpacked(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
+    def _track_states(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
         for stamped in iterator:
             states = self._states[stamped.worker]
             states.append((states[-1][0] + 1 if states else 1, stamped.state))
@@ -175,8 +175,8 @@ class _Stamp(CollatorWrapper):
 class _WorkerStart:
     """Initialise a worker and restore the state of its dataset; runs in the worker before it reads."""
 
-    def __init__(self, inner: Callable[[int], Any] | None) -> None:
-        self.inner = inner
+    def __init__(self, worker_init: Callable[[int], Any] | None) -> None:
+        self.inner = worker_init
         self.entries: list[tuple[int, Any] | None] = []
 
     def __call__(self, worker_id: int) -> None:
@@ -267,8 +267,8 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     if not (offset or skip):
         return loader, 0
     if isinstance(loader, DispatchLoader):
-        inner, to_drop = begin_at(loader.loader, offset=offset, skip=skip * loader.world_size)
-        return on_reader(loader, lambda _: inner), to_drop // loader.world_size
+        reader, num_to_drop = begin_at(loader.loader, offset=offset, skip=skip * loader.world_size)
+        return on_reader(loader, lambda _: reader), num_to_drop // loader.world_size
     if isinstance(loader, StatefulLoader) and not offset and loader.skip(skip):
         return loader, 0
     if offset and not is_plain_loader(loader):
@@ -277,11 +277,11 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     if not offset and (is_stream or not is_plain_loader(loader)):
         return loader, skip
     # This loader's workers must end with the epoch; the original loader's workers wait for the next one.
-    own: dict[str, Any] = {"persistent_workers": False}
+    changes: dict[str, Any] = {"persistent_workers": False}
     if is_stream:
-        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **own), skip
+        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **changes), skip
     order = _shifted(batches_of(loader), offset) if offset else batches_of(loader)
-    return rebuild_loader(loader, order=Later(order, skip) if skip else order, **own), 0
+    return rebuild_loader(loader, order=Later(order, skip) if skip else order, **changes), 0
 
 
 def num_batches_from(loader: Any, offset: int) -> int | None:
@@ -303,10 +303,10 @@ def _shifted(part: Any, offset: int) -> Any:
 
 def _is_wrapper(part: Any) -> bool:
     """Recognise hftrain's own wrappers of batches or streams, and accelerate's by name, to import nothing."""
-    known = (RankBatches, SeededBatches, Later, EvenedSampler)
+    wrapper_classes = (RankBatches, SeededBatches, Later, EvenedSampler)
     if getattr(part, "passes_batches_on", False):
         return True
-    return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
+    return isinstance(part, wrapper_classes) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
 
 
 def _name_inside(part: Any) -> str:
@@ -317,9 +317,9 @@ def _inside(part: Any) -> Any:
     return getattr(part, _name_inside(part))
 
 
-def _cannot_begin(what: str, offset: int) -> CheckpointError:
+def _cannot_begin(source: str, offset: int) -> CheckpointError:
     return CheckpointError(
         "A run was resumed with another batch size or number of processes.",
-        f"It stands {offset} samples into a batch of the new size, and its data comes from {what}.",
+        f"It stands {offset} samples into a batch of the new size, and its data comes from {source}.",
         "Resume with the batch size and number of processes of the checkpoint, or from an epoch's end.",
     )

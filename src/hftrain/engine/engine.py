@@ -24,7 +24,7 @@ from hftrain.step.legality import check_legal
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
-from hftrain.task.modes import kept_modes
+from hftrain.task.modes import preserved_modes
 
 T = TypeVar("T")
 
@@ -309,7 +309,7 @@ class Engine:
         """
         wrapper = self._run.model
         model = self.strategy.for_evaluation(wrapper)
-        with kept_modes(wrapper):
+        with preserved_modes(wrapper):
             try:
                 with torch.no_grad():
                     yield model.eval()

@@ -24,17 +24,17 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
         dtype: The dtype of the copies; None changes nothing.
         keep_on: The device that holds the original weights meanwhile; None does not move them.
     """
-    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    originals: list[tuple[nn.Module, str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
     devices: list[tuple[torch.Tensor, torch.device]] = []
     for module in model.modules() if dtype is not None else ():
         # With every name: a module may hold one tensor under several.
-        own: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
-        for name, tensor in chain(module.named_parameters(**own), module.named_buffers(**own)):
+        options: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in chain(module.named_parameters(**options), module.named_buffers(**options)):
             if tensor.is_floating_point() and tensor.dtype is not dtype:
-                places.append((module, name, tensor))
+                originals.append((module, name, tensor))
     try:
-        for module, name, tensor in places:
+        for module, name, tensor in originals:
             # Several modules may share one tensor.
             if id(tensor) not in copies:
                 copy = tensor.detach().to(dtype)
@@ -49,7 +49,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
     finally:
         for tensor, device in devices:
             tensor.data = tensor.data.to(device)
-        for module, name, tensor in places:
+        for module, name, tensor in originals:
             setattr(module, name, tensor)
 
 
@@ -90,16 +90,16 @@ def switch_cache_off(model: nn.Module) -> Undo | None:
     Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
     recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
     """
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
+    unique_configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = [config for config in unique_configs.values() if getattr(config, "use_cache", None)]
     if not configs:
         return None
-    before = [config.use_cache for config in configs]
+    former_values = [config.use_cache for config in configs]
     for config in configs:
         config.use_cache = False
 
     def undo() -> None:
-        for config, value in zip(configs, before, strict=True):
+        for config, value in zip(configs, former_values, strict=True):
             config.use_cache = value
 
     return undo
@@ -117,20 +117,20 @@ def align_special_tokens(model: nn.Module, tool: Any) -> dict[str, int]:
     config = config.get_text_config()  # type: ignore[union-attr]
     changed: dict[str, int] = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        token, own = getattr(tokenizer, name, None), _tokens_of(config, name)
-        known = generation is None or token in _tokens_of(generation, name)
-        if token is None or (token in own and known):
+        token, config_tokens = getattr(tokenizer, name, None), _tokens_of(config, name)
+        is_aligned = generation is None or token in _tokens_of(generation, name)
+        if token is None or (token in config_tokens and is_aligned):
             continue
-        ends, is_list = name == "eos_token_id", isinstance(getattr(config, name, None), list)
-        others = [each for each in own if each != token]
-        setattr(config, name, [token, *others] if ends and is_list else token)
+        is_end_token, is_list = name == "eos_token_id", isinstance(getattr(config, name, None), list)
+        other_tokens = [other for other in config_tokens if other != token]
+        setattr(config, name, [token, *other_tokens] if is_end_token and is_list else token)
         if generation is not None:
-            others = [each for each in _tokens_of(generation, name) if each not in (None, token)]
-            setattr(generation, name, [token, *others] if ends else token)
+            other_tokens = [other for other in _tokens_of(generation, name) if other not in (None, token)]
+            setattr(generation, name, [token, *other_tokens] if is_end_token else token)
         changed[name] = token
     return changed
 
 
 def _tokens_of(config: Any, name: str) -> list[Any]:
-    found = getattr(config, name, None)
-    return found if isinstance(found, list) else [found]
+    tokens = getattr(config, name, None)
+    return tokens if isinstance(tokens, list) else [tokens]

@@ -81,7 +81,7 @@ class TrainingChecks:
                 "too, and it ends early. Remove lr_scheduler.step() from callbacks and from the training step."
             )
         if any(parameter.requires_grad for _, parameter in self._frozen):
-            held = self._objects.held()
+            held = self._objects.parameter_ids()
             names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             if names:
@@ -114,7 +114,7 @@ class TrainingChecks:
         is_static = getattr(self._parts.wrapped, "static_graph", False)
         if is_searching is False and not is_static and is_separate and unused:
             raise unused_parameters(unused)
-        held, groups = self._objects.held(), optimizer.param_groups
+        held, groups = self._objects.parameter_ids(), optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(
                 "The first update changed nothing: no parameter had a gradient. Compute the loss from the model's "

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.datasets import has_length, has_state, kept_in_place
+from hftrain.data.datasets import has_length, has_state, preserved_data
 from hftrain.data.feed import TrainFeed
 from hftrain.data.limits import Limits
 
@@ -66,7 +66,7 @@ class FirstBatches:
         return min(len(self._loader), self.num_first)
 
     def __iter__(self) -> Iterator[Any]:
-        with kept_in_place(getattr(self._loader, "dataset", None)):
+        with preserved_data(getattr(self._loader, "dataset", None)):
             yield from islice(self._loader, self.num_first)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.datasets import has_length, has_state, set_dataset_epoch, whole_dataset
-from hftrain.data.mixing import MixtureSampler, dealt, shares_at, update_of
+from hftrain.data.mixing import MixtureSampler, deal_sets, shares_at, update_of
 from hftrain.data.samplers import is_cut
 from hftrain.data.seeding import derive_seed
 from hftrain.data.sharding import DispatchLoader
@@ -318,7 +318,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
             last, place, seed = self.history[-1], self._common(at.start), derive_seed(self.seed, self.epoch, at.start)
             shares, _, until = shares_at(self, self.epoch, place)
             left = np.where(at.passes, 0, math.inf) if self.is_once else None
-            windows = dealt(shares, window=self.window, seed=seed, total=limit - place, left=left)
+            windows = deal_sets(shares, window=self.window, seed=seed, total=limit - place, left=left)
             numbers = chain.from_iterable(map(np.ndarray.tolist, windows))
             for number in islice(numbers, at.position - at.start, None):
                 # Weights may also have been changed since.

@@ -151,7 +151,7 @@ class Consensus:
         self._is_taken.set()
         return request
 
-    def left_over(self) -> str | None:
+    def unhandled_stop(self) -> str | None:
         """Return a requested stop that `due` never returned."""
         stop, agreement = strongest(self._requests.intersection(STOPS)), self._agreement
         # The agreed boundary may be after the end of the run.
@@ -254,7 +254,7 @@ class Consensus:
         decision = self._exchange("round", number, note, _decide, self._gives_up())
         if decision is None:
             return self._continue_alone()
-        # In this order: at any time, one of the two shows a stop, see `left_over`.
+        # In this order: at any time, one of the two shows a stop, see `unhandled_stop`.
         self._agreement = decision[0], int(decision[1])
         self._forget(decision[0])
         if self.on_stop is not None and decision[0] == "SIGTERM":
@@ -299,7 +299,7 @@ class Consensus:
 
     def _end_if_asked(self, reason: str) -> None:
         """End this process at once if it must stop: its main thread may wait for the others forever."""
-        stop = self.left_over()
+        stop = self.unhandled_stop()
         if stop is not None:
             logger.error("%s ends the process at once and nothing is saved: %s.", stop, reason)
             end_process(128 + signal.Signals[stop])

@@ -27,14 +27,14 @@ class NoModelError(ConfigError, RuntimeError):
 def check_arguments(args: Any) -> None:
     """Raise unless the arguments are hftrain's: another library's have other fields and defaults."""
     if not isinstance(args, TrainingArguments):
-        kind = type(args)
-        whole = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        cls = type(args)
+        full_name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
         remedy = "Call Trainer(model, TrainingArguments(output_dir), ...)"
-        if kind.__name__.endswith("TrainingArguments"):
-            remedy = f"Import {kind.__name__} from hftrain; the settings have the same names"
+        if cls.__name__.endswith("TrainingArguments"):
+            remedy = f"Import {cls.__name__} from hftrain; the settings have the same names"
         elif isinstance(args, dict):
             remedy = "Pass TrainingArguments(**settings)"
-        raise ConfigError(f"Cannot use {whole} as args:", "it must be hftrain's TrainingArguments.", f"{remedy}.")
+        raise ConfigError(f"Cannot use {full_name} as args:", "it must be hftrain's TrainingArguments.", f"{remedy}.")
 
 
 def check_model(model: Any, model_init: Any) -> None:
@@ -113,15 +113,15 @@ def check_parts(
 
 def refusing_unknown(init: Init) -> Init:
     """Make a constructor raise for unknown keywords with a remedy; its signature is unchanged."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
+    keywords = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
-            if name not in known:
-                kind = type(self).__name__
-                asked = f"Cannot pass {name}= to {kind}: there is no such argument."
-                raise UnknownArgumentError(asked, "", extra("mistakes").answer_keyword(name, known))
+            if name not in keywords:
+                class_name = type(self).__name__
+                problem = f"Cannot pass {name}= to {class_name}: there is no such argument."
+                raise UnknownArgumentError(problem, "", extra("mistakes").answer_keyword(name, keywords))
         init(self, *args, **kwargs)
 
     return cast(Init, checked)

@@ -37,9 +37,9 @@ _MAX_COLUMNS = 4
 
 def check_kind(dataset: Any, role: str) -> None:
     """Raise if something other than a dataset, or None, was given as `role`: ``"train_dataset"`` and so on."""
-    found = _find_problem(dataset, role)
-    if found is not None:
-        reason, remedy = found
+    problem = _find_problem(dataset, role)
+    if problem is not None:
+        reason, remedy = problem
         raise ConfigError(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy)
 
 
@@ -57,28 +57,28 @@ def check_train_data(args: TrainingArguments, dataset: Any, limits: Limits) -> N
 
 def check_with_datasets(args: TrainingArguments, task: TaskModule, collator: Any, datasets: Iterable[Any]) -> None:
     """Let datasets that have `check_run`, also within torch's Subset and the like, refuse a run; and packed batches."""
-    if "DataCollatorWithFlattening" in (kind.__name__ for kind in type(collator).__mro__):
+    if "DataCollatorWithFlattening" in (base_class.__name__ for base_class in type(collator).__mro__):
         extra("packing").check_flattening(args, task, collator)
     for dataset in datasets:
         if hasattr(dataset, "check_run"):
             dataset.check_run(args, task.model, collator)
         elif isinstance(dataset, Dataset):
-            inner = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
-            check_with_datasets(args, task, collator, inner)
+            inner_datasets = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
+            check_with_datasets(args, task, collator, inner_datasets)
 
 
 def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loader: bool) -> None:
     """Raise if evaluations are planned without data, or on an empty set."""
     if args.eval_strategy == "no":
         return
-    asked = f"Cannot use eval_strategy={str(args.eval_strategy)!r}."
+    problem = f"Cannot use eval_strategy={str(args.eval_strategy)!r}."
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     for name, dataset in sets.items():
         if has_length(dataset) and len(dataset) == 0:
-            raise ConfigError(asked, f"{name} is empty.", "Pass a dataset with at least one sample.")
+            raise ConfigError(problem, f"{name} is empty.", "Pass a dataset with at least one sample.")
     if (eval_dataset is None or not sets) and not has_own_loader:
         remedy = "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'."
-        raise ConfigError(asked, "There is no eval_dataset to evaluate on.", remedy)
+        raise ConfigError(problem, "There is no eval_dataset to evaluate on.", remedy)
 
 
 def check_one_set(dataset: Any) -> None:
@@ -136,17 +136,17 @@ def batch_columns(task: TaskModule, dataset: Any, collator: Any) -> set[str] | N
 
 def check_inputs(model: nn.Module, columns: Iterable[str]) -> None:
     """Raise if the model needs an input that is not a column of the training data."""
-    missing = [
+    missing_inputs = [
         name
         for name, parameter in forward_parameters(model).items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and name not in columns
     ]
-    if missing:
+    if missing_inputs:
         raise TaskError(
             "Cannot train on this dataset:",
-            f"{type(model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
+            f"{type(model).__name__}.forward needs {', '.join(missing_inputs)}, and the columns that make a batch "
             f"are {', '.join(sorted(columns))}.",
             "Add the column, rename one, or pass a data_collator that makes it.",
         )
@@ -207,7 +207,7 @@ def _are_columns(dataset: list[Any] | tuple[Any, ...]) -> bool:
 def _is_column(value: Any) -> bool:
     if hasattr(value, "column_names"):
         return False
-    is_list = isinstance(value, (list, tuple)) and not any(isinstance(each, Mapping) for each in value[:1])
+    is_list = isinstance(value, (list, tuple)) and not any(isinstance(element, Mapping) for element in value[:1])
     return is_list or hasattr(value, "shape")
 
 

@@ -40,29 +40,29 @@ def check_best_metric(
     """
     if args.metric_for_best_model is None:
         return
-    wanted = best_metric_key(args.metric_for_best_model)
-    is_never_there = wanted == "eval_loss" and isinstance(eval_dataset, Mapping)
-    sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
-    if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
-        _look_for_metric(wanted, task, {} if compute_metrics is not None else task.metrics("eval"), sets)
+    key = best_metric_key(args.metric_for_best_model)
+    has_no_total = key == "eval_loss" and isinstance(eval_dataset, Mapping)
+    loss_keys = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
+    if not has_no_total and (compute_metrics is not None or not isinstance(task, ModelTask)):
+        _look_for_metric(key, task, {} if compute_metrics is not None else task.metrics("eval"), loss_keys)
         return
-    if wanted not in sets:
+    if key not in loss_keys:
         raise ConfigError(
             f"Cannot use metric_for_best_model={args.metric_for_best_model!r}.",
             "Without compute_metrics an evaluation reports the loss alone.",
-            f"Pass compute_metrics, or set metric_for_best_model to {' or '.join(map(repr, sets))}.",
+            f"Pass compute_metrics, or set metric_for_best_model to {' or '.join(map(repr, loss_keys))}.",
         )
 
 
-def _look_for_metric(wanted: str, task: TaskModule, metrics: Mapping[str, Any], losses: Sequence[str]) -> None:
+def _look_for_metric(key: str, task: TaskModule, metrics: Mapping[str, Any], losses: Sequence[str]) -> None:
     """Say at the start that no metric of a task has the wanted name; `StepOutput.logs` may still bring it."""
     names = [f"{loss.removesuffix('loss')}{name}" for loss in losses for name in metrics]
     is_known = isinstance(metrics, Mapping) and not any(isinstance(each, nn.ModuleDict) for each in metrics.values())
-    if names and is_known and wanted not in (*names, *losses):
+    if names and is_known and key not in (*names, *losses):
         logger.warning(
             "metric_for_best_model asks for %r, and the metrics of %s are %s. Correct the name, unless evaluation_step "
             "returns it in StepOutput(logs=...); otherwise the first evaluation ends the run.",
-            wanted, type(task).__name__, ", ".join((*names, "eval_loss")),
+            key, type(task).__name__, ", ".join((*names, "eval_loss")),
         )  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def check_batches(args: TrainingArguments, strategy: Strategy, name: str, datase
     options = loader_options(args, is_training=False)
     if not args.dataloader_drop_last or not has_length(dataset):
         return
-    own, samples = shard_plan(args, strategy.data, is_training=False), range(len(dataset))
-    plans = [replace(own, rank=rank) for rank in range(own.world_size)]
+    own_plan, samples = shard_plan(args, strategy.data, is_training=False), range(len(dataset))
+    plans = [replace(own_plan, rank=rank) for rank in range(own_plan.world_size)]
     if not any(len(build_loader(samples, plan, collate=list, **options)) for plan in plans):
         raise ConfigError(
             f"Cannot use eval_strategy={str(args.eval_strategy)!r}.",
@@ -132,15 +132,15 @@ def check_columns(
     args: TrainingArguments, model: nn.Module, label_names: Sequence[str], name: str, columns: set[str]
 ) -> None:
     """Raise if the columns of an evaluation's batches lack what `compute_metrics` needs."""
-    labels, main, lacking = list(label_names), getattr(model, "main_input_name", "input_ids"), None
+    labels, main_input, gap = list(label_names), getattr(model, "main_input_name", "input_ids"), None
     if labels and not set(labels) <= columns:
-        lacking = f"labels ({', '.join(labels)})"
+        gap = f"labels ({', '.join(labels)})"
         remedy = "Name the label columns in label_names, add them to the data, or leave compute_metrics out."
-    elif "inputs" in args.include_for_metrics and main not in columns:
-        lacking = f"main input {main!r}"
+    elif "inputs" in args.include_for_metrics and main_input not in columns:
+        gap = f"main input {main_input!r}"
         remedy = "Set main_input_name on the model to the column that it is to get."
-    if lacking:
-        reason = f"The evaluation set {name!r} has no {lacking} for it, only {', '.join(sorted(columns))}."
+    if gap:
+        reason = f"The evaluation set {name!r} has no {gap} for it, only {', '.join(sorted(columns))}."
         raise TaskError("Cannot use compute_metrics.", reason, remedy)
 
 
@@ -160,9 +160,9 @@ def check_evaluation(args: Any, *, strategy: Strategy, task: TaskModule) -> None
             "There is one loop, evaluation_loop, with the results of the older one.",
             "Leave it out; a subclass overrides evaluation_loop.",
         )
-    plain_only = {"past_index": args.past_index >= 0, "jit_mode_eval": args.jit_mode_eval}
-    if any(plain_only.values()) and not isinstance(task, ModelTask):
-        name = next(name for name, is_on in plain_only.items() if is_on)
+    plain_settings = {"past_index": args.past_index >= 0, "jit_mode_eval": args.jit_mode_eval}
+    if any(plain_settings.values()) and not isinstance(task, ModelTask):
+        name = next(name for name, is_on in plain_settings.items() if is_on)
         raise ConfigError(
             f"Cannot use {name}={getattr(args, name)!r} with {type(task).__name__}.",
             "A task calls its model in its own way.",

@@ -50,7 +50,7 @@ def check_call(role: str, function: Callable[..., Any]) -> None:
     check_callable(role, function)
     if role not in _CALLS:
         return
-    num_positional, keyword, written = _CALLS[role]
+    num_positional, keyword, signature_text = _CALLS[role]
     name = getattr(function, "__name__", type(function).__name__)
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise TaskError(f"Cannot use the class {name} as {role}:", "calling it makes a module.", f"Pass {name}().")
@@ -67,15 +67,15 @@ def check_call(role: str, function: Callable[..., Any]) -> None:
             reason = reason or str(error)
     raise TaskError(
         f"Cannot call {name} as {role} ({reason}):",
-        f"it is called as {role}{written}.",
+        f"it is called as {role}{signature_text}.",
         f"Pass an instance: {name}()." if isinstance(function, type) else "Give it these parameters.",
     )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
     """Raise unless the optimizer has parameters of the model, and the schedule belongs to that optimizer."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
+    parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in parameter_ids for parameter in model.parameters()):
         raise ConfigError(
             f"Cannot train {type(model).__name__} with this {type(optimizer).__name__}:",
             "it holds none of the model's parameters, so nothing would change.",
@@ -95,12 +95,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
         check_call("schedule.step", schedule.step)
 
 
-def check_step(kind: type[torch.optim.Optimizer]) -> None:
+def check_step(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Raise if an optimizer's step calls the model again, as LBFGS does."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"Cannot train with {kind.__name__}.",
+            f"Cannot train with {optimizer_class.__name__}.",
             "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
             "accumulation and the scaling of the loss would not reach what the closure computes.",
             "Use another optimizer, or step it in training_step of a task with automatic_optimization = False.",
@@ -113,8 +113,8 @@ def read_optimizers(task: TaskModule) -> tuple[Any, Any]:
     Accepts None, an optimizer, a pair with its schedule, Lightning's ``{"optimizer": ..., "lr_scheduler": ...}``, and
     any of these by names.
     """
-    made = task.configure_optimizers()
-    if task.automatic_optimization and (made is None or isinstance(made, Optimizer)):
-        return made, None
-    optimizer, schedule = extra("own_optimizers").read_own(task, made)
+    result = task.configure_optimizers()
+    if task.automatic_optimization and (result is None or isinstance(result, Optimizer)):
+        return result, None
+    optimizer, schedule = extra("own_optimizers").read_own(task, result)
     return optimizer, schedule

@@ -21,7 +21,7 @@ from hftrain.storage.tensors import plain_containers
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
-_STATE = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, text, lists and dictionaries."
+_STATE_REMEDY = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, text, lists and dictionaries."
 
 
 def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Strategy) -> None:
@@ -66,7 +66,7 @@ def watch_states(
     schedule: Any,
     loops: Mapping[str, Any],
     *,
-    own: Callable[[], Any],
+    read_own: Callable[[], Any],
     pending: list[Callable[[], None]],
     is_overridden: Callable[[str], bool],
 ) -> None:
@@ -75,18 +75,18 @@ def watch_states(
     Checks now, before the first step, and again after it, when the optimizer has its state.
 
     Args:
-        own: Returns the other state that each process saves.
+        read_own: Returns the other state that each process saves.
         pending: Functions that the loop calls at the end of each step, see `FitParts`; mutated.
     """
 
     def check() -> None:
-        in_use = [loop for stage, loop in loops.items() if stage != "fit" or loop.is_attached]
-        states: dict[str, Any] = {f"the state of {type(loop).__name__}": loop.state_dict for loop in in_use}
-        states["the state of the training data"] = own
+        used_loops = [loop for stage, loop in loops.items() if stage != "fit" or loop.is_attached]
+        states: dict[str, Any] = {f"the state of {type(loop).__name__}": loop.state_dict for loop in used_loops}
+        states["the state of the training data"] = read_own
         if not is_overridden("_save_optimizer_and_scheduler"):
             # A sharded optimizer's state is gathered at each save; only its settings are checked here.
-            whole = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
-            states[f"the state of {type(optimizer).__name__}"] = whole
+            read = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
+            states[f"the state of {type(optimizer).__name__}"] = read
             if schedule is not None:
                 # Without a state_dict(), it cannot be saved itself.
                 states[f"the state of {type(schedule).__name__}"] = getattr(schedule, "state_dict", lambda: schedule)
@@ -102,9 +102,9 @@ def watch_states(
 
 
 def _check_states(states: Mapping[str, Callable[[], Any]]) -> None:
-    for name, read in states.items():
+    for name, read_state in states.items():
         try:
-            state = read()
+            state = read_state()
         except Exception:
             # Some objects have no state before they are used.
             continue
@@ -122,21 +122,21 @@ def check_saves(
     model: nn.Module,
     callbacks: Sequence[Any],
     *,
-    is_own: bool,
+    saves_itself: bool,
 ) -> None:
     """Raise if the state of the model, the task or a callback cannot be saved.
 
     Args:
-        is_own: Whether the user's class writes checkpoints or models itself.
+        saves_itself: Whether the user's class writes checkpoints or models itself.
     """
-    if not is_own:
+    if not saves_itself:
         # A split model's weights are gathered at each save; only its configurations are checked here.
         check_saveable(model, {} if strategy.shards_model else model.state_dict(), safe=bool(args.save_safetensors))
-    foreign = [name for name, value in task_state(task).items() if not isinstance(value, torch.Tensor)]
-    if foreign and not is_own:
+    foreign_names = [name for name, value in task_state(task).items() if not isinstance(value, torch.Tensor)]
+    if foreign_names and not saves_itself:
         raise CheckpointError(
             f"Cannot save what {type(task).__name__} holds next to its model:",
-            f"{', '.join(foreign)} is not a tensor.",
+            f"{', '.join(foreign_names)} is not a tensor.",
             "Return a tensor from get_extra_state(), or keep the state in buffers that are written in place.",
         )
     for callback in callbacks:
@@ -148,17 +148,17 @@ def check_saves(
                 raise ConfigError(
                     f"Cannot save the state of the callback {type(callback).__name__}:",
                     f"it cannot be written as JSON: {error}.",
-                    _STATE,
+                    _STATE_REMEDY,
                 ) from error
             except NotImplementedError as error:
-                raise ConfigError("Cannot save the state of a callback.", str(error), _STATE) from error
+                raise ConfigError("Cannot save the state of a callback.", str(error), _STATE_REMEDY) from error
             except Exception:
                 # Some callbacks have no state before the run begins.
                 continue
-            owner = next((kind for kind in type(callback).__mro__ if "from_state" in vars(kind)), None)
+            owner = next((parent for parent in type(callback).__mro__ if "from_state" in vars(parent)), None)
             if owner is ExportableState and (not isinstance(state, Mapping) or state.keys() - {"args", "attributes"}):
                 raise ConfigError(
                     f"Cannot restore the state of the callback {type(callback).__name__}:",
                     f"its state() returned {describe(state)}, and only 'args' and 'attributes' are restored.",
-                    _STATE,
+                    _STATE_REMEDY,
                 )

@@ -50,13 +50,13 @@ def _check_generates(strategy: Strategy) -> None:
 
 def check_local_rank(args: TrainingArguments) -> None:
     """Raise if `local_rank` differs from the launcher's."""
-    launched = read_launch().local_rank
-    if args.local_rank not in (-1, launched):
+    launch_rank = read_launch().local_rank
+    if args.local_rank not in (-1, launch_rank):
         raise ConfigError(
             f"Cannot use local_rank={args.local_rank}.",
             "The launcher decides the rank, and it does not say so.",
             "Launch with torchrun, and leave local_rank out.",
-            launched=launched,
+            launched=launch_rank,
         )
 
 

@@ -67,24 +67,24 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
 
 def check_task(task: TaskModule) -> None:
     """Raise unless the task has a `model` with every trainable parameter, and valid methods."""
-    kind = type(task).__name__
-    hidden = [name for name, _ in task.named_children() if callable(getattr(TaskModule, name, None))]
-    if hidden:
+    class_name = type(task).__name__
+    hidden_names = [name for name, _ in task.named_children() if callable(getattr(TaskModule, name, None))]
+    if hidden_names:
         raise TaskError(
-            f"Cannot use {kind}.{hidden[0]}:",
-            f"{hidden[0]}() is a method of every TaskModule.",
+            f"Cannot use {class_name}.{hidden_names[0]}:",
+            f"{hidden_names[0]}() is a method of every TaskModule.",
             "Give the child another name.",
         )
     if "model" not in dict(task.named_children()):
         raise TaskError(
-            f"Cannot use {kind} as a task:",
+            f"Cannot use {class_name} as a task:",
             "it has no child called 'model', which is what a strategy places and wraps.",
             "Assign the network to self.model in __init__ (after super().__init__()).",
         )
     outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
     if outside:
         raise TaskError(
-            f"Cannot use {kind} as a task:",
+            f"Cannot use {class_name} as a task:",
             f"it has trainable parameters outside its model ({', '.join(outside[:5])}), "
             "which no strategy would synchronise or shard.",
             "Move them into the module assigned to self.model.",
@@ -97,29 +97,29 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
     """Raise if a setting that only applies to plain models is given with a custom task."""
     if isinstance(task, ModelTask):
         return
-    given = {
+    settings = {
         "compute_loss_func": compute_loss_func,
         "label_smoothing_factor": args.label_smoothing_factor or None,
         "label_names": args.label_names,
         "count_items": count_items,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if given:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if settings:
         raise ConfigError(
-            f"Cannot use {', '.join(given)} with {type(task).__name__}.",
+            f"Cannot use {', '.join(settings)} with {type(task).__name__}.",
             "A task computes its own loss and knows its own labels.",
             "Do it in the task's training_step, evaluation_step and count_items.",
-            **given,
+            **settings,
         )
 
 
-def _check_names(kind: type[TaskModule]) -> None:
-    if lightning_base(kind) is not None:
+def _check_names(task_class: type[TaskModule]) -> None:
+    if lightning_base(task_class) is not None:
         # The class works with both libraries.
         return
     events = {**{event: event for event in EVENTS}, **names_elsewhere("events")}
     hooks = {name: f"Do it in {event} of a TrainerCallback." for name, event in events.items()}
-    warn_of_uncalled(kind, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("module_methods")})
+    warn_of_uncalled(task_class, {**hooks, **names_elsewhere("other_events"), **names_elsewhere("module_methods")})
 
 
 def _check_signatures(task: TaskModule) -> None:
@@ -133,9 +133,9 @@ def _check_signatures(task: TaskModule) -> None:
         try:
             signature.bind(*parameters)
         except TypeError as error:
-            given = {"batch": "the batch alone", "stage": "the stage, 'train' or 'eval',"}
+            descriptions = {"batch": "the batch alone", "stage": "the stage, 'train' or 'eval',"}
             raise TaskError(
                 f"Cannot call {type(task).__name__}.{name}{signature}:",
-                f"it is called with {given.get(*parameters) if parameters else 'no argument'} ({error}).",
+                f"it is called with {descriptions.get(*parameters) if parameters else 'no argument'} ({error}).",
                 f"Define {name}({', '.join(('self', *parameters))}).",
             ) from None

@@ -60,9 +60,9 @@ def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
     plan = plan_run(parts, resume, data.feed)
     counts = RunCounts(parts, model)
     start_state(parts, resume, num_steps=plan.max_steps, num_epochs=plan.length.num_epochs)
-    if resume is not None and plan.saved is not None and not is_foreign(resume):
+    if resume is not None and plan.manifest is not None and not is_foreign(resume):
         with restoring(resume):
-            manager.follow(plan.saved)
+            manager.follow(plan.manifest)
     if plan.is_reshaped and loop.unsupported:
         extra("own_loops").check_features(
             loop, {"reshaping": "a checkpoint of another number of processes or batch size"}

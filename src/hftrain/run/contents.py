@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 # Actions that may still be due at a step boundary when its checkpoint is saved; the resumed run does them first. One
 # requested by a signal does not wait for an evaluation that is due at the same boundary. One of a run's last step comes
 # before the actions at the end of the last epoch, and no further step would trigger them.
-LOG, EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("log", "evaluate", "save", "end_epoch", "end_run")
+LOG, EVALUATE, SAVE, END_EPOCH, END_RUN = _ACTIONS = ("log", "evaluate", "save", "end_epoch", "end_run")
 
 # For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
@@ -83,14 +83,14 @@ class Contents:
 
         def load_metric(facts: Mapping[str, Any]) -> None:
             metric.load_state_dict(facts)
-            saved, folder = self._plan.saved, self._folder
-            if saved is not None and saved.is_planned:
+            manifest, folder = self._plan.manifest, self._folder
+            if manifest is not None and manifest.is_planned:
                 is_here = folder.resolve().parent == parts.manager.output_dir.resolve()
-                metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
+                metric.note_saved(manifest.step, parts.output.text_of(folder) if is_here else str(folder))
 
         return {
             "position": Entry(Scope.MANIFEST, position),
-            "actions": Entry(Scope.MANIFEST, self._pending_facts, self._take_pending),
+            "actions": Entry(Scope.MANIFEST, self._pending_facts, self._restore_pending),
             "trained": Entry(Scope.MANIFEST, parts.trained.changes, parts.trained.repeat),
             "metric": Entry(Scope.MANIFEST, metric.state_dict, load_metric),
             "finiteness": Entry(Scope.MANIFEST, self.finiteness.state_dict, self.finiteness.load_state_dict),
@@ -99,15 +99,15 @@ class Contents:
 
     def _file_entries(self) -> dict[str, Entry]:
         parts, trainer, trained = self._parts, self._parts.trainer, self._parts.trained
-        in_training = parts.strategy, parts.wrapped, parts.optimizer, parts.precision
+        trained_parts = parts.strategy, parts.wrapped, parts.optimizer, parts.precision
 
         def check(folder: Path, state: dict[str, Any]) -> None:
             if is_foreign(folder):
                 extra("foreign_checkpoints").check_foreign_optimizer(state, parts.optimizer, folder)
 
         def read_precision(folder: Path) -> Any:
-            saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
-            return saved and saved.facts["geometry"]["precision"]
+            manifest = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.manifest
+            return manifest and manifest.facts["geometry"]["precision"]
 
         def load_schedule(folder: Path) -> None:
             if trainer.lr_scheduler is not None:
@@ -117,7 +117,7 @@ class Contents:
             return None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict()
 
         return {
-            **training_entries(*in_training, read_precision=read_precision, check=check),
+            **training_entries(*trained_parts, read_precision=read_precision, check=check),
             SCHEDULER: Entry(Scope.WHOLE, schedule, load_schedule),
             OUTSIDE_WEIGHTS: Entry(Scope.WHOLE, trained.state_dict, trained.load, write=save_tensors),
             DECLARED_OBJECTS: Entry(Scope.WHOLE, self.objects.state_dict, self.objects.load),
@@ -129,9 +129,9 @@ class Contents:
         device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
 
         def load_data(state: Any) -> None:
-            assert plan.saved is not None
+            assert plan.manifest is not None
             # If several processes read a stream, the position of each differs from the common one.
-            is_shared = {plan.saved.facts["geometry"]["world_size"], parts.strategy.data.world_size} != {1}
+            is_shared = {plan.manifest.facts["geometry"]["world_size"], parts.strategy.data.world_size} != {1}
             if plan.is_reshaped and isinstance(state, dict):
                 state.pop("ahead", None)
             feed.load_state_dict(None if plan.is_reshaped and feed.is_stream and is_shared else state)
@@ -148,26 +148,26 @@ class Contents:
                     ", ".join(unknown),
                 )
 
-        def load_memory(past: Any) -> None:
+        def load_memory(hidden_states: Any) -> None:
             if parts.progress.micro_steps_in_epoch and not plan.is_reshaped and parts.args.past_index >= 0:
-                computing.past = parts.strategy.to_device(past)
+                computing.past = parts.strategy.to_device(hidden_states)
 
-        own = partial(Entry, Scope.RANK)
+        rank_entry = partial(Entry, Scope.RANK)
         return {
-            "epoch_rng": own(lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
-            "data": own(feed.state_dict, load_data),
-            "loss_window": own(losses.state_dict, load_losses, {}),
-            "log_window": own(logs.state_dict, partial(logs.load_state_dict, device=device), {}),
-            "train_metrics": own(lambda: metric_states(task.metrics("train")), load_metrics, {}),
-            "loops": own(lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
-            "generators": own(self.objects.generator_states, self.objects.load_generators, {}),
-            "past": own(lambda: computing.past, load_memory),
+            "epoch_rng": rank_entry(lambda: self._epoch_rng, partial(setattr, self, "_epoch_rng"), {}),
+            "data": rank_entry(feed.state_dict, load_data),
+            "loss_window": rank_entry(losses.state_dict, load_losses, {}),
+            "log_window": rank_entry(logs.state_dict, partial(logs.load_state_dict, device=device), {}),
+            "train_metrics": rank_entry(lambda: metric_states(task.metrics("train")), load_metrics, {}),
+            "loops": rank_entry(lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            "generators": rank_entry(self.objects.generator_states, self.objects.load_generators, {}),
+            "past": rank_entry(lambda: computing.past, load_memory),
         }
 
     def _pending_facts(self) -> dict[str, Any]:
         """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
         control, progress = self._parts.control, self._parts.progress
-        due = {
+        is_pending = {
             LOG: control.should_log,
             EVALUATE: control.should_evaluate,
             # A save that was requested without an evaluation is done by this checkpoint.
@@ -178,11 +178,11 @@ class Contents:
         # At the end of an incomplete epoch, a callback has stopped the run or the epoch.
         is_planned = self.is_planned and (self._parts.loop.is_within_epoch or not progress.micro_steps_in_epoch)
         unplanned = {} if is_planned else {"is_planned": False}
-        return {"left": [name for name in _KNOWN if due[name]], **unplanned}
+        return {"left": [name for name in _ACTIONS if is_pending[name]], **unplanned}
 
-    def _take_pending(self, facts: Mapping[str, Any]) -> None:
-        left = facts.get("left")
-        self.pending = frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)
+    def _restore_pending(self, facts: Mapping[str, Any]) -> None:
+        action_names = facts.get("left")
+        self.pending = frozenset(name for name in _ACTIONS if isinstance(action_names, list) and name in action_names)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -210,23 +210,23 @@ class Contents:
         data's order is drawn, and `Run._finish_resume`, once the data is open, those of the next step; then it does the
         actions that were still due.
         """
-        parts, saved = self._parts, self._plan.saved
-        assert saved is not None
+        parts, manifest = self._parts, self._plan.manifest
+        assert manifest is not None
         self._folder = folder
         if not is_foreign(folder):
-            check_equal(saved.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=saved.step)
-        self.registry.load(Scope.MANIFEST, lambda *_: saved.facts)
-        rates = base_rates(parts.optimizer)
+            check_equal(manifest.facts["geometry"], {"optimizer": type(parts.optimizer).__name__}, step=manifest.step)
+        self.registry.load(Scope.MANIFEST, lambda *_: manifest.facts)
+        former_rates = base_rates(parts.optimizer)
         parts.hooks.load_optimizer_and_scheduler(str(folder))
         if not is_foreign(folder):
-            report_changed_arguments(parts.args, folder, saved_rates=base_rates(parts.optimizer), rates=rates)
-        own = load_own(folder, parts.strategy, saved.facts["geometry"])
-        self.registry.load(Scope.RANK, own.get)
+            report_changed_arguments(parts.args, folder, saved_rates=base_rates(parts.optimizer), rates=former_rates)
+        rank_state = load_own(folder, parts.strategy, manifest.facts["geometry"])
+        self.registry.load(Scope.RANK, rank_state.get)
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
         with preserved_rng():  # check now, rather than in the loop, that they are valid
-            for numbers in (self._epoch_rng, own) if self._epoch_rng else (own,):
-                restore_rng(numbers)
-        self._rank_state = own
+            for rng_state in (self._epoch_rng, rank_state) if self._epoch_rng else (rank_state,):
+                restore_rng(rng_state)
+        self._rank_state = rank_state
         if parts.args.ignore_data_skip:
             # Documented: start the epoch's data again, with the current random numbers.
             self._rank_state, parts.progress.micro_steps_in_epoch, parts.progress.offset_in_epoch = {}, 0, 0
@@ -263,23 +263,22 @@ class Contents:
 def checkpoint_bytes(parts: RunParts) -> int:
     """Return about how many bytes a checkpoint takes on the disk of this process's committer. Collective."""
     args, strategy, model, optimizer = parts.args, parts.strategy, parts.wrapped, parts.optimizer
-    own = 0
-    shards = strategy.model_shards(model)
+    num_bytes, shards = 0, strategy.model_shards(model)
     if shards is not None:
-        own += tree_bytes(shards)
+        num_bytes += tree_bytes(shards)
     elif args.should_save:
-        own += _whole_bytes(strategy, model)
+        num_bytes += _whole_bytes(strategy, model)
     if args.should_save:
         named = (*parts.task.named_parameters(), *parts.task.named_buffers())
-        own += tree_bytes([each for name, each in named if not name.startswith("model.")])
+        num_bytes += tree_bytes([tensor for name, tensor in named if not name.startswith("model.")])
     if not args.save_only_model:
-        split = strategy.optimizer_shards(model, optimizer)
-        if split is not None:
-            own += tree_bytes(split[1])
+        optimizer_shards = strategy.optimizer_shards(model, optimizer)
+        if optimizer_shards is not None:
+            num_bytes += tree_bytes(optimizer_shards[1])
         elif args.should_save:
-            own += tree_bytes(optimizer.state_dict())
-    total = own if args.save_on_each_node else int(strategy.reduce(torch.tensor(own)))
-    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
+            num_bytes += tree_bytes(optimizer.state_dict())
+    total_bytes = num_bytes if args.save_on_each_node else int(strategy.reduce(torch.tensor(num_bytes)))
+    return int(total_bytes * _ALLOWANCE) + _ALLOWANCE_BYTES
 
 
 def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:

@@ -51,8 +51,8 @@ class TokenCounter:
         counts = [int(self.count(batch)) for batch in islice(batches, max_batches)]
         if not counts or max_batches is None:
             return sum(counts)
-        rounds, rest = divmod(max_batches, len(counts))
-        return rounds * sum(counts) + sum(counts[:rest])
+        rounds, num_remaining = divmod(max_batches, len(counts))
+        return rounds * sum(counts) + sum(counts[:num_remaining])
 
     def count(self, batch: Any) -> Count:
         """Return the number of tokens: a plain number, or a 0-d tensor if reading it could synchronise."""
@@ -123,9 +123,8 @@ class RunCounts:
         self._trainer.current_flos += self._flos
         self._flos = 0
         if self._counts_tokens:
-            tokens = self._data.reduce(torch.as_tensor(self._tokens), op="sum")
+            self._state.num_input_tokens_seen += int(self._data.reduce(torch.as_tensor(self._tokens), op="sum"))
             self._tokens = 0
-            self._state.num_input_tokens_seen += int(tokens)
 
     def store(self) -> None:
         """Update the documented counts of tokens and floating-point operations; collective."""
@@ -145,7 +144,7 @@ class RunCounts:
         return (self._state.num_input_tokens_seen - self._first_tokens) // self._data.world_size
 
 
-def samples_since(first: Progress, now: Progress, data: Ranks) -> int:
+def samples_since(first: Progress, current: Progress, data: Ranks) -> int:
     """Return the samples that all data ranks have trained on since `first`; collective."""
-    own = (now.samples - first.samples) // data.world_size
-    return int(data.reduce(torch.tensor(own), op="sum"))
+    num_own = (current.samples - first.samples) // data.world_size
+    return int(data.reduce(torch.tensor(num_own), op="sum"))

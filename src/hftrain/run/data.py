@@ -39,12 +39,12 @@ class RunData:
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
         self._limits, self._expects_save = limits, expects_save
-        self.feed = self._open()
+        self.feed = self._open_feed()
 
     def replace(self, dataset: Any) -> TrainFeed:
         """Read another dataset from now on; collective."""
-        before, self.feed = self.feed, self._open(dataset)
-        self.feed.take_over(before)
+        former_feed, self.feed = self.feed, self._open_feed(dataset)
+        self.feed.take_over(former_feed)
         self._events.refresh(train_dataloader=self.feed.loader)
         return self.feed
 
@@ -54,7 +54,7 @@ class RunData:
         end_workers(self.feed.loader)
         self.feed.close()
 
-    def _open(self, *dataset: Any) -> TrainFeed:
+    def _open_feed(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed
         loader = self._open_loader(*dataset)
         for wrap in self._events.at_point("wrap_loader"):
@@ -63,12 +63,12 @@ class RunData:
         if dataset:
             end_workers(self.feed.loader)
         limits = self._limits
-        make = partial(extra("limits").LimitedFeed, limits=limits) if limits.of_training else TrainFeed
-        feed: TrainFeed = make(loader, seed=seed, expects_save=self._expects_save)
+        make_feed = partial(extra("limits").LimitedFeed, limits=limits) if limits.of_training else TrainFeed
+        feed: TrainFeed = make_feed(loader, seed=seed, expects_save=self._expects_save)
         if strategy.world_size > 1:
-            told = strategy.gather_object([strategy.data.rank, feed.own_seeds])
-            main, feed.own_seeds = told[0][1], next(own for rank, own in told if rank == strategy.data.rank)
+            gathered = strategy.gather_object([strategy.data.rank, feed.own_seeds])
+            main_seeds, feed.own_seeds = gathered[0][1], next(s for rank, s in gathered if rank == strategy.data.rank)
             # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.
             if any(map(is_rank_aware, samplers_of(loader))):
-                feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]
+                feed.own_seeds = [*main_seeds, *feed.own_seeds[len(main_seeds) :]]
         return feed

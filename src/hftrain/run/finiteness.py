@@ -65,42 +65,42 @@ class Rewind:
         folder = parts.output.share(newest, is_on_each_node=parts.args.save_on_each_node)
         if folder is None:
             return None
-        trains = {id(p): p.requires_grad for p in parts.model.parameters()}
+        was_trained = {id(p): p.requires_grad for p in parts.model.parameters()}
         parts.trained.go_back(read_manifest(folder).facts)
         self._objects.go_back(folder)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             parts.hooks.load_from_checkpoint(str(folder))
             parts.hooks.load_optimizer_and_scheduler(str(folder))
-        held, frozen = self._objects.held(), []
+        optimized_ids, frozen_names = self._objects.parameter_ids(), []
         for name, parameter in parts.model.named_parameters():
             # Whether a parameter trains that an optimizer still has is the position of the run, like its rate.
-            if id(parameter) in held:
-                parameter.requires_grad_(trains[id(parameter)])
-            elif trains[id(parameter)] and not parameter.requires_grad:
-                frozen.append(name)
+            if id(parameter) in optimized_ids:
+                parameter.requires_grad_(was_trained[id(parameter)])
+            elif was_trained[id(parameter)] and not parameter.requires_grad:
+                frozen_names.append(name)
         if strategy.is_main:
             logger.warning(
                 "Restored weights and optimizer from %s at step %d. The run continues with the next batches.%s",
                 *(folder.name, parts.state.global_step),
-                f" Frozen again, as in that checkpoint: {', '.join(frozen)}." if frozen else "",
+                f" Frozen again, as in that checkpoint: {', '.join(frozen_names)}." if frozen_names else "",
             )
         return folder
 
     @contextmanager
     def _schedules_go_on(self) -> Iterator[None]:
         """Restore the current state of schedules after optimizers and schedules were loaded."""
-        saved, schedule = self._objects.saved(), self._parts.trainer.lr_scheduler
-        optimizers = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
-        groups = [
+        saved_objects, schedule = self._objects.saved_objects(), self._parts.trainer.lr_scheduler
+        optimizers = [each for each in saved_objects if isinstance(each, torch.optim.Optimizer)]
+        settings_of_groups = [
             [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]
             for each in optimizers
         ]
-        schedules: list[Any] = [each for each in saved if isinstance(each, LRScheduler)]
+        schedules: list[Any] = [each for each in saved_objects if isinstance(each, LRScheduler)]
         schedules += [] if schedule is None else [schedule]
         states = [copy.deepcopy(each.state_dict()) for each in schedules]
         yield
-        for optimizer, kept in zip(optimizers, groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        for optimizer, saved_groups in zip(optimizers, settings_of_groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, saved_groups, strict=True):
                 group.update(settings)
         for schedule, state in zip(schedules, states, strict=True):
             schedule.load_state_dict(state)
@@ -119,27 +119,27 @@ class Finiteness:
         # The steps of this session at whose saves a weight or loss was not finite.
         self.found_steps: list[int] = []
         # Losses until the last planned save, and those since then that are not finite, over all processes.
-        self._num_losses = self._num_open = self._num_restores = 0
+        self._num_losses = self._num_open_losses = self._num_restores = 0
         if self._policy != "warn" and not saves_at_all(parts.args, parts.save_policy) and parts.strategy.is_main:
             warn_once(
                 f"SavePolicy(on_nonfinite={self._policy!r}) acts at saves, and save_strategy='no' plans none. Set "
                 "save_strategy, or every_s."
             )
         # The step of the last check, and of the last one that found everything finite.
-        self._step = self._finite_step = parts.progress.step
+        self._checked_step = self._finite_step = parts.progress.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts for the manifest."""
         facts = {"is_finite": self._is_finite, "restored_in_a_row": self._num_restores}
-        return facts | ({"nonfinite_losses": self._num_open} if self._num_open else {})
+        return facts | ({"nonfinite_losses": self._num_open_losses} if self._num_open_losses else {})
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
         """Restore the facts of a manifest."""
-        self._num_restores, self._num_open = facts.get("restored_in_a_row", 0), facts.get("nonfinite_losses", 0)
+        self._num_restores, self._num_open_losses = facts.get("restored_in_a_row", 0), facts.get("nonfinite_losses", 0)
 
     def begin(self) -> None:
         """Exclude the losses that the checkpoint's save has already checked, unless it was not planned."""
-        self._num_losses = self._parts.losses.total_nonfinite() - self._num_open * self._parts.strategy.is_main
+        self._num_losses = self._parts.losses.total_nonfinite() - self._num_open_losses * self._parts.strategy.is_main
 
     def check(self, *, is_planned: bool) -> None:
         """Check weights and losses, and warn, stop, or restore the last finite checkpoint; collective.
@@ -151,58 +151,58 @@ class Finiteness:
             NonFiniteError: On all processes, if the policy is to stop, or there is nothing to restore.
         """
         parts, strategy, step = self._parts, self._parts.strategy, self._parts.state.global_step
-        names, num_losses = self._nonfinite_names(), parts.losses.total_nonfinite() - self._num_losses
+        weight_names, num_losses = self._nonfinite_names(), parts.losses.total_nonfinite() - self._num_losses
         self._num_losses += num_losses * is_planned
-        self._num_open = 0
+        self._num_open_losses = 0
         has_losses = bool(num_losses) and parts.precision.policy.name != "fp16"
-        was_finite, self._is_finite = self._is_finite, strategy.all_true(not names and not has_losses)
-        is_later, self._step = step > self._step, step
+        was_finite, self._is_finite = self._is_finite, strategy.all_true(not weight_names and not has_losses)
+        is_later, self._checked_step = step > self._checked_step, step
         if self._is_finite:
             self._num_restores = 0 if is_later and is_planned else self._num_restores
             self._finite_step = step
             return
         self.found_steps.append(step)
-        told = strategy.gather_object([names, num_losses])
-        found = _describe(told, since=self._finite_step)
+        findings = strategy.gather_object([weight_names, num_losses])
+        description = _describe(findings, since=self._finite_step)
         if self._policy == "warn":
             if was_finite and strategy.is_main:
-                logger.warning("%s Said once until a save is finite again.", self._explain_warning(step, found))
+                logger.warning("%s Said once until a save is finite again.", self._explain_warning(step, description))
         elif self._policy == "stop":
-            raise self._error(step, found, "SavePolicy(on_nonfinite='stop') saves no such state.")
+            raise self._make_error(step, description, "SavePolicy(on_nonfinite='stop') saves no such state.")
         elif is_planned:
-            self._restore(step, found)
+            self._restore(step, description)
         else:
-            self._num_open = sum(number for _, number in told)
+            self._num_open_losses = sum(number for _, number in findings)
 
-    def _explain_warning(self, step: int, found: str) -> str:
-        last = self._last_finite()
-        kept = f"{last} is the last finite checkpoint, and stays." if last else "No checkpoint before it is finite."
+    def _explain_warning(self, step: int, description: str) -> str:
+        name = self._last_finite_name()
+        reason = f"{name} is the last finite checkpoint, and stays." if name else "No checkpoint before it is finite."
         remedy = (
             "Resume from a finite checkpoint with a lower learning_rate or max_grad_norm; "
             "SavePolicy(on_nonfinite='stop') ends such a run, and 'restore' resumes it from the last finite one."
         )
-        return explain(f"{checkpoint_name(step)} is not finite: {found}.", kept, remedy)
+        return explain(f"{checkpoint_name(step)} is not finite: {description}.", reason, remedy)
 
-    def _error(self, step: int, found: str, reason: str) -> NonFiniteError:
-        last = self._parts.strategy.broadcast_object(self._last_finite() if self._parts.strategy.is_main else None)
-        resume = f"Resume from {last}, the last finite one, with" if last else "Start again with"
-        remedy = f"{resume} a lower learning_rate or max_grad_norm" + (
+    def _make_error(self, step: int, description: str, reason: str) -> NonFiniteError:
+        name = self._parts.strategy.broadcast_object(self._last_finite_name() if self._parts.strategy.is_main else None)
+        start = f"Resume from {name}, the last finite one, with" if name else "Start again with"
+        remedy = f"{start} a lower learning_rate or max_grad_norm" + (
             ", or let SavePolicy(on_nonfinite='restore') skip the batches." if self._policy == "stop" else "."
         )
-        return NonFiniteError(f"Cannot save step {step}: {found}.", reason, remedy)
+        return NonFiniteError(f"Cannot save step {step}: {description}.", reason, remedy)
 
-    def _last_finite(self) -> str | None:
+    def _last_finite_name(self) -> str | None:
         manifests = {path.name: read_manifest(path) for path in self._parts.manager.own_checkpoints()}
         return next(iter(last_finite_name(manifests)), None)
 
-    def _restore(self, step: int, found: str) -> None:
+    def _restore(self, step: int, description: str) -> None:
         """Go back to the last finite checkpoint; the run continues with the next batches. Collective."""
         if self._num_restores == _MAX_RESTORES:
-            raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
+            raise self._make_error(step, description, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
         if self._rewind() is None:
-            raise self._error(step, found, "There is no finite checkpoint to restore.")
+            raise self._make_error(step, description, "There is no finite checkpoint to restore.")
         if self._parts.strategy.is_main:
-            logger.warning("%s saves the restored state, because it had %s.", checkpoint_name(step), found)
+            logger.warning("%s saves the restored state, because it had %s.", checkpoint_name(step), description)
         self._is_finite = True
         self._num_restores += 1
 
@@ -211,9 +211,9 @@ class Finiteness:
     def _nonfinite_names(self) -> list[str]:
         """Return the names of weights that are not finite in this process's part; synchronises."""
         task, model = self._parts.task, self._parts.model
-        trained = (each for group in self._parts.optimizer.param_groups for each in group["params"])
-        outside = ((f"outside weight {number}", each) for number, each in enumerate(trained))
-        return nonfinite_names(chain(_tensors(model), _tensors(task), outside))
+        parameters = (parameter for group in self._parts.optimizer.param_groups for parameter in group["params"])
+        named_parameters = ((f"outside weight {index}", parameter) for index, parameter in enumerate(parameters))
+        return nonfinite_names(chain(_named_tensors(model), _named_tensors(task), named_parameters))
 
 
 @torch.no_grad()
@@ -224,23 +224,23 @@ def nonfinite_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     first name; of a split tensor, this process's part is checked.
     """
     groups: dict[Any, list[tuple[str, bool, torch.Tensor]]] = defaultdict(list)
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for name, tensor in tensors:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in seen_ids:
+            seen_ids.add(id(tensor))
             part = _own_part(tensor)
             if part is not None:
                 groups[part.device, part.dtype].append((name, tensor.requires_grad, part))
-    found = []
+    names = []
     for group in groups.values():
         # The largest magnitude cannot overflow, unlike a sum, and it preserves NaN and infinity.
         norms = torch.stack([torch.linalg.vector_norm(part, math.inf) for *_, part in group]).tolist()
-        found += [
+        names += [
             name
             for (name, is_trained, _), norm in zip(group, norms, strict=True)
             if norm != norm or (is_trained and math.isinf(norm))
         ]
-    return found
+    return names
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -254,14 +254,14 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return part if is_plain and has_numbers and part.numel() else None
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def _describe(told: list[Any], *, since: int) -> str:
+def _describe(findings: list[Any], *, since: int) -> str:
     """Describe what all processes have found."""
-    names = list(dict.fromkeys(chain.from_iterable(found for found, _ in told)))
-    num_losses = sum(number for _, number in told)
+    names = list(dict.fromkeys(chain.from_iterable(weight_names for weight_names, _ in findings)))
+    num_losses = sum(count for _, count in findings)
     parts = [f"NaN or infinity in {listed(names)}"] if names else []
     parts += [f"{num_losses} loss{'es' * (num_losses != 1)}"] if num_losses else []
     return f"{' and '.join(parts)}, after step {since}"

@@ -44,7 +44,7 @@ class Interrupts:
         self.consensus = self._make_consensus(parts)
         if self.consensus is not None:
             saver.on_begin = self.consensus.note_save
-        self._open = ExitStack()
+        self._handler_stack = ExitStack()
         self._is_stopped = False
         # The step at which the run started: 0 if new, otherwise from a checkpoint.
         self._first_step = 0
@@ -84,16 +84,16 @@ class Interrupts:
                 self.consensus.on_stop = self._grace.ring
                 self.ask = self.consensus.ask
                 self.handlers = SignalHandlers(self.consensus, lambda: self._grace.start(self))
-                self._open.enter_context(self.handlers)
+                self._handler_stack.enter_context(self.handlers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._open.close()  # first, so that a signal that is raised below reaches the program's own handler
+        self._handler_stack.close()  # first, so that a signal that is raised below reaches the program's own handler
         if isinstance(error, TrainingStopped) and error.is_early:
             logger.warning("%s. %s", error, self.last_words())
         if self.consensus is not None:
             self.consensus.close(is_failed=kind is not None and not self._is_stopped)
-            late_signal = self.consensus.left_over()
+            late_signal = self.consensus.unhandled_stop()
             if late_signal is not None and kind is None:
                 # Received after the last check: treat it as if it had come a moment later.
                 signal.raise_signal(signal.Signals[late_signal])
@@ -108,22 +108,22 @@ class Interrupts:
         if step >= self._state.max_steps or control.should_training_stop:
             # The run ends here on all processes anyway, so none may wait for the others.
             return
-        asked = self.consensus.due(step)
-        if asked == SAVE or asked in STOPS:
+        request = self.consensus.due(step)
+        if request == SAVE or request in STOPS:
             self._save()
-        elif asked is not None:
-            self._saver.writer.finish(name=asked)
-        if asked in STOPS:
-            self._stop(asked, f"after step {step} of {self._state.max_steps}")
+        elif request is not None:
+            self._saver.writer.finish(name=request)
+        if request in STOPS:
+            self._stop(request, f"after step {step} of {self._state.max_steps}")
 
     def stop_if_asked_late(self) -> None:
         """End a complete run like a stopped one, if the stop was requested too late; collective."""
         if self.consensus is not None and self._policy.on_signal:
             # The main process may take long to finish the run; the others must check for requests only afterwards.
             self.strategy.barrier()
-            asked = strongest(self.strategy.gather_object(self.consensus.left_over()))
-            if asked is not None:
-                self._stop(asked, "when it was complete", is_complete=True)
+            stop_signal = strongest(self.strategy.gather_object(self.consensus.unhandled_stop()))
+            if stop_signal is not None:
+                self._stop(stop_signal, "when it was complete", is_complete=True)
 
     def _save(self) -> None:
         if not saves_at_all(self._args, self._policy):
@@ -135,22 +135,22 @@ class Interrupts:
         # It may be the checkpoint that was due anyway. Before an evaluation, it records what is still due.
         self._saver.save(is_planned=self._control.should_save)
 
-    def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
+    def _stop(self, signal_name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True
         # No write may be pending.
         self._saver.writer.finish()
         step = self._saver.saved_step
-        saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
-        message = f"{name} stopped the training {when}. {saved}."
+        outcome = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
+        message = f"{signal_name} stopped the training {when}. {outcome}."
         if self.strategy.is_main:
             logger.warning("%s", message)
             if step is not None:
-                self._leave_marker(name, step)
+                self._leave_marker(signal_name, step)
         if not is_complete:
             self._events.fire("on_train_end")
         # Processes end together, because a launcher would kill the slower ones.
         self.strategy.barrier()
-        raise stopped_by(name, message)
+        raise stopped_by(signal_name, message)
 
     # -- for the grace period's thread, or another one that it can abandon ----------------------------------------
 
@@ -173,15 +173,15 @@ class Interrupts:
 
     def last_words(self) -> str:
         """Write the marker of a run that ends within a step, and describe what is saved and what is lost."""
-        step, done = self._saver.saved_step or self._first_step, self._progress.step
+        step, end = self._saver.saved_step or self._first_step, self._progress.step
         if not step:
             return "There is no checkpoint."
         if self.strategy.is_main:
             self._leave_marker("SIGTERM", step)
-        return f"The last checkpoint is {checkpoint_name(step)}; {max(done - step, 0)} whole steps after it are lost."
+        return f"The last checkpoint is {checkpoint_name(step)}; {max(end - step, 0)} whole steps after it are lost."
 
-    def _leave_marker(self, name: str, step: int) -> None:
-        facts = {"signal": name, "step": step, "checkpoint": checkpoint_name(step), "stopped_at_s": time.time()}
+    def _leave_marker(self, signal_name: str, step: int) -> None:
+        facts = {"signal": signal_name, "step": step, "checkpoint": checkpoint_name(step), "stopped_at_s": time.time()}
         try:
             write_text(self._marker, json.dumps(facts, indent=1) + "\n")
         except OSError as error:

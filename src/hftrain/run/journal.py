@@ -47,8 +47,8 @@ if sys.platform != "win32":
 
 logger = get_logger(__name__)
 
-_MAX_REASON = 500
-_CALLBACK = "a callback set should_training_stop"
+_MAX_REASON_CHARS = 500
+_CALLBACK_STOP = "a callback set should_training_stop"
 
 
 class Journal:
@@ -59,7 +59,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._progress, self._samples = Progress(), 0
+        self._progress, self._first_samples = Progress(), 0
         self._device = torch.device("cpu")
         self._trained_s, self._since_s = 0.0, 0.0
         self._is_paused = self._is_torn = self._has_warned = False
@@ -70,7 +70,7 @@ class Journal:
         self._path, self._pending = None, ""
         if not strategy.is_main:
             return
-        self._progress, self._samples, self._device = progress, progress.samples, strategy.device
+        self._progress, self._first_samples, self._device = progress, progress.samples, strategy.device
         self._trained_s, self._since_s, self._has_warned = 0.0, time.perf_counter(), False
         self._path = output.folder / JOURNAL
         try:
@@ -89,8 +89,8 @@ class Journal:
             self._append(
                 "log",
                 entry=dict(entry),
-                samples=self._progress.samples - self._samples,
-                trained_s=round(self._trained(), 4),
+                samples=self._progress.samples - self._first_samples,
+                trained_s=round(self._training_seconds(), 4),
                 memory=_memory(self._device),
             )
 
@@ -107,7 +107,7 @@ class Journal:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time within the context from the training time."""
-        is_outer, self._trained_s = not self._is_paused, self._trained()
+        is_outer, self._trained_s = not self._is_paused, self._training_seconds()
         self._is_paused = True
         try:
             yield
@@ -121,14 +121,14 @@ class Journal:
         try:
             yield
         except BaseException as error:
-            kind = "" if isinstance(error, TrainingStopped) else f"{type(error).__name__}: "
-            reason = f"{kind}{error}"[:_MAX_REASON].rstrip(": ")
+            error_name = "" if isinstance(error, TrainingStopped) else f"{type(error).__name__}: "
+            reason = f"{error_name}{error}"[:_MAX_REASON_CHARS].rstrip(": ")
             self._append("end", step=state.global_step, reason=reason, is_error=isinstance(error, Exception))
             raise
         is_complete = state.global_step >= state.max_steps
-        self._append("end", step=state.global_step, reason=None if is_complete else _CALLBACK, is_error=False)
+        self._append("end", step=state.global_step, reason=None if is_complete else _CALLBACK_STOP, is_error=False)
 
-    def _trained(self) -> float:
+    def _training_seconds(self) -> float:
         return self._trained_s if self._is_paused else self._trained_s + time.perf_counter() - self._since_s
 
     def _append(self, event: str, **facts: Any) -> None:
@@ -138,7 +138,7 @@ class Journal:
         self._pending += line
         try:
             # A script refuses to start in a folder that has files but no checkpoint: the journal is never the first.
-            if all(each.name.startswith(".") for each in self._path.parent.iterdir()):
+            if all(sibling.name.startswith(".") for sibling in self._path.parent.iterdir()):
                 return  # it is empty, or a first checkpoint is being written
             lines, self._pending = self._pending, ""
             # A single write, so that a concurrent reader, or a kill, leaves at most the last line incomplete.
@@ -175,8 +175,8 @@ def environment(strategy: Strategy) -> dict[str, Any]:
 def _memory(device: torch.device) -> dict[str, int]:
     memory = {}
     if sys.platform != "win32":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory["host"] = peak if sys.platform == "darwin" else peak * 1024
+        peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory["host"] = peak_rss if sys.platform == "darwin" else peak_rss * 1024
     if (peak_bytes := peak_memory(device)) is not None:
         memory["device"] = peak_bytes
     return memory

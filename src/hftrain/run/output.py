@@ -42,10 +42,10 @@ class Output:
 
     def __init__(self, owner: HasArguments, strategy: Strategy) -> None:
         self._owner, self._strategy = owner, strategy
-        self._start = Path.cwd()
+        self._launch_folder = Path.cwd()
         self._mirrors: dict[str, Any] = {}
         # The URLs of checkpoints that were fetched by URL.
-        self._origins: dict[Path, str] = {}
+        self._urls: dict[Path, str] = {}
 
     @property
     def folder(self) -> Path:
@@ -65,7 +65,7 @@ class Output:
             self._mirrors[folder] = extra("remote").Mirror(
                 folder, is_left_out=lambda part: checkpoint_step(part) is not None
             )
-        return local_folder(folder, start=self._start)
+        return local_folder(folder, start=self._launch_folder)
 
     def below(self, name: str) -> str:
         """Return a subfolder as a path or URL, in the form of `output_dir`."""
@@ -75,7 +75,7 @@ class Output:
         """Return the URL of a mirror; None if the folder is not a mirror."""
         if folder == self.folder:
             return self.url
-        return next((url for url in self._mirrors if local_folder(url, start=self._start) == folder), None)
+        return next((url for url in self._mirrors if local_folder(url, start=self._launch_folder) == folder), None)
 
     def text_of(self, folder: Path) -> str:
         """Return a checkpoint's path for the state: its URL if remote, because the mirror may be deleted."""
@@ -108,11 +108,11 @@ class Output:
         if strategy.is_main:
             write_text(probe, "test")
         strategy.barrier()
-        is_seen = appears(probe)
-        is_shared = strategy.all_true(is_seen)
+        sees_probe = appears(probe)
+        is_shared = strategy.all_true(sees_probe)
         if strategy.is_main:
             probe.unlink()
-        is_sender = not is_seen and strategy.is_local_main
+        is_sender = not sees_probe and strategy.is_local_main
         return (
             None if is_shared else extra("remote_checkpoints").NodeUploads(url, rank=strategy.rank, is_sender=is_sender)
         )
@@ -139,7 +139,7 @@ class Output:
     def publish_together(self, folder: str | None = None) -> None:
         """Call `publish`, and raise on all processes if it fails. Collective."""
         complaint = "The main process could not upload its files; see its error."
-        self._agreed(lambda: self.publish(folder), complaint=complaint)
+        self._call_together(lambda: self.publish(folder), complaint=complaint)
 
     def publish_quietly(self) -> None:
         """Call `publish` for less important files, such as logs: a failure only warns."""
@@ -154,16 +154,16 @@ class Output:
         Returns:
             The verified copy; None if it is not remote.
         """
-        text, own = str(name), self.url
-        if not is_url(text):
-            if own is None or Path(text).is_dir() or len(Path(text).parts) != 1:
+        url_text, output_url = str(name), self.url
+        if not is_url(url_text):
+            if output_url is None or Path(url_text).is_dir() or len(Path(url_text).parts) != 1:
                 return None
-            text = f"{own.rstrip('/')}/{text}"
-        check_url(text)
-        if not is_url(text.rstrip("/").rpartition("/")[0]):
-            raise ConfigError(f"Cannot resume from {text!r}.", "It names no folder.", "Name a checkpoint's folder.")
-        path = _fetch(text)
-        self._origins[path] = text
+            url_text = f"{output_url.rstrip('/')}/{url_text}"
+        check_url(url_text)
+        if not is_url(url_text.rstrip("/").rpartition("/")[0]):
+            raise ConfigError(f"Cannot resume from {url_text!r}.", "It names no folder.", "Name a checkpoint's folder.")
+        path = _fetch(url_text)
+        self._urls[path] = url_text
         return path
 
     def find(self, name: str | Path) -> Path:
@@ -171,48 +171,48 @@ class Output:
         inside = self.folder / name
         return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
-    def share(self, found: Path | None, *, is_on_each_node: bool) -> Path | None:
+    def share(self, checkpoint: Path | None, *, is_on_each_node: bool) -> Path | None:
         """Return the path on this machine of a checkpoint that the main process has found, None for none. Collective.
 
         Args:
-            found: Read in the main process.
+            checkpoint: Read in the main process.
             is_on_each_node: Whether each machine keeps checkpoints on its own storage (`save_on_each_node`).
 
         Raises:
             CheckpointError: On a machine that keeps its own checkpoints, this one is missing or damaged.
         """
-        known = None if found is None else self._origins.get(found) or self._remote_text_of(found)
-        told, origin = self._strategy.broadcast_object((None if found is None else str(found), known))
-        if told is None:
+        url = None if checkpoint is None else self._urls.get(checkpoint) or self._remote_text_of(checkpoint)
+        path, url = self._strategy.broadcast_object((None if checkpoint is None else str(checkpoint), url))
+        if path is None:
             return None
-        folder = Path(told) if origin is None else self._fetch_together(origin, main_has_it=True)
+        folder = Path(path) if url is None else self._fetch_together(url, main_has_it=True)
         if not is_on_each_node:
             return folder
-        inside = self.folder / folder.name
-        own = inside if (inside / TRAINER_STATE).is_file() else folder
+        local_copy = self.folder / folder.name
+        node_folder = local_copy if (local_copy / TRAINER_STATE).is_file() else folder
 
         def check() -> None:
-            if CheckpointManager.open(own) is None:
-                extra("foreign_checkpoints").check_foreign(own)
+            if CheckpointManager.open(node_folder) is None:
+                extra("foreign_checkpoints").check_foreign(node_folder)
 
-        elsewhere = "It is missing on another machine; see the error there."
+        complaint = "It is missing on another machine; see the error there."
         try:
-            self._agreed(check, is_mine=self._strategy.is_local_main, complaint=elsewhere)
+            self._call_together(check, is_mine=self._strategy.is_local_main, complaint=complaint)
         except CheckpointError as error:
             raise CheckpointError(
                 f"Cannot resume from {folder.name} with save_on_each_node=True.",
-                elsewhere if str(error) == elsewhere else f"It is missing on this machine: {error}",
+                complaint if str(error) == complaint else f"It is missing on this machine: {error}",
                 "Name a checkpoint that all machines hold, or copy it to each of them.",
             ) from error
-        return own
+        return node_folder
 
     def fetch_best(self, best: Path) -> None:
         """Fetch the best checkpoint into each machine's mirror, if it exists and is not there yet. Collective."""
         url = self.url_of(best.parent)
         if url is None:
             return
-        is_there = best.name in extra("remote").RemoteFolder(url).names() if self._strategy.is_main else None
-        if self._strategy.broadcast_object(is_there):
+        exists = best.name in extra("remote").RemoteFolder(url).names() if self._strategy.is_main else None
+        if self._strategy.broadcast_object(exists):
             self._fetch_together(f"{url.rstrip('/')}/{best.name}")
 
     def _remote_text_of(self, folder: Path) -> str | None:
@@ -225,11 +225,11 @@ class Output:
         strategy = self._strategy
         for is_mine in (strategy.is_main and not main_has_it, strategy.is_local_main and not strategy.is_main):
             complaint = f"Another process could not fetch {text}; see its error."
-            self._agreed(lambda: _fetch(text), is_mine=is_mine, complaint=complaint)
+            self._call_together(lambda: _fetch(text), is_mine=is_mine, complaint=complaint)
         url, _, name = text.rstrip("/").rpartition("/")
         return mirror_of(url) / name
 
-    def _agreed(self, call: Callable[[], object], *, is_mine: bool = True, complaint: str) -> None:
+    def _call_together(self, call: Callable[[], object], *, is_mine: bool = True, complaint: str) -> None:
         """Call a function on some processes, and raise on all if it fails on one. Collective."""
         cause: CheckpointError | None = None
         try:

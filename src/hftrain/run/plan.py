@@ -36,18 +36,18 @@ from hftrain.strategies.base import Strategy
 logger = get_logger(__name__)
 
 # Taken from the state of the optimizer and the schedule, regardless of the current arguments.
-_OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_RESTORED_SETTINGS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # Taken from the current arguments, so they may differ from those before the resume.
-_INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
+_INTERVAL_SETTINGS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
 # What the arguments begin with that each process may have for itself.
-_OF_A_PROCESS = (
+_PER_PROCESS = (
     *("seed", "local_rank", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
     *("hub_", "log_", "dataloader_"),
 )
 # Resume if there is a checkpoint.
 AUTO = "auto"
 # Arguments written by an override may be of any type.
-_PLAIN = (int, float, str, type(None))
+_PLAIN_TYPES = (int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,8 @@ class RunPlan:
         geometry: Values that a resume compares; see `check_resumable`.
         total_batch_size: Samples per update, all ranks together.
         max_steps: The updates after which this run ends; differs if a part of it had another configuration.
-        stated: The length that the training data stated then (None: it has none).
-        saved: The checkpoint's manifest; None for a new run.
+        num_stated: The length that the training data stated then (None: it has none).
+        manifest: The checkpoint's manifest; None for a new run.
         is_reshaped: Whether the checkpoint had another batch size or number of processes.
     """
 
@@ -70,13 +70,13 @@ class RunPlan:
     geometry: dict[str, Any]
     total_batch_size: int
     max_steps: int
-    stated: int | None
-    saved: Manifest | None = None
+    num_stated: int | None
+    manifest: Manifest | None = None
     is_reshaped: bool = False
 
     def pass_length(self, feed: TrainFeed) -> int | None:
         """Return the micro-steps of the open pass: as planned, unless the data states another length than then."""
-        return self.length.num_batches if feed.num_batches == self.stated else feed.num_batches
+        return self.length.num_batches if feed.num_batches == self.num_stated else feed.num_batches
 
     def facts(self, progress: Progress, *, num_batches: int | None, optimizer: str) -> dict[str, Any]:
         """Return the facts about position and configuration for a manifest; `num_batches` are the latest pass's."""
@@ -88,33 +88,33 @@ class RunPlan:
 def plan_run(parts: RunParts, folder: Path | None, feed: TrainFeed) -> RunPlan:
     """Plan a run, new or from a checkpoint's folder, and set the parts' progress to its start. Collective."""
     args, trainer, loader = parts.args, parts.trainer, feed.loader
-    total = trainer.get_total_train_batch_size(args)
-    length = TrainPlan(*trainer.set_initial_training_values(args, loader, total))
+    total_batch_size = trainer.get_total_train_batch_size(args)
+    length = TrainPlan(*trainer.set_initial_training_values(args, loader, total_batch_size))
     check_rounds(parts, length.num_batches, num_left=length.max_steps)
-    geometry = _find_geometry(parts, loader, total_batch_size=total)
-    whole = RunPlan(
+    geometry = _find_geometry(parts, loader, total_batch_size=total_batch_size)
+    plan = RunPlan(
         length=length,
         grid=BatchGrid.of(geometry, length.num_batches),
         geometry=geometry,
-        total_batch_size=total,
+        total_batch_size=total_batch_size,
         max_steps=length.max_steps,
-        stated=feed.num_batches,
+        num_stated=feed.num_batches,
     )
     if folder is None:
-        return whole
+        return plan
     with restoring(folder):
-        return _plan_rest(whole, args, folder, loader, parts.progress)
+        return _plan_rest(plan, args, folder, loader, parts.progress)
 
 
 def check_same_settings(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise if processes have different settings: they would train apart, or wait for each other. Collective."""
-    own = {name: value for name, value in args.to_dict().items() if not name.startswith(_OF_A_PROCESS)}
-    told = strategy.gather_object({name: json.dumps(own[name], default=a_kind) for name in own})
-    for rank, other in enumerate(told):
-        for name in sorted(told[0].keys() | other.keys()):
-            if other.get(name) != told[0].get(name):
+    settings = {name: value for name, value in args.to_dict().items() if not name.startswith(_PER_PROCESS)}
+    by_rank = strategy.gather_object({name: json.dumps(settings[name], default=a_kind) for name in settings})
+    for rank, other in enumerate(by_rank):
+        for name in sorted(by_rank[0].keys() | other.keys()):
+            if other.get(name) != by_rank[0].get(name):
                 raise ConfigError(
-                    f"Cannot train with {name}={told[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}.",
+                    f"Cannot train with {name}={by_rank[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}.",
                     "The processes would train apart, or wait for each other.",
                     "Give all processes the same arguments.",
                 )
@@ -131,13 +131,13 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
     split the model, or count micro-steps themselves, communicate in each micro-step.
     """
     strategy, accumulation = parts.strategy, parts.args.gradient_accumulation_steps
-    by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
-    told = strategy.gather_object(num_batches)
-    if None in told:
+    syncs_each_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
+    batches_by_rank = strategy.gather_object(num_batches)
+    if None in batches_by_rank:
         return
-    rounds = told if by_batch else [-(-batches // accumulation) for batches in told]
-    if len(set(rounds)) > 1 and num_left > min(rounds) // (accumulation if by_batch else 1):
-        counts = ", ".join(f"{batches} on rank {rank}" for rank, batches in enumerate(told))
+    rounds = batches_by_rank if syncs_each_batch else [-(-batches // accumulation) for batches in batches_by_rank]
+    if len(set(rounds)) > 1 and num_left > min(rounds) // (accumulation if syncs_each_batch else 1):
+        counts = ", ".join(f"{batches} on rank {rank}" for rank, batches in enumerate(batches_by_rank))
         raise ConfigError(
             f"Cannot train on unequal numbers of batches: {counts}.",
             "A rank that has run out would leave the others waiting for its gradients.",
@@ -145,37 +145,37 @@ def check_rounds(parts: RunParts, num_batches: int | None, *, num_left: int) -> 
         )
 
 
-def _plan_rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
-    length, grid, geometry = whole.length, whole.grid, whole.geometry
+def _plan_rest(full_plan: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
+    length, grid, geometry = full_plan.length, full_plan.grid, full_plan.geometry
     manifest = _read_manifest(args, folder, geometry, grid)
-    saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
+    saved_geometry, saved_plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
     progress.load_state_dict(manifest.facts["progress"])
     is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
     if args.ignore_data_skip:
         # The epoch's data starts again, so that nothing depends on its order.
-        free = ("round_size", "world_size", "batch_size", "accumulation", "precision", "weights_dtype")
+        checked_names = ("round_size", "world_size", "batch_size", "accumulation", "precision", "weights_dtype")
         changes = check_resumable(
-            saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step
+            saved_geometry, {name: geometry[name] for name in checked_names}, is_within_epoch=False, step=manifest.step
         )
     else:
-        changes = check_resumable(saved, geometry, is_within_epoch=is_within, step=manifest.step)
-    moved = convert_position(progress, BatchGrid.of(saved, plan.get("num_batches")), grid)
-    progress.load_state_dict(moved.state_dict())
+        changes = check_resumable(saved_geometry, geometry, is_within_epoch=is_within, step=manifest.step)
+    position = convert_position(progress, BatchGrid.of(saved_geometry, saved_plan.get("num_batches")), grid)
+    progress.load_state_dict(position.state_dict())
     offset = progress.offset_in_epoch
-    first = num_batches_from(loader, offset) if offset and not args.ignore_data_skip else length.num_batches
-    asked = max_steps = length.max_steps
-    if length.is_by_epochs and first is not None:
-        is_as_planned = not changes and plan.get("asked") == asked
-        left = steps_left(progress, grid, num_batches_first=first, num_steps=asked)
-        max_steps = plan["max_steps"] if is_as_planned else progress.step + left
+    num_batches_first = num_batches_from(loader, offset) if offset and not args.ignore_data_skip else length.num_batches
+    planned_steps = max_steps = length.max_steps
+    if length.is_by_epochs and num_batches_first is not None:
+        is_as_planned = not changes and saved_plan.get("asked") == planned_steps
+        num_left = steps_left(progress, grid, num_batches_first=num_batches_first, num_steps=planned_steps)
+        max_steps = saved_plan["max_steps"] if is_as_planned else progress.step + num_left
     if changes:
-        _warn_of_changes(progress, changes, grid=grid, num_steps=max_steps, plan=plan)
+        _warn_of_changes(progress, changes, grid=grid, num_steps=max_steps, plan=saved_plan)
     elif progress.step >= max_steps or (length.is_by_epochs and progress.epoch >= length.num_epochs):
         logger.warning(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
         )
-    is_reshaped = any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size"))
-    return replace(whole, max_steps=max_steps, saved=manifest, is_reshaped=is_reshaped)
+    is_reshaped = any(saved_geometry.get(name) != geometry[name] for name in ("batch_size", "world_size"))
+    return replace(full_plan, max_steps=max_steps, manifest=manifest, is_reshaped=is_reshaped)
 
 
 def _read_manifest(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: BatchGrid) -> Manifest:
@@ -257,13 +257,13 @@ def report_changed_arguments(args: TrainingArguments, folder: Path, *, saved_rat
         saved["learning_rate"], current["learning_rate"] = pair  # whoever has made the optimizer
     remedy = "To train with the new ones, load the checkpoint's weights into the model and start a new run."
     for names, consequence in (
-        (_OVERRIDDEN, f"The resumed optimizer and schedule keep the saved values. {remedy}"),
-        (_INTERVALS, "The run uses the new values."),
+        (_RESTORED_SETTINGS, f"The resumed optimizer and schedule keep the saved values. {remedy}"),
+        (_INTERVAL_SETTINGS, "The run uses the new values."),
     ):
         changed = [
             f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
             for name in names
-            if isinstance(saved.get(name, ...), _PLAIN) and saved[name] != current.get(name)
+            if isinstance(saved.get(name, ...), _PLAIN_TYPES) and saved[name] != current.get(name)
         ]
         if changed:
             logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
@@ -289,21 +289,21 @@ def find_resume(trainer: TrainerHooks, hooks: Hooks, output: Output, resume: str
     if resume is None and args.resume_from_checkpoint == AUTO:
         resume = AUTO
     elif resume is None and args.resume_from_checkpoint and strategy.is_main:
-        unused = "The run starts from the beginning: resume_from_checkpoint=%r is for the script to pass on to train()."
-        logger.warning(unused, args.resume_from_checkpoint)
+        reason = "The run starts from the beginning: resume_from_checkpoint=%r is for the script to pass on to train()."
+        logger.warning(reason, args.resume_from_checkpoint)
     if resume is None or resume is False or not strategy.is_main:
         return None
     manager = make_manager(trainer, hooks, output)
     if resume is True or resume == AUTO:
         # What an override writes may have no manifest.
         writes_itself = hooks.is_overridden("_save_checkpoint")
-        check = extra("foreign_checkpoints").check_foreign if writes_itself else refuse_uncommitted
-        latest = manager.latest(check_uncommitted=check)
+        check_uncommitted = extra("foreign_checkpoints").check_foreign if writes_itself else refuse_uncommitted
+        latest = manager.latest(check_uncommitted=check_uncommitted)
         if resume == AUTO:
             if args.save_only_model:
                 logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
-            found = "nothing valid to resume; a new run starts" if latest is None else f"{latest.name} to resume"
-            logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, args.output_dir)
+            outcome = "nothing valid to resume; a new run starts" if latest is None else f"{latest.name} to resume"
+            logger.info("resume_from_checkpoint='auto' found %s (in %s).", outcome, args.output_dir)
         elif latest is None:
             raise CheckpointError(
                 "Cannot use resume_from_checkpoint=True.",
@@ -324,26 +324,25 @@ def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
     manifest = read_manifest(newest)
     if manifest.is_finite:
         return
-    finite = manager.latest(finite_of(manifest.facts["run_id"]))
+    last_finite = manager.latest(finite_of(manifest.facts["run_id"]))
     logger.warning(
         "%s holds weights that are NaN or infinite, or follows such losses, and the run continues with it. %s",
         newest,
         "No finite checkpoint of its run is left; start again with a lower learning_rate."
-        if finite is None
-        else f"The last finite one is {finite.name}: resume_from_checkpoint={str(finite)!r} goes back to it.",
+        if last_finite is None
+        else f"The last finite one is {last_finite.name}: resume_from_checkpoint={str(last_finite)!r} goes back to it.",
     )
 
 
 def start_state(parts: RunParts, resume: Path | None, *, num_steps: int, num_epochs: int) -> None:
     """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
     state, args, trainer = parts.state, parts.args, parts.trainer
-    loaded = TrainerState() if resume is None else load_trainer_state(resume)
-    loaded.is_local_process_zero = trainer.is_local_process_zero()
-    loaded.is_world_process_zero = trainer.is_world_process_zero()
-    vars(state).update(vars(loaded))
+    saved_state = TrainerState() if resume is None else load_trainer_state(resume)
+    saved_state.is_local_process_zero = trainer.is_local_process_zero()
+    saved_state.is_world_process_zero = trainer.is_world_process_zero()
+    vars(state).update(vars(saved_state))
     state.max_steps, state.num_train_epochs = num_steps, num_epochs
-    if state.epoch is None:
-        state.epoch = 0.0
+    state.epoch = state.epoch or 0.0
     state.train_batch_size = args.train_batch_size
     state.compute_steps(args, num_steps)
     if parts.trial_run is not None:

@@ -35,32 +35,32 @@ from hftrain.step.legality import check_in_backward, check_per_sample, check_sev
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import know_state, without_model
 
-_ACTIONS = ("should_log", "should_evaluate", "should_save")
+_ACTION_FLAGS = ("should_log", "should_evaluate", "should_save")
 # The flags that the loop itself has cleared since the check before, by event.
-_CLEARED: dict[str, tuple[str, ...]] = {
+_CLEARED_FLAGS: dict[str, tuple[str, ...]] = {
     "on_epoch_begin": ("should_epoch_stop",),
-    "on_step_end": _ACTIONS,
+    "on_step_end": _ACTION_FLAGS,
     "on_log": ("should_log",),
     "on_evaluate": ("should_evaluate",),
-    AFTER_ACTING: _ACTIONS,
+    AFTER_ACTING: _ACTION_FLAGS,
 }
 
 
 @contextmanager
 def making_ready(parts: RunParts, resume: Path | None, *, max_steps: int) -> Iterator[None]:
     """Set the parts that train, through the documented hooks, and restore the bare model at the end. Collective."""
-    trainer, changes = parts.trainer, ExitStack()
+    trainer, undo = parts.trainer, ExitStack()
     try:
-        _make_ready(parts, resume, max_steps, changes)
+        _make_ready(parts, resume, max_steps, undo)
         yield
     finally:
-        changes.close()
+        undo.close()
         trainer.task.model = trainer.model
         parts.computing.use(parts.precision, None)
         parts.services.end_steps()
 
 
-def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: ExitStack) -> None:
+def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, undo: ExitStack) -> None:
     trainer, args, strategy, precision = parts.trainer, parts.args, parts.strategy, parts.precision
     task = parts.task = trainer.task
     know_state(task, parts.state)
@@ -74,12 +74,12 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
     with without_model(task):
         move(task, strategy.device)  # its metrics and other parts; the strategy places the model
     parts.hooks.align_special_tokens()
-    parts.unchanged = _change_model(parts, model, changes)
+    parts.unchanged = _change_model(parts, model, undo)
     parts.services.forget_schedule()
     strategy.plan(num_steps=max_steps, num_warmup_steps=args.get_warmup_steps(max_steps))
     parts.trained = TrainedParameters(strategy, task, lambda: trainer.lr_scheduler)
     with parts.trained.splitting(model, saves=saves_at_all(args, parts.save_policy)):
-        unheld = _wrap(parts, max_steps)
+        unheld_parameters = _wrap(parts, max_steps)
     optimizer = parts.optimizer
     trainer.compiler.compile(model)
     parts.services.cast_model()
@@ -98,7 +98,7 @@ def _make_ready(parts: RunParts, resume: Path | None, max_steps: int, changes: E
         optimizer=optimizer,
         args=args,
         unclipped=parts.trained.outside,
-        unheld=unheld,
+        unheld=unheld_parameters,
         computing=parts.computing,
     )
     stepper = parts.trained.averaging(stepper)
@@ -121,9 +121,9 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
     args, strategy, trainer = parts.args, parts.strategy, parts.trainer
     cache = undo.enter_context(ExitStack())
     is_off = args.gradient_checkpointing or strategy.recomputes or not keeps_cache(args)
-    put_back = switch_cache_off(model) if is_off else None
-    if put_back is not None:
-        cache.callback(put_back)
+    restore_cache = switch_cache_off(model) if is_off else None
+    if restore_cache is not None:
+        cache.callback(restore_cache)
     if args.gradient_checkpointing:
         options = args.gradient_checkpointing_kwargs
         recompute = strategy.recompute or extra("recompute").recompute_activations
@@ -131,7 +131,7 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
     if trainer.neftune_noise_alpha is not None:
         parts.hooks.activate_neftune(model)
         undo.callback(parts.hooks.deactivate_neftune, model)
-    if put_back is None:
+    if restore_cache is None:
         return nullcontext
 
     @contextmanager
@@ -140,8 +140,8 @@ def _change_model(parts: RunParts, model: nn.Module, undo: ExitStack) -> Callabl
         try:
             yield
         finally:
-            if (again := switch_cache_off(model)) is not None:
-                cache.callback(again)
+            if (undo_switch := switch_cache_off(model)) is not None:
+                cache.callback(undo_switch)
 
     return unchanged
 
@@ -163,8 +163,8 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         The task's parameters that the optimizer does not hold.
     """
     trainer, strategy, precision = parts.trainer, parts.strategy, parts.precision
-    made: list[torch.optim.Optimizer] = []
-    unheld: list[torch.Tensor] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    unheld_parameters: list[torch.Tensor] = []
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if "scheduler" in strategy.makes:
@@ -179,8 +179,8 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         parts.trained.find(trainer.optimizer)
         for parameter in parts.trained.outside:
             parameter.grad = None  # an interrupted run may have left it
-        held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-        unheld[:] = [p for p in trainer.task.parameters() if id(p) not in held]
+        held_ids = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+        unheld_parameters[:] = [p for p in trainer.task.parameters() if id(p) not in held_ids]
         return precision.attach(trainer.model, trainer.optimizer)
 
     strategy.parallelize = trainer.task.parallelize
@@ -188,7 +188,7 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
     def wrap(model: nn.Module) -> nn.Module:
         wrapped, optimizer = strategy.setup(model, make_optimizer, precision.policy)
         assert optimizer is not None
-        made[:] = [optimizer]
+        optimizers[:] = [optimizer]
         return wrapped
 
     parts.wrap = wrap
@@ -196,7 +196,7 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
         wrapped = parts.hooks.wrap_model(parts.services.outermost())
     finally:
         parts.wrap = None
-    if not made:
+    if not optimizers:
         wrapped = wrap(wrapped)
     if strategy.unwrap(wrapped) is not trainer.model:
         raise ConfigError(
@@ -204,11 +204,11 @@ def _wrap(parts: RunParts, max_steps: int) -> list[torch.Tensor]:
             f"strategy={strategy.name!r} cannot look through it to the model.",
             "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
         )
-    if not hasattr(made[0], "optimizer"):
+    if not hasattr(optimizers[0], "optimizer"):
         # accelerate wraps optimizers, and code for transformers looks into the wrapper.
-        made[0].optimizer = made[0]  # type: ignore[attr-defined]
-    parts.wrapped, parts.optimizer = wrapped, made[0]
-    return unheld
+        optimizers[0].optimizer = optimizers[0]  # type: ignore[attr-defined]
+    parts.wrapped, parts.optimizer = wrapped, optimizers[0]
+    return unheld_parameters
 
 
 def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) -> None:
@@ -226,18 +226,18 @@ def check_schedule(args: TrainingArguments, schedule: Any, *, max_steps: int) ->
         )
 
 
-def check_kept(trainer: TrainerHooks, kept: tuple[Any, Any]) -> None:
+def check_not_replaced(trainer: TrainerHooks, originals: tuple[Any, Any]) -> None:
     """Raise if a callback has replaced the optimizer or the schedule that the run steps and saves."""
-    for name, own, inner in zip(("optimizer", "lr_scheduler"), kept, ("optimizer", "scheduler"), strict=True):
-        found = getattr(trainer, name)
-        if found is not own and getattr(found, inner, None) is not own:  # accelerate's wrapper holds the same one
+    for name, original, inner in zip(("optimizer", "lr_scheduler"), originals, ("optimizer", "scheduler"), strict=True):
+        current = getattr(trainer, name)
+        if current is not original and getattr(current, inner, None) is not original:  # accelerate's wrapper holds it
             raise ConfigError(
                 f"Cannot go on with another trainer.{name}:",
                 "it was replaced during the run, which steps and saves the one that it began with.",
                 "Change that one (its param_groups, add_param_group), or make the new one before the run: "
                 f"override create_{name.replace('lr_', '')}, or pass optimizers=(...).",
-                now=type(found).__name__,
-                was=type(own).__name__,
+                now=type(current).__name__,
+                was=type(original).__name__,
             )
 
 
@@ -259,17 +259,17 @@ def flag_check(parts: RunParts) -> Callable[[str], None]:
         "on_evaluate is given.",
     )
     # It answers the same when it is asked a second time, which a subclass may not.
-    flow = next((each for each in parts.events.callbacks if type(each) is DefaultFlowCallback), None)
+    flow = next((callback for callback in parts.events.callbacks if type(callback) is DefaultFlowCallback), None)
 
     def check(event: str) -> None:
-        for name in _CLEARED.get(event, ()):
+        for name in _CLEARED_FLAGS.get(event, ()):
             setattr(expected, name, False)
         if flow is not None and event in ("on_step_end", "on_epoch_end"):
             getattr(flow, event)(parts.args, parts.state, expected)
-        found = {name: bool(getattr(control, name)) for name in vars(expected)}
-        if found != vars(expected):
-            agreement.check([f"{name}={value}" for name, value in found.items() if value != getattr(expected, name)])
-            expected.update(found)
+        flags = {name: bool(getattr(control, name)) for name in vars(expected)}
+        if flags != vars(expected):
+            agreement.check([f"{name}={value}" for name, value in flags.items() if value != getattr(expected, name)])
+            expected.update(flags)
         num_checks.value += 1
 
     return check

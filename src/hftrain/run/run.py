@@ -33,7 +33,7 @@ from hftrain.run.interrupts import Interrupts
 from hftrain.run.journal import environment
 from hftrain.run.parts import RunParts
 from hftrain.run.plan import RunPlan, announce_training, check_rounds
-from hftrain.run.ready import check_kept, flag_check
+from hftrain.run.ready import check_not_replaced, flag_check
 from hftrain.run.saving import Saver
 from hftrain.task.modes import training_weights
 
@@ -82,11 +82,11 @@ class Run:
         announce_training(parts, self._plan)
         self._begin_journal()
         self.counts.begin()
-        start_s, first, self._start_time = time.perf_counter(), replace(self.progress), time.time()
+        start_s, first_progress, self._start_time = time.perf_counter(), replace(self.progress), time.time()
         parts.task.train()
-        self._kept, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
+        self._originals, self._check_flags = (trainer.optimizer, trainer.lr_scheduler), flag_check(parts)
         events.fire("on_train_begin")
-        check_kept(trainer, self._kept)
+        check_not_replaced(trainer, self._originals)
         self._checks.begin()
         self.contents.objects.begin()
         parts.phase = None
@@ -97,8 +97,8 @@ class Run:
                 self.contents.loops.hand_over(parts.loop)
                 parts.loop.run(has_left=bool(pending), ends_epoch=END_RUN in pending)
             self.saver.writer.finish()
-            self._save_end(first)
-            output = self._finish(start_s=start_s, first=first)
+            self._save_end(first_progress)
+            output = self._finish(start_s=start_s, first_progress=first_progress)
             self._interrupts.stop_if_asked_late()
         return output
 
@@ -106,7 +106,7 @@ class Run:
         """Append the start of the run to the journal; a run that never saves has no journal."""
         parts, plan = self._parts, self._plan
         if saves_at_all(parts.args, parts.save_policy):
-            logged, resume = parts.state.log_history or [], self._resume
+            log_history, resume = parts.state.log_history or [], self._resume
             # The log of another folder's run is not in this journal.
             is_same_folder = resume is None or resume.resolve().parent == parts.output.folder.resolve()
             parts.journal.begin(
@@ -114,8 +114,8 @@ class Run:
                 parts.strategy,
                 self.progress,
                 resumed_from=None if resume is None else resume.name,
-                num_logged=len(logged),
-                **({} if is_same_folder else {"earlier": logged}),
+                num_logged=len(log_history),
+                **({} if is_same_folder else {"earlier": log_history}),
                 arguments=changed_settings(parts.args.to_dict(), type(parts.args)),
                 plan={
                     "max_steps": plan.max_steps,
@@ -197,15 +197,15 @@ class Run:
     def _check_length(self) -> None:
         """Check the length of the open pass, on this rank and the others. Collective."""
         parts, plan = self._parts, self._plan
-        num, planned = plan.pass_length(parts.data.feed), plan.length.num_batches
-        if plan.length.is_by_epochs and num and planned and num > planned:
+        num_batches, planned = plan.pass_length(parts.data.feed), plan.length.num_batches
+        if plan.length.is_by_epochs and num_batches and planned and num_batches > planned:
             warn_once(
-                f"A pass had {planned} batches when the run began, and has {num} now: the run still ends after the "
-                f"{plan.max_steps} updates that were planned. Set max_steps to train longer."
+                f"A pass had {planned} batches when the run began, and has {num_batches} now: the run still ends after "
+                f"the {plan.max_steps} updates that were planned. Set max_steps to train longer."
             )
         if parts.strategy.world_size > 1:
-            left = None if num is None else num - self.progress.micro_steps_in_epoch
-            check_rounds(parts, left, num_left=plan.max_steps - self.progress.step)
+            num_left = None if num_batches is None else num_batches - self.progress.micro_steps_in_epoch
+            check_rounds(parts, num_left, num_left=plan.max_steps - self.progress.step)
 
     def _call_override(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override of `_maybe_log_save_evaluate` at the end of a step or an epoch.
@@ -264,11 +264,11 @@ class Run:
         parts = self._parts
         self.counts.store()
         self._checks.check_between_steps()
-        check_kept(parts.trainer, self._kept)
+        check_not_replaced(parts.trainer, self._originals)
         check_flags(parts.control)
-        own = {name: float(value) for name, value in parts.services.read_metrics().items()}
-        own |= getattr(self._parts.optimizer, "logs", dict)()
-        parts.hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
+        task_metrics = {name: float(value) for name, value in parts.services.read_metrics().items()}
+        task_metrics |= getattr(self._parts.optimizer, "logs", dict)()
+        parts.hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), task_metrics))
         self._check_flags("on_log")
 
     def _evaluate(self) -> None:
@@ -301,28 +301,28 @@ class Run:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _save_end(self, first: Progress) -> None:
+    def _save_end(self, first_progress: Progress) -> None:
         """Save at the end if no event has: the evaluation at the end of the last epoch may have stopped the run."""
-        has_trained = self.progress.step > first.step
+        has_trained = self.progress.step > first_progress.step
         is_saved = self.saver.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
             self.saver.save()
             self.saver.writer.finish()
 
-    def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
+    def _finish(self, *, start_s: float, first_progress: Progress) -> TrainOutput:
         parts, args, state, trainer = self._parts, self._parts.args, self._parts.state, self._parts.trainer
         parts.phase = "finish the training"
         self.contents.objects.close(is_complete=True)
         self._checks.check_between_steps()
-        check_kept(trainer, self._kept)
+        check_not_replaced(trainer, self._originals)
         parts.losses.read()
         self.counts.store()
         training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden
         metrics = speed_metrics(
             "train",
             start_s,
-            num_samples=samples_since(first, self.progress, parts.strategy.data),
-            num_steps=self.progress.step - first.step,
+            num_samples=samples_since(first_progress, self.progress, parts.strategy.data),
+            num_steps=self.progress.step - first_progress.step,
             num_tokens=self.counts.num_tokens() if args.include_tokens_per_second else None,
         )
         logger.info("Training completed.")
@@ -341,7 +341,7 @@ class Run:
         parts.hooks.log(metrics)
         self.saver.keep_only_best()
         parts.events.fire("on_train_end")
-        if any(getattr(each, "shows_summary", False) for each in parts.events.callbacks):
-            extra("summary").show_summary(parts, self.saver, metrics, first=first, resume=self._resume)
+        if any(getattr(callback, "shows_summary", False) for callback in parts.events.callbacks):
+            extra("summary").show_summary(parts, self.saver, metrics, first=first_progress, resume=self._resume)
         parts.output.publish_quietly()
         return TrainOutput(state.global_step, training_loss, metrics)

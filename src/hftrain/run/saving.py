@@ -62,8 +62,8 @@ class Saver:
             if parts.save_policy.save_async
             else CheckpointWriter(parts.manager, parts.save_policy, parts.best_checkpoint)
         )
-        is_own = parts.hooks.is_overridden("_save_checkpoint")
-        self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and is_own)
+        writes_itself = parts.hooks.is_overridden("_save_checkpoint")
+        self._uncommitted = Uncommitted(self.manager.output_dir, deletes=self.manager.is_committer and writes_itself)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -83,9 +83,9 @@ class Saver:
             manager.claim()  # deletes leftovers of killed saves, which take space
             self._check_room()
             parts.pending.append(self._check_room)
-            states = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
-            own = self.contents.registry.own_state
-            watch_states(*states, own=own, pending=parts.pending, is_overridden=parts.hooks.is_overridden)
+            watched = parts.args, parts.strategy, parts.optimizer, trainer.lr_scheduler, parts.loops
+            read_own = self.contents.registry.own_state
+            watch_states(*watched, read_own=read_own, pending=parts.pending, is_overridden=parts.hooks.is_overridden)
         self.writer.start(consensus=consensus, silence=silence)
 
     def save(self, *, is_planned: bool = True) -> None:
@@ -139,7 +139,7 @@ class Saver:
         num_bytes = checkpoint_bytes(parts)
         if not writer.make_room(num_bytes, step=state.global_step):
             return
-        contents.objects.tell_of_changes()
+        contents.objects.warn_of_changes()
         contents.metric.link()
         # An uninterrupted run has no checkpoint that was not planned: signals may not decide which model is the best.
         former_best = state.best_model_checkpoint
@@ -149,11 +149,11 @@ class Saver:
         state.stateful_callbacks = parts.events.stateful_states()
         captured = self._capture(num_bytes)
         # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
-        fires = not parts.events.answers
+        fires_on_save = not parts.events.answers
         # An override of the hook must not run in the thread that writes.
         rotates_in_main_thread = not writer.is_async or parts.hooks.is_overridden("_rotate_checkpoints")
 
-        def then(path: Path | None) -> None:
+        def after_write(path: Path | None) -> None:
             if path is None:  # it did not fit on disk after all
                 state.best_model_checkpoint = former_best
                 return
@@ -161,15 +161,15 @@ class Saver:
                 contents.metric.note_saved(captured.step, parts.output.text_of(path))
             parts.journal.save(path, step=captured.step, num_bytes=captured.num_bytes)
             # Callbacks find the checkpoint's folder by its step, which has passed if it was written in the background.
-            was_then = {"global_step": captured.step, "epoch": captured.epoch}
-            with temporarily(state, **was_then) if writer.is_async else nullcontext():
+            position = {"global_step": captured.step, "epoch": captured.epoch}
+            with temporarily(state, **position) if writer.is_async else nullcontext():
                 if parts.args.push_to_hub:
                     # Before rotation, which may delete it.
                     parts.hooks.push_from_checkpoint(str(path))
                 if rotates_in_main_thread:
                     parts.hooks.rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.output_dir))
                 self.saved_step = captured.step
-                if fires:
+                if fires_on_save:
                     parts.events.fire("on_save")
             if not writer.is_async:
                 parts.output.publish_quietly()
@@ -179,7 +179,7 @@ class Saver:
                 self.manager.rotate(best=parts.best_checkpoint())
             parts.output.publish_quietly()
 
-        writer.write(captured, then, in_thread=after_in_thread)
+        writer.write(captured, after_write, in_thread=after_in_thread)
 
     def _capture(self, num_bytes: int) -> Captured:
         """Capture this step's state, copied to host memory if it is written later. Collective."""
@@ -201,9 +201,9 @@ class Saver:
             writers.append(contents.capture_own(keep))
         writers += capture_shards(parts.strategy, parts.wrapped, None if only_model else parts.optimizer, keep)
         if self.manager.is_committer:
-            frozen = _frozen(state) if writer.is_async else state
+            saved_state = _copy_state(state) if writer.is_async else state
             self._history.take(state.log_history or [])
-            writers.append(lambda folder: save_trainer_state(frozen, folder, self._history))
+            writers.append(lambda folder: save_trainer_state(saved_state, folder, self._history))
         facts, step = contents.registry.facts(), state.global_step
         return Captured(step=step, epoch=state.epoch, num_bytes=num_bytes, writers=writers, facts=facts)
 
@@ -224,8 +224,8 @@ class Saver:
         """Delete all but the best checkpoint at the end of a run, if the settings ask for one."""
         args, best, keep_best = self._parts.args, self._parts.best_checkpoint(), self._parts.save_policy.keep_best
         # SavePolicy(keep_best=1) keeps the newest in addition to the best.
-        with_newest = keep_best is not None and not args.load_best_model_at_end
-        if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
+        keeps_newest = keep_best is not None and not args.load_best_model_at_end
+        if args.save_total_limit == 1 and keep_best in (None, 1) and not keeps_newest and best is not None:
             self.manager.keep_only(best)
             self._uncommitted.rotate(1, best=best, keeps_newest=False)
 
@@ -243,13 +243,13 @@ class Saver:
         """Warn if the folder of a new run already contains checkpoints."""
         if not self.manager.is_committer or self._parts.args.overwrite_output_dir:
             return
-        found = self.manager.names()
-        if found:
+        checkpoint_names = self.manager.names()
+        if checkpoint_names:
             logger.warning(
                 "%s contains checkpoints of another run (%s). A new checkpoint replaces one of the same step; the "
                 "others are kept. Use another output_dir, or set overwrite_output_dir=True if this is intended.",
                 self.manager.url or self.manager.output_dir,
-                ", ".join(found),
+                ", ".join(checkpoint_names),
             )
 
     def load_best(self) -> None:
@@ -277,7 +277,7 @@ class Saver:
             )
 
 
-def _frozen(state: TrainerState) -> TrainerState:
+def _copy_state(state: TrainerState) -> TrainerState:
     """Return a copy of the documented state, independent of later steps, without the log history."""
     frozen = copy.copy(state)
     frozen.log_history = []  # stored in `HistoryText`
@@ -301,13 +301,13 @@ def capture_model(trainer: TrainerHooks, model: nn.Module, weights: Any, keep: K
         model: Not wrapped.
         weights: What is written of it by name; None for its own, an empty one for its configuration only.
     """
-    weights, own, arguments = keep(weights), keep(task_state(trainer.task)), trainer.args.to_dict()
+    weights, other_state, arguments = keep(weights), keep(task_state(trainer.task)), trainer.args.to_dict()
     tool: Any = trainer.processing_class
     tool = getattr(trainer.data_collator, "tokenizer", None) if tool is None else tool
 
     def write(folder: Path) -> None:
         save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
-        save_task_state(own, folder)
+        save_task_state(other_state, folder)
         if hasattr(tool, "save_pretrained"):
             tool.save_pretrained(str(folder))
         save_containers(arguments, folder / ARGUMENTS)
@@ -357,11 +357,11 @@ def load_task(
         model: Another model to load the weights into.
     """
     target = bare if model is None else strategy.unwrap(model)
-    are_elsewhere = [parameter.is_meta for parameter in target.parameters()]
-    if any(are_elsewhere) and stored_in(target):
+    is_meta = [parameter.is_meta for parameter in target.parameters()]
+    if any(is_meta) and stored_in(target):
         extra("attaching").attach_weights(target, folder)
     # If there are none yet, the process that has the weights sends them. A stage of a pipeline has some.
-    elif not are_elsewhere or not all(are_elsewhere):
+    elif not is_meta or not all(is_meta):
         load_weights(target, folder, strategy=strategy if target is bare else None)
     with without_model(task):
         task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

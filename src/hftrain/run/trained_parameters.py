@@ -37,10 +37,10 @@ class TrainedParameters:
 
     def __init__(self, strategy: Strategy, task: TaskModule, read_schedule: Callable[[], Any]) -> None:
         self._strategy, self._task, self._read_schedule = strategy, task, read_schedule
-        self._is_engines = Owns.STEP in strategy.owns
-        self._is_averaged = strategy.world_size > 1 and not self._is_engines
+        self._is_engine_owned = Owns.STEP in strategy.owns
+        self._is_averaged = strategy.world_size > 1 and not self._is_engine_owned
         # By their position in the optimizer, the indices of group and parameter, or by their name in the model.
-        self._by_place: dict[str, torch.Tensor] = {}
+        self._outside_by_key: dict[str, torch.Tensor] = {}
         self.outside: list[torch.Tensor] = []
 
     # -- outside of the model ------------------------------------------------------------------------------------
@@ -48,19 +48,19 @@ class TrainedParameters:
     @torch.no_grad()
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the optimizer's parameters that the task does not contain; synchronise new ones. Collective."""
-        own = set(map(id, self._task.parameters()))
-        self._by_place = {
-            f"{number}.{index}": parameter
-            for number, group in enumerate(optimizer.param_groups)
+        task_ids = set(map(id, self._task.parameters()))
+        self._outside_by_key = {
+            f"{group_index}.{index}": parameter
+            for group_index, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
-            if id(parameter) not in own
+            if id(parameter) not in task_ids
         }
-        known = set(map(id, self.outside))
-        self.outside[:] = self._by_place.values()
-        self._by_place = {} if self._is_engines else self._by_place
-        self._add_beside_adapters(self._strategy.unwrap(self._task.model))
+        former_ids = set(map(id, self.outside))
+        self.outside[:] = self._outside_by_key.values()
+        self._outside_by_key = {} if self._is_engine_owned else self._outside_by_key
+        self._add_missing_from_adapters(self._strategy.unwrap(self._task.model))
         for parameter in self.outside if self._is_averaged else ():
-            if id(parameter) not in known:
+            if id(parameter) not in former_ids:
                 # As the model's wrapper does: the values of the main process.
                 value = parameter.detach() if self._strategy.is_main else torch.zeros_like(parameter)
                 parameter.copy_(self._strategy.reduce(value))
@@ -71,34 +71,34 @@ class TrainedParameters:
 
         In pieces, it saves all of it.
         """
-        is_whole = not any(hasattr(each, "placements") for each in model.parameters())
-        looks = self._strategy.shards_model and self._strategy.is_main and is_whole and saves_adapters(model)
-        lost = list(missing_from_adapters(model)) if looks and saves else []
+        is_unsplit = not any(hasattr(each, "placements") for each in model.parameters())
+        is_checked = self._strategy.shards_model and self._strategy.is_main and is_unsplit and saves_adapters(model)
+        unsaved_names = list(missing_from_adapters(model)) if is_checked and saves else []
         yield
-        if self._is_engines and any(hasattr(each, "ds_tensor") for each in model.parameters()):  # by ZeRO-3
-            lost, self._by_place = list(self._by_place) if saves else [], {}
-        if lost and self._strategy.model_shards(model) is None:
+        if self._is_engine_owned and any(hasattr(each, "ds_tensor") for each in model.parameters()):  # by ZeRO-3
+            unsaved_names, self._outside_by_key = list(self._outside_by_key) if saves else [], {}
+        if unsaved_names and self._strategy.model_shards(model) is None:
             raise ConfigError(
-                f"Cannot save {listed(lost)}, which train next to adapters:",
+                f"Cannot save {listed(unsaved_names)}, which train next to adapters:",
                 f"with full state dicts, strategy={self._strategy.name!r} saves the adapters alone, so a resumed run "
                 "would start the others again.",
                 "List their modules in modules_to_save of the adapter's configuration, or save in pieces: with FSDP "
                 'state_dict_type="SHARDED_STATE_DICT", without stage3_gather_16bit_weights_on_model_save in ZeRO-3.',
             )
 
-    def _add_beside_adapters(self, model: Any) -> None:
+    def _add_missing_from_adapters(self, model: Any) -> None:
         """Add what a model that saves only its adapters leaves out; see `splitting` for one that is split."""
         if self._strategy.shards_model or not saves_adapters(model):
             return
-        beside = missing_from_adapters(model)
-        self._by_place.update(beside)
+        missing_parameters = missing_from_adapters(model)
+        self._outside_by_key.update(missing_parameters)
         # PEFT's own, which end in the adapter's name or encode a prompt: its files hold what an adapter needs.
-        own = re.compile(rf"prompt_encoder\.|.*\.({'|'.join(map(re.escape, model.peft_config))})$")
-        if lost := [name for name in beside if not own.match(name)]:
+        adapter_pattern = re.compile(rf"prompt_encoder\.|.*\.({'|'.join(map(re.escape, model.peft_config))})$")
+        if names := [name for name in missing_parameters if not adapter_pattern.match(name)]:
             warn_once(
-                f"The files of the adapters do not hold {', '.join(lost[:3])}{' and others' * (len(lost) > 3)}, which "
-                "change in training. Checkpoints hold them for a resume, but save_model() does not: list their modules "
-                "in modules_to_save of the adapter's configuration, or save them yourself."
+                f"The files of the adapters do not hold {', '.join(names[:3])}{' and others' * (len(names) > 3)}, "
+                "which change in training. Checkpoints hold them for a resume, but save_model() does not: list "
+                "their modules in modules_to_save of the adapter's configuration, or save them yourself."
             )
 
     def averaging(self, stepper: Stepper) -> Stepper:
@@ -114,64 +114,65 @@ class TrainedParameters:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return those outside by their positions in the optimizer; None if there are none to save."""
-        return {name: value.detach() for name, value in self._by_place.items()} or None
+        return {name: value.detach() for name, value in self._outside_by_key.items()} or None
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Restore those outside from a checkpoint's folder."""
-        path, own = folder / OUTSIDE_WEIGHTS, self.state_dict()
-        if own is None:
+        path, parameters = folder / OUTSIDE_WEIGHTS, self.state_dict()
+        if parameters is None:
             return
         if not path.exists():
             warn_once(
-                f"The checkpoint does not hold {len(own)} parameters that the optimizer trains and the model's files "
-                "do not have, such as the weights of a loss: they start from their initial values."
+                f"The checkpoint does not hold {len(parameters)} parameters that the optimizer trains and the model's "
+                "files do not have, such as the weights of a loss: they start from their initial values."
             )
             return
-        saved = load_tensors(path)
-        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
+        saved_tensors = load_tensors(path)
+        saved_shapes = {name: value.shape for name, value in saved_tensors.items()}
+        if saved_shapes != {name: value.shape for name, value in parameters.items()}:
             raise CheckpointError(
                 f"Cannot restore {path}:",
                 "the optimizer's parameters outside the model are not those that were saved.",
                 "Use the same loss and optimizer, or start a new run.",
-                saved=sorted(saved),
-                optimizer=sorted(own),
+                saved=sorted(saved_tensors),
+                optimizer=sorted(parameters),
             )
-        for name, parameter in own.items():
-            parameter.copy_(saved[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(saved_tensors[name])
 
     # -- unfrozen or added during the run --------------------------------------------------------------------------
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Apply the schedule to groups that are added from now on; wraps `add_param_group` until `close`."""
         self._model, self._optimizer, self._num_groups = model, optimizer, len(optimizer.param_groups)
-        self._before = {name: p.requires_grad for name, p in model.named_parameters()}
-        if not self._is_engines:
-            optimizer.add_param_group = self._add  # type: ignore[method-assign]
+        self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        if not self._is_engine_owned:
+            optimizer.add_param_group = self._add_group  # type: ignore[method-assign]
 
-    def _add(self, param_group: dict[str, Any]) -> None:
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         type(self._optimizer).add_param_group(self._optimizer, param_group)
-        *earlier, group = self._optimizer.param_groups
-        if all(p.grad is None for each in earlier for p in each["params"]):
+        *former_groups, group = self._optimizer.param_groups
+        if all(p.grad is None for former_group in former_groups for p in former_group["params"]):
             # Between two steps, gradients can only be of earlier steps: of parameters that the model did not have.
             for parameter in group["params"]:
                 parameter.grad = None
-        if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
+        if former_groups[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
             group["fused"] = True
         extra("added_groups").admit_group(self._read_schedule(), group)
         self.find(self._optimizer)
 
     def changes(self) -> dict[str, Any]:
         """Return facts for the manifest: parameters whose `requires_grad` has changed, and the added groups."""
-        if self._is_engines:
+        if self._is_engine_owned:
             return {}
-        parameters, before = dict(self._model.named_parameters()), self._before
-        names = {id(p): name for name, p in parameters.items()}
-        now = {name: p.requires_grad for name, p in parameters.items()}
-        changed = {name: trains for name, trains in now.items() if trains != before.get(name, trains)}
+        parameters, initial = dict(self._model.named_parameters()), self._initial_requires_grad
+        names_by_id = {id(parameter): name for name, parameter in parameters.items()}
+        requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        changed = {name: trains for name, trains in requires_grad.items() if trains != initial.get(name, trains)}
         groups = self._optimizer.param_groups[self._num_groups :]
-        added = [[names.get(id(p)) for p in group["params"]] for group in groups]
-        facts = {"requires_grad": changed, "added_groups": added, "num_groups": self._num_groups if added else 0}
+        names = [[names_by_id.get(id(parameter)) for parameter in group["params"]] for group in groups]
+        facts = {"requires_grad": changed, "added_groups": names, "num_groups": self._num_groups if names else 0}
         return {name: value for name, value in facts.items() if value}
 
     def repeat(self, facts: Mapping[str, Any]) -> None:
@@ -180,24 +181,24 @@ class TrainedParameters:
         for name, requires_grad in facts.get("requires_grad", {}).items():
             if name in parameters:
                 parameters[name].requires_grad_(requires_grad)
-        num_there = max(0, len(self._optimizer.param_groups) - facts.get("num_groups", 0))
-        for names in facts.get("added_groups", [])[num_there:]:
-            if missing := [str(name) for name in names if name not in parameters]:
+        num_existing = max(0, len(self._optimizer.param_groups) - facts.get("num_groups", 0))
+        for names in facts.get("added_groups", [])[num_existing:]:
+            if missing_names := [str(name) for name in names if name not in parameters]:
                 raise CheckpointError(
                     "A run was resumed that had added a group of parameters to its optimizer.",
-                    f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",
+                    f"Some are not in the model under the name they had ({', '.join(missing_names[:3])}).",
                     "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
                 )
             self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
     def go_back(self, facts: Mapping[str, Any]) -> None:
         """Undo the changes since a checkpoint of this run, with these facts, so that its optimizer's state fits."""
-        if self._is_engines:
+        if self._is_engine_owned:
             return
         num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
         extra("added_groups").dismiss_groups(self._optimizer, [self._read_schedule()], num=num_groups)
         self.find(self._optimizer)
-        self.repeat({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
+        self.repeat({**facts, "requires_grad": self._initial_requires_grad | facts.get("requires_grad", {})})
 
     def close(self) -> None:
         """Restore the optimizer's `add_param_group`; safe to call twice."""

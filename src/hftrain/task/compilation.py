@@ -71,8 +71,8 @@ class Compiler:
 
     def __init__(self, config: CompileConfig | None) -> None:
         self.config = config
-        self._compiled: list[nn.Module] = []
-        self._environment: dict[str, str | None] = {}
+        self._compiled_models: list[nn.Module] = []
+        self._former_environment: dict[str, str | None] = {}
         if config is not None:
             from torch._dynamo import lookup_backend
             from torch._inductor import list_mode_options
@@ -81,45 +81,45 @@ class Compiler:
                 lookup_backend(config.backend)
             except RuntimeError as error:
                 remedy = f"Known here: {', '.join(torch.compiler.list_backends())}; other packages register more."
-                asked = f"Cannot use torch_compile_backend={config.backend!r}."
-                raise ConfigError(asked, str(error), remedy) from error
+                problem = f"Cannot use torch_compile_backend={config.backend!r}."
+                raise ConfigError(problem, str(error), remedy) from error
             if config.mode is not None and config.backend == "inductor":
-                asked = f"Cannot use torch_compile_mode={config.mode!r}."
-                check_known(config.mode, list_mode_options(), asked, "inductor has no such mode.")
+                problem = f"Cannot use torch_compile_mode={config.mode!r}."
+                check_known(config.mode, list_mode_options(), problem, "inductor has no such mode.")
 
     def open(self) -> None:
         """Set the documented environment variables from which accelerate's own objects read what to compile.
 
         Mutates `os.environ`; `close` restores it.
         """
-        if self.config is None or self._environment:
+        if self.config is None or self._former_environment:
             return
         settings = {"BACKEND": self.config.backend, "MODE": self.config.mode}
         for name, value in settings.items():
-            self._environment[_PREFIX + name] = os.environ.get(_PREFIX + name)
+            self._former_environment[_PREFIX + name] = os.environ.get(_PREFIX + name)
             if value is not None:
                 os.environ[_PREFIX + name] = value
 
     def compile(self, model: nn.Module) -> None:
         """Compile the model's call, once; mutates the model until `close`."""
-        if self.config is None or any(model is other for other in self._compiled):
+        if self.config is None or any(model is compiled_model for compiled_model in self._compiled_models):
             return
         call = ModelCall.of(model)
-        compiled = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
-        call.set(compiled=_with_short_batches(model, compiled, call.as_written))
-        self._compiled.append(model)
+        compiled_call = torch.compile(call.as_written, backend=self.config.backend, mode=self.config.mode)
+        call.set(compiled=_with_short_batches(model, compiled_call, call.as_written))
+        self._compiled_models.append(model)
 
     def close(self) -> None:
         """Undo the compilation of every model and restore the environment; safe to call twice."""
-        for model in self._compiled:
+        for model in self._compiled_models:
             ModelCall.of(model).set(compiled=None)
-        self._compiled.clear()
-        for name, value in self._environment.items():
+        self._compiled_models.clear()
+        for name, value in self._former_environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        self._environment.clear()
+        self._former_environment.clear()
 
 
 def _with_short_batches(model: nn.Module, compiled: Callable[..., Any], as_written: Callable[..., Any]) -> Any:

@@ -60,14 +60,14 @@ def accepts_item_count(model: nn.Module) -> bool:
 
     A model declares it by the attribute `accepts_loss_kwargs`, or by naming the argument.
     """
-    declared = getattr(base_model(model), "accepts_loss_kwargs", None)
-    return takes_item_count(base_model(model)) if declared is None else bool(declared)
+    declaration = getattr(base_model(model), "accepts_loss_kwargs", None)
+    return takes_item_count(base_model(model)) if declaration is None else bool(declaration)
 
 
 def takes_item_count(function: Callable[..., Any]) -> bool:
     """Return whether a `compute_loss_func` accepts `num_items_in_batch`, by name or through ``**kwargs``."""
-    called = function.forward if isinstance(function, nn.Module) else function
-    return accepts(called, "num_items_in_batch")
+    callee = function.forward if isinstance(function, nn.Module) else function
+    return accepts(callee, "num_items_in_batch")
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -121,13 +121,14 @@ def tensor_parallel_size(model: nn.Module, deepspeed_config: Any = None) -> int:
     return int(size or 1)
 
 
-_FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+_QUANTIZATION_FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether a model, or the one inside its adapters, is marked as quantized."""
     base: Any = base_model(model)
-    return any(getattr(base, flag, False) is True for flag in _FLAGS) or getattr(base, "hf_quantizer", None) is not None
+    is_marked = any(getattr(base, flag, False) is True for flag in _QUANTIZATION_FLAGS)
+    return is_marked or getattr(base, "hf_quantizer", None) is not None
 
 
 def has_adapters(model: nn.Module) -> bool:

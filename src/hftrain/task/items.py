@@ -28,11 +28,11 @@ def known_count(count: Any) -> Any:
 def loss_shifts_labels(model: Any) -> bool:
     """Return whether a transformers model's loss predicts the next label: a decoder with its `ForCausalLMLoss`."""
     losses: Any = sys.modules.get("transformers.loss.loss_utils")
-    kind = getattr(model, "loss_type", None)
+    loss_type = getattr(model, "loss_type", None)
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if losses is None or kind is None or is_encoder_decoder:
+    if losses is None or loss_type is None or is_encoder_decoder:
         return False
-    return losses.LOSS_MAPPING.get(kind) is losses.ForCausalLMLoss
+    return losses.LOSS_MAPPING.get(loss_type) is losses.ForCausalLMLoss
 
 
 def counts_shifted_labels() -> bool:

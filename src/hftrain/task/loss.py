@@ -17,14 +17,14 @@ def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torc
     """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself."""
     loss = own_loss(outputs)
     if loss is None:
-        missing = "" if has_labels else "; the batch has no labels, by which models compute it"
+        hint = "" if has_labels else "; the batch has no labels, by which models compute it"
         remedy = "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
         remedy += "or write a TaskModule."
         if not has_labels:
             remedy = "Add the labels to each sample, or name their column in label_names."
         raise TaskError(
             f"Cannot find the loss of {model_name}.",
-            f"It returned {describe(outputs)}, with no scalar loss under 'loss' or in first place{missing}.",
+            f"It returned {describe(outputs)}, with no scalar loss under 'loss' or in first place{hint}.",
             remedy,
         )
     return loss

@@ -22,13 +22,13 @@ def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
         TaskError: They are not a mapping of names to metrics.
     """
     metrics = task.metrics(stage)
-    asked = f"Cannot use what {type(task).__name__}.metrics({stage!r}) returned:"
+    problem = f"Cannot use what {type(task).__name__}.metrics({stage!r}) returned:"
     if not isinstance(metrics, Mapping):
-        raise TaskError(asked, f"it is a {type(metrics).__name__}.", "Return a dict of metrics by name.")
+        raise TaskError(problem, f"it is a {type(metrics).__name__}.", "Return a dict of metrics by name.")
     for name, metric in metrics.items():
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
             raise TaskError(
-                asked,
+                problem,
                 f"{name!r} is a {type(metric).__name__}, without update, compute and reset.",
                 "Return torchmetrics objects; numbers belong in StepOutput(logs=...).",
             )
@@ -57,7 +57,7 @@ def read_metrics(metrics: Mapping[str, Any], *, stage: str, ranks: Any) -> dict[
         with warnings.catch_warnings():
             # A rank that had no batch has not updated it, but must take part.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            with _within(ranks.group, metric):
+            with _synchronising_within(ranks.group, metric):
                 value = metric.compute()
         values.update(value if isinstance(value, Mapping) else {name: value})
     return values
@@ -70,40 +70,40 @@ def reset(metrics: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _within(group: Any, metric: Any) -> Iterator[None]:
+def _synchronising_within(group: Any, metric: Any) -> Iterator[None]:
     """Make a metric, and those inside a wrapper, synchronise within a process group, unless they have one."""
-    own = [part for part in _parts_of(metric) if group is not None and getattr(part, "process_group", group) is None]
-    for part in own:
+    parts = [part for part in _parts_of(metric) if group is not None and getattr(part, "process_group", group) is None]
+    for part in parts:
         part.process_group = group
     try:
         yield
     finally:
-        for part in own:
+        for part in parts:
             part.process_group = None
 
 
-def kept_metrics(task: nn.Module) -> dict[str, Any]:
+def candidate_metrics(task: nn.Module) -> dict[str, Any]:
     """Return what could be a metric among the modules of a task, and in its plain lists, tuples and dicts."""
-    found = dict(task.named_modules())
+    candidates = dict(task.named_modules())
     for name, value in vars(task).items():
         members: Any = enumerate(value) if isinstance(value, (list, tuple)) else ()
         members = value.items() if isinstance(value, dict) else members
-        found |= {f"{name}[{key!r}]": member for key, member in members if not name.startswith("_")}
-    return {name: each for name, each in found.items() if hasattr(each, "compute")}
+        candidates |= {f"{name}[{key!r}]": member for key, member in members if not name.startswith("_")}
+    return {name: candidate for name, candidate in candidates.items() if hasattr(candidate, "compute")}
 
 
-def warn_of_unread(found: Mapping[str, Any], metrics: Mapping[str, Any], message: str) -> None:
+def warn_of_unread(candidates: Mapping[str, Any], metrics: Mapping[str, Any], message: str) -> None:
     """Warn once, with a message about their names, of metrics that were updated but are not among those reported."""
-    told = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
+    reported_ids = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
     names = []
-    for name, metric in found.items():
-        parts = [part for part in _parts_of(metric) if id(part) not in told]
+    for name, metric in candidates.items():
+        parts = [part for part in _parts_of(metric) if id(part) not in reported_ids]
         # A metric whose value was read, of all batches or of one (torchmetrics' `forward`), is reported by the user.
-        is_asked = any(
+        is_read = any(
             getattr(part, value, None) is not None for part in parts for value in ("_computed", "_forward_cache")
         )
-        if not is_asked and any(getattr(part, "update_called", None) is True for part in parts):
-            told |= set(map(id, parts))
+        if not is_read and any(getattr(part, "update_called", None) is True for part in parts):
+            reported_ids |= set(map(id, parts))
             names.append(name)
     if names:
         warn_once(f"The metrics {', '.join(names)} {message}")
@@ -115,8 +115,8 @@ def _parts_of(metric: Any) -> list[Any]:
 
 def _is_updated(metric: Any) -> bool:
     """Return whether a metric, or one inside a wrapper, was updated since its last reset; True if that is unknown."""
-    told = [part.update_called for part in _parts_of(metric) if hasattr(part, "update_called")]
-    return any(told) or not told
+    flags = [part.update_called for part in _parts_of(metric) if hasattr(part, "update_called")]
+    return any(flags) or not flags
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -127,7 +127,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]
     return {
         name: [{"state": part.metric_state, "num_updates": part.update_count} for part in parts]
         for name, metric in metrics.items()
-        if (parts := _parts(metric)) is not None
+        if (parts := _whole_parts(metric)) is not None
     }
 
 
@@ -137,30 +137,30 @@ def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any],
     Returns:
         The names of metrics without a matching state.
     """
-    unknown = []
+    unmatched = []
     for name, metric in metrics.items():
-        parts, saved = _parts(metric) or [], states.get(name, [])
-        if not parts or [_kinds(part.metric_state) for part in parts] != [_kinds(item["state"]) for item in saved]:
-            unknown.append(name)
+        parts, entries = _whole_parts(metric) or [], states.get(name, [])
+        if not parts or [_kinds(part.metric_state) for part in parts] != [_kinds(entry["state"]) for entry in entries]:
+            unmatched.append(name)
             continue
         metric.reset()
-        for part, item in zip(parts, saved, strict=True):
+        for part, entry in zip(parts, entries, strict=True):
             # Copies: the saved members of a collection share tensors, but each restored one must own its state.
-            values = map_tensors(item["state"], lambda tensor: tensor.to(device, copy=True))
+            values = map_tensors(entry["state"], lambda tensor: tensor.to(device, copy=True))
             # torchmetrics has no public way to mark a state as updated.
-            vars(part).update(values, _update_count=item["num_updates"])
-    return unknown
+            vars(part).update(values, _update_count=entry["num_updates"])
+    return unmatched
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, bool]:
     return {name: isinstance(value, torch.Tensor) for name, value in state.items()}
 
 
-def _parts(metric: Any) -> list[Any] | None:
+def _whole_parts(metric: Any) -> list[Any] | None:
     """Return the torchmetrics in a metric or collection, None if they do not hold its whole state."""
     if isinstance(metric, nn.ModuleDict):
         # Iterating over the items copies the state of each compute group's leader to its members.
-        members = [_parts(member) for _, member in metric.items()]
+        members = [_whole_parts(member) for _, member in metric.items()]
         return None if None in members else [part for parts in members for part in parts or ()]
     is_plain = hasattr(metric, "metric_state") and not any(
         hasattr(module, "metric_state") for module in metric.modules() if module is not metric

@@ -33,7 +33,7 @@ class ModelCall:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = model._compiled_call_impl
+        self._former_call = model._compiled_call_impl
         self.compiled: Callable[..., Any] | None = None
         self.autocast: Callable[[], AbstractContextManager[Any]] | None = None
         self.observe: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None
@@ -48,8 +48,8 @@ class ModelCall:
         """Set attributes, and take the place of the model's call, or give it back once nothing is set."""
         for name, value in attributes.items():
             setattr(self, name, value)
-        is_on = any(each is not None for each in (self.compiled, self.autocast, self.observe))
-        self._model._compiled_call_impl = self if is_on else self._before
+        is_on = any(value is not None for value in (self.compiled, self.autocast, self.observe))
+        self._model._compiled_call_impl = self if is_on else self._former_call
 
     @property
     def as_written(self) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ class ModelCall:
         return self._model._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.compiled or self._before or self.as_written
+        call = self.compiled or self._former_call or self.as_written
         if self.autocast is None:
             outputs = call(*args, **kwargs)
         else:

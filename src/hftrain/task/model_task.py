@@ -59,9 +59,9 @@ class ModelTask(TaskModule):
                 f"It is none of {', '.join(KINDS)}.",
                 f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
             )
-        found = find_label_names(model) if label_names is None else label_names
-        self.has_label_names = bool(found)
-        self.label_names = list(found or ["labels"] if label_names is None else found)
+        names = find_label_names(model) if label_names is None else label_names
+        self.has_label_names = bool(names)
+        self.label_names = list(names or ["labels"] if label_names is None else names)
         self._sample_names = ("labels", *self.label_names, getattr(model, "main_input_name", "input_ids"))
         self.label_smoothing = label_smoothing
         self.use_loss(compute_loss_func)
@@ -116,12 +116,7 @@ class ModelTask(TaskModule):
             logits = outputs
         else:
             logits = outputs[1 if takes_labels else 0]
-        loss = smoothed_loss(
-            logits,
-            labels,
-            smoothing=self.label_smoothing,
-            shift=self.is_causal,
-        )
+        loss = smoothed_loss(logits, labels, smoothing=self.label_smoothing, shift=self.is_causal)
         return loss, outputs
 
     @property
@@ -154,13 +149,13 @@ class ModelTask(TaskModule):
         loss: torch.Tensor | None
         if labels is not None or self._returns_loss_without_labels(inputs):
             loss, outputs = compute(inputs)
-            skipped = 1
+            num_losses = 1
             if labels is None and isinstance(inputs, Mapping) and not self.has_label_names:
                 labels = ()  # as documented, so that compute_metrics is called
         else:
             outputs = call_model(self.model, inputs, None)
             loss = own_loss(outputs) if self.returns_loss else None
-            skipped = int(loss is not None)
+            num_losses = int(loss is not None)
             if note_outputs is not None:
                 note_outputs(outputs)
         loss = None if loss is None else loss.detach()
@@ -171,9 +166,9 @@ class ModelTask(TaskModule):
             logits = tuple(value for key, value in outputs.items() if key not in ignored)
         elif isinstance(outputs, (tuple, list)):
             # The loss comes first only if the model computed it itself.
-            logits = tuple(outputs[1 if skipped and self.returns_loss else 0 :])
+            logits = tuple(outputs[1 if num_losses and self.returns_loss else 0 :])
         else:
-            logits = () if skipped and self.returns_loss else (outputs,)
+            logits = () if num_losses and self.returns_loss else (outputs,)
         logits = detach(tuple(value for value in logits if not is_cache(value)))
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 
@@ -182,10 +177,10 @@ class ModelTask(TaskModule):
 
         If the model takes no labels at all, the batch may request it (``return_loss=True``, as collators for CLIP do).
         """
-        asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else True
-        if asked is None:
+        request = inputs.get("return_loss") if isinstance(inputs, Mapping) else True
+        if request is None:
             return self.can_return_loss
-        return bool(asked) and (not isinstance(inputs, Mapping) or self.can_return_loss or not self.has_label_names)
+        return bool(request) and (not isinstance(inputs, Mapping) or self.can_return_loss or not self.has_label_names)
 
     @property
     def returns_loss(self) -> bool:
@@ -242,9 +237,9 @@ class ModelTask(TaskModule):
         labels = batch[key] if key == "labels" or (key is not None and self.label_smoothing) else None
         if not isinstance(labels, torch.Tensor):
             return None
-        shifted = batch.get("shift_labels") if counts_shifted_labels() else None
-        if isinstance(shifted, torch.Tensor):
-            labels = shifted
+        shifted_labels = batch.get("shift_labels") if counts_shifted_labels() else None
+        if isinstance(shifted_labels, torch.Tensor):
+            labels = shifted_labels
         elif shifts:
             labels = labels[..., 1:]
         return count_labels(labels)
@@ -290,8 +285,8 @@ class ModelTask(TaskModule):
     def label_tensor(self, batch: Any) -> torch.Tensor | None:
         """Return the batch's labels (`shift_labels` if the collator added them), or None."""
         key = self.label_key(batch)
-        shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
-        labels = shifted if shifted is not None else None if key is None else batch[key]
+        shifted_labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        labels = shifted_labels if shifted_labels is not None else None if key is None else batch[key]
         return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:

@@ -22,27 +22,27 @@ def training_weights(optimizer: Any) -> AbstractContextManager[None]:
 
     Source: Defazio et al., 2024, arXiv 2405.15682.
     """
-    return _between(optimizer.train, optimizer.eval) if keeps_two(optimizer) else nullcontext()
+    return _between(optimizer.train, optimizer.eval) if keeps_two_weights(optimizer) else nullcontext()
 
 
 def evaluation_weights(optimizer: Any) -> AbstractContextManager[None]:
     """Give the model the evaluation weights in the context, and the previous ones after it. Mutates the parameters."""
-    holds_others = keeps_two(optimizer) and optimizer.param_groups[0].get("train_mode", False)
+    holds_others = keeps_two_weights(optimizer) and optimizer.param_groups[0].get("train_mode", False)
     return _between(optimizer.eval, optimizer.train) if holds_others else nullcontext()
 
 
-def keeps_two(optimizer: Any) -> bool:
+def keeps_two_weights(optimizer: Any) -> bool:
     """Return whether an optimizer's training weights differ from those to evaluate and save."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 @contextmanager
-def _between(first: Callable[[], Any], last: Callable[[], Any]) -> Iterator[None]:
-    first()
+def _between(enter: Callable[[], Any], leave: Callable[[], Any]) -> Iterator[None]:
+    enter()
     try:
         yield
     finally:
-        last()
+        leave()
 
 
 is_on = itemgetter("training")
@@ -50,7 +50,8 @@ is_on = itemgetter("training")
 
 # The train() overrides of these packages do the same each time, so one call is enough.
 _LIBRARIES = frozenset({"accelerate", "deepspeed", "hftrain", "peft", "torch", "transformers"})
-_OFF: tuple[dict[str, Any], ...] = ({"training": False},)
+# Flags that are never all on, so that `enter` is called at each step.
+_NEVER_ON: tuple[dict[str, Any], ...] = ({"training": False},)
 
 
 class TrainingMode:
@@ -71,14 +72,15 @@ class TrainingMode:
     def __init__(self, task: TaskModule, optimizer: Any = None) -> None:
         self.task = task
         self.model: nn.Module | None = None
-        self.flags = _OFF
-        self._kept: list[nn.Module] = []
+        self.flags = _NEVER_ON
+        self._eval_modules: list[nn.Module] = []
         if isinstance(task, ModelTask):
             _name_frozen(task.model)
         elif not any(map(_is_users, task.modules())):
             parts = [part for child in task.children() for _, part in _quiet_parts(child)]
-            self._kept = [each for part in parts for each in part.modules() if not vars(each).get("training", True)]
-        self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two(optimizer) else None
+            modules = (module for part in parts for module in part.modules())
+            self._eval_modules = [module for module in modules if not vars(module).get("training", True)]
+        self.train_weights: Callable[[], Any] | None = optimizer.train if keeps_two_weights(optimizer) else None
         # A module that is added later may be in either mode.
         self._hook = register_module_module_registration_hook(self._forget)
 
@@ -93,7 +95,7 @@ class TrainingMode:
             task.train()
         else:
             model.train()
-        for module in self._kept:
+        for module in self._eval_modules:
             module.training = False
         if model is not task.model:
             return
@@ -103,10 +105,10 @@ class TrainingMode:
         self.model = model
         # A torch.compile wrapper has no `training` attribute.
         flags = (vars(module) for module in modules)
-        self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _OFF
+        self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _NEVER_ON
 
     def _forget(self, *registered: Any) -> None:
-        self.flags = _OFF
+        self.flags = _NEVER_ON
 
 
 def _quiet_parts(module: nn.Module, name: str = "", *, is_whole: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -114,11 +116,11 @@ def _quiet_parts(module: nn.Module, name: str = "", *, is_whole: bool = True) ->
 
     Nobody has chosen that mode for a trained model that is in it as a whole, or as `from_pretrained` returns it.
     """
-    is_on, is_trained = vars(module).get("training", True), any(each.requires_grad for each in module.parameters())
+    is_on, is_trained = vars(module).get("training", True), any(p.requires_grad for p in module.parameters())
     is_pretrained = is_trained and not is_on and hasattr(type(module), "from_pretrained")
     if is_on or (is_whole and is_trained and not is_pretrained):
-        for each, child in module.named_children():
-            yield from _quiet_parts(child, f"{name}.{each}" if name else each, is_whole=is_whole and not is_on)
+        for key, child in module.named_children():
+            yield from _quiet_parts(child, f"{name}.{key}" if name else key, is_whole=is_whole and not is_on)
     elif not is_pretrained:
         yield name, module
 
@@ -128,7 +130,7 @@ def _name_frozen(model: nn.Module) -> None:
     names = [
         name
         for name, part in _quiet_parts(model)
-        if any(map(_depends_on_mode, part.modules())) and not any(each.requires_grad for each in part.parameters())
+        if any(map(_depends_on_mode, part.modules())) and not any(p.requires_grad for p in part.parameters())
     ]
     if names:
         warn_once(
@@ -143,14 +145,14 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 
 @contextmanager
-def kept_modes(module: nn.Module) -> Iterator[None]:
+def preserved_modes(module: nn.Module) -> Iterator[None]:
     """Restore the mode of each module at the end."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
-        for each, was_training in modes:
-            each.training = was_training
+        for part, was_training in modes:
+            part.training = was_training
 
 
 def _is_users(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ class _FromState:
     def __init__(self, name: str, initial: float) -> None:
         self._name, self._initial = name, initial
 
-    def __get__(self, task: Any, kind: Any = None) -> Any:
+    def __get__(self, task: Any, owner: Any = None) -> Any:
         return self if task is None else getattr(task.run_state, self._name, None) or self._initial
 
 
@@ -181,9 +181,9 @@ class TaskModule(nn.Module):
 
 def know_state(task: TaskModule, state: Any) -> None:
     """Let a task read its step and epoch from a state; raise if it has something of its own under these names."""
-    if own := {*vars(task), *dict(task.named_children())} & {"step", "epoch"}:
+    if taken_names := {*vars(task), *dict(task.named_children())} & {"step", "epoch"}:
         raise TaskError(
-            f"Cannot use the attribute {min(own)!r} of {type(task).__name__}.",
+            f"Cannot use the attribute {min(taken_names)!r} of {type(task).__name__}.",
             "self.step and self.epoch are the optimizer steps and epochs of the training.",
             "Read them, and give what you set another name.",
         )

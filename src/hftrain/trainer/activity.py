@@ -19,7 +19,7 @@ from hftrain.run.build import report_late_ranks
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.task.metric_state import checked_metrics, reset
 from hftrain.task.model_task import ModelTask
-from hftrain.task.modes import evaluation_weights, kept_modes
+from hftrain.task.modes import evaluation_weights, preserved_modes
 from hftrain.task.module import know_state, without_model
 from hftrain.trainer.training_steps import TrainingSteps
 
@@ -58,11 +58,11 @@ class Activity:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
-            maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
-            maker = maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
-            has_own = self.name != "train" and trainer.eval_collator is not None
-            names = {"loss_maker": maker, "collator": "eval_collator" if has_own else "data_collator"}
-            extra("mistakes").explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), **names)
+            loss_maker = f"{type(trainer).__name__}.compute_loss" if self._hooks.is_overridden("compute_loss") else None
+            loss_maker = loss_maker or (None if trainer.compute_loss_func is None else "compute_loss_func")
+            has_eval_collator = self.name != "train" and trainer.eval_collator is not None
+            makers = {"loss_maker": loss_maker, "collator": "eval_collator" if has_eval_collator else "data_collator"}
+            extra("mistakes").explain_mistake(error, trainer.task, trainer.model, trainer=type(trainer), **makers)
             raise
         finally:
             self.depth -= 1
@@ -84,13 +84,13 @@ class Activity:
         finally:
             if self._memory is not None:
                 self._memory.stop()
-            self._checked = dict(vars(self._trainer.args))
+            self._checked_settings = dict(vars(self._trainer.args))
 
     def check_arguments(self) -> None:
         """Check the settings again if some were assigned since."""
-        if vars(self._trainer.args) != self._checked:
+        if vars(self._trainer.args) != self._checked_settings:
             resolve(self._trainer.args)
-            self._checked = dict(vars(self._trainer.args))
+            self._checked_settings = dict(vars(self._trainer.args))
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
@@ -128,7 +128,7 @@ class Activity:
             with cast_weights(trainer.model, dtype, keep_on=None if is_training else torch.device("cpu")):
                 if not is_training:
                     self._place()
-                with kept_modes(trainer.task), self._in_evaluation_mode(dtype):
+                with preserved_modes(trainer.task), self._in_evaluation_mode(dtype):
                     yield
 
     @contextmanager
@@ -141,18 +141,18 @@ class Activity:
         task.eval()
         metrics = checked_metrics(task, "eval")
         reset(metrics)
-        before = computing.past, computing.input_dtype, computing.autocast
+        former_settings = computing.past, computing.input_dtype, computing.autocast
         computing.past = None
         if dtype is not None:
             computing.input_dtype, computing.autocast = dtype, nullcontext
-        put_cache_back = None if keeps_cache(trainer.args) else switch_cache_off(trainer.model)
+        restore_cache = None if keeps_cache(trainer.args) else switch_cache_off(trainer.model)
         try:
             yield
         finally:
             reset(metrics)  # not before: callbacks may read them in `on_evaluate`
-            if put_cache_back is not None:
-                put_cache_back()
-            computing.past, computing.input_dtype, computing.autocast = before
+            if restore_cache is not None:
+                restore_cache()
+            computing.past, computing.input_dtype, computing.autocast = former_settings
             if getattr(task.model, "training", False):
                 warn_once(
                     f"{type(task.model).__name__} was put into training mode during the evaluation: dropout and batch "

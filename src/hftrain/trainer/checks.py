@@ -41,12 +41,12 @@ from hftrain.task.module import TaskModule, check_defined
 from hftrain.trainer.data import TrainerData
 from hftrain.trainer.evaluation import Evaluation
 
-_PREPARE = ("_prepare_inputs", "_prepare_input")
+_PREPARE_HOOKS = ("_prepare_inputs", "_prepare_input")
 
 
 def check_settings(trainer: TrainerHooks, data: TrainerData, evaluation: Evaluation) -> None:
     """Raise for data, intervals and a save policy that cannot work; called before the model is looked at."""
-    data.check_given()
+    data.check_kinds()
     check_save_policy(trainer.args, trainer.save_policy, trainer.strategy)
     check_cadences(trainer.args, evaluation.sets, eval_steps=trainer.args.eval_steps)
 
@@ -81,7 +81,7 @@ def check_before_training(
     check_copies(args, strategy, trainer.model, compiles=compiles)
     check_quantized(trainer.model, compiles=compiles)
     strategy.check_model(trainer.model)
-    _check_ahead(trainer, hooks, evaluation.sets)
+    _check_run(trainer, hooks, evaluation.sets)
     folder = find_resume(trainer, hooks, output, resume)
     if replaced.watched:
         replaced.warn_of_unread(is_resume=folder is not None)
@@ -93,13 +93,13 @@ def check_before_training(
 
 def _check_optimizer(trainer: TrainerHooks, hooks: Hooks) -> None:
     """Raise if the strategy's config and another setting make an optimizer or a schedule, or it cannot be used."""
-    given, strategy, task = trainer.optimizer_cls_and_kwargs, trainer.strategy, trainer.task
-    makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
+    class_and_options, strategy, task = trainer.optimizer_cls_and_kwargs, trainer.strategy, trainer.task
+    is_configured = type(task).configure_optimizers is not TaskModule.configure_optimizers
     makers = {
         "optimizer": {
             "optimizers[0]": trainer.optimizer is not None,
-            "optimizer_cls_and_kwargs": given is not None,
-            f"{type(task).__name__}.configure_optimizers": makes_own,
+            "optimizer_cls_and_kwargs": class_and_options is not None,
+            f"{type(task).__name__}.configure_optimizers": is_configured,
             "an override of create_optimizer": hooks.is_overridden("create_optimizer"),
             # A given schedule would need the optimizer, which does not exist yet.
             "optimizers[1]": trainer.lr_scheduler is not None,
@@ -110,23 +110,23 @@ def _check_optimizer(trainer: TrainerHooks, hooks: Hooks) -> None:
         },
     }
     for part in sorted(strategy.makes):
-        others = [name for name, makes in makers[part].items() if makes]
-        if others:
+        conflicts = [name for name, is_present in makers[part].items() if is_present]
+        if conflicts:
             raise ConfigError(
                 f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
-                f"{', '.join(others)} would make one too, or drive another.",
+                f"{', '.join(conflicts)} would make one too, or drive another.",
                 "Keep one of the two.",
             )
-    is_own = trainer.optimizer is not None or given is not None
-    if not (is_own or makes_own or "optimizer" in strategy.makes or hooks.is_overridden("create_optimizer")):
-        kind, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    is_passed = trainer.optimizer is not None or class_and_options is not None
+    if not (is_passed or is_configured or "optimizer" in strategy.makes or hooks.is_overridden("create_optimizer")):
+        optimizer_class, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         accumulation = trainer.args.gradient_accumulation_steps
-        check_in_backward(kind, strategy=strategy, precision=trainer.precision, accumulation=accumulation)
-    elif given is not None:
-        check_step(given[0])
+        check_in_backward(optimizer_class, strategy=strategy, precision=trainer.precision, accumulation=accumulation)
+    elif class_and_options is not None:
+        check_step(class_and_options[0])
 
 
-def _check_ahead(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet]) -> None:
+def _check_run(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet]) -> None:
     """Raise if a training would fail later; reads no data and launches nothing."""
     args, strategy, task, model = trainer.args, trainer.strategy, trainer.task, trainer.model
     _check_shapes(model)
@@ -143,33 +143,33 @@ def _check_ahead(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSet
         if callable(check := getattr(callback, "check_settings", None)):
             check(args)
     _check_averages(callbacks)
-    makes_own = type(task).configure_optimizers is not TaskModule.configure_optimizers
-    is_made = makes_own or "optimizer" in strategy.makes or trainer.optimizer is not None
+    is_configured = type(task).configure_optimizers is not TaskModule.configure_optimizers
+    is_made = is_configured or "optimizer" in strategy.makes or trainer.optimizer is not None
     makes_optimizer = not (is_made or hooks.is_overridden("create_optimizer", "create_optimizer_and_scheduler"))
     is_made = trainer.lr_scheduler is not None or "scheduler" in strategy.makes
     makes_schedule = makes_optimizer and not (is_made or hooks.is_overridden("create_scheduler"))
     with preserved_rng():
-        own = ("get_train_dataloader", "training_step", "compute_loss", "get_batch_samples", *_PREPARE)
+        hook_names = ("get_train_dataloader", "training_step", "compute_loss", "get_batch_samples", *_PREPARE_HOOKS)
         columns = None
-        if not hooks.is_overridden(*own):
+        if not hooks.is_overridden(*hook_names):
             columns = batch_columns(task, trainer.train_dataset, trainer.data_collator)
         if columns is not None:
             check_inputs(model, columns)
         datasets = _eval_datasets(trainer, hooks)
         _check_workers(trainer, hooks, datasets)
         if not hooks.is_overridden("get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
-            _check_plan(trainer, makes_schedule=makes_schedule)
+            _check_schedule(trainer, makes_schedule=makes_schedule)
         for name, dataset in datasets.items():
             _check_evaluation(trainer, hooks, sets.get(name), name, dataset)
     if saves_at_all(args, trainer.save_policy):
-        is_own = hooks.is_overridden("save_model", "_save", "_save_checkpoint")
-        check_saves(args, strategy, task, model, callbacks, is_own=is_own)
+        is_overridden = hooks.is_overridden("save_model", "_save", "_save_checkpoint")
+        check_saves(args, strategy, task, model, callbacks, saves_itself=is_overridden)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
-        asked, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
+        problem, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
         if not any(True for _ in model.parameters()):
-            lists = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
-            raise ConfigError(asked, "it has no parameters.", lists)
-        raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
+            advice = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
+            raise ConfigError(problem, "it has no parameters.", advice)
+        raise ConfigError(problem, "none of its parameters requires a gradient.", remedy)
 
 
 def _check_averages(callbacks: Sequence[Any]) -> None:
@@ -198,12 +198,12 @@ def _check_metric(trainer: TrainerHooks, hooks: Hooks, sets: Mapping[str, EvalSe
     """Raise if nothing reports `metric_for_best_model`; called in train(), because metrics may be set until then."""
     listeners = (getattr(callback, "on_evaluate", None) for callback in trainer.callback_handler.callbacks)
     # A user callback's on_evaluate may add to the metrics that it receives.
-    roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
-    names = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
-    if hooks.is_overridden(*names) or roots - {"hftrain", "transformers"}:
+    packages = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
+    hook_names = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
+    if hooks.is_overridden(*hook_names) or packages - {"hftrain", "transformers"}:
         return
-    own = next((entry.metrics for entry in sets.values() if entry.metrics is not None), None)
-    metrics = trainer.compute_metrics or own
+    set_metrics = next((entry.metrics for entry in sets.values() if entry.metrics is not None), None)
+    metrics = trainer.compute_metrics or set_metrics
     check_best_metric(trainer.args, task=trainer.task, compute_metrics=metrics, eval_dataset=trainer.eval_dataset)
 
 
@@ -224,7 +224,7 @@ def _check_workers(trainer: TrainerHooks, hooks: Hooks, datasets: Mapping[str, A
     check_sendable(parts, num_workers=args.dataloader_num_workers, method=args.dataloader_multiprocessing_context)
 
 
-def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
+def _check_schedule(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
     """Raise if the data has no batch, or the arguments' schedule cannot be built for the run."""
     args, strategy, dataset = trainer.args, trainer.strategy, trainer.train_dataset
     num_steps = args.max_steps
@@ -233,14 +233,14 @@ def _check_plan(trainer: TrainerHooks, *, makes_schedule: bool) -> None:
         plan = shard_plan(args, strategy.data, is_training=True)
         loader = build_loader(range(len(dataset)), plan, collate=list, **options)
         if makes_schedule:
-            total = trainer.get_total_train_batch_size(args)
-            num_steps = TrainPlan(*trainer.set_initial_training_values(args, loader, total)).max_steps
+            total_batch_size = trainer.get_total_train_batch_size(args)
+            num_steps = TrainPlan(*trainer.set_initial_training_values(args, loader, total_batch_size)).max_steps
     # A stream's passes may be limited, and its steps be known later.
     if makes_schedule and num_steps > 0:
-        given = trainer.optimizer_cls_and_kwargs
-        rate = args.learning_rate if given is None else given[1].get("lr", args.learning_rate)
-        stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
-        build_schedule(ScheduleConfig.of(args, num_training_steps=num_steps), stand_in)
+        class_and_options = trainer.optimizer_cls_and_kwargs
+        rate = args.learning_rate if class_and_options is None else class_and_options[1].get("lr", args.learning_rate)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
+        build_schedule(ScheduleConfig.of(args, num_training_steps=num_steps), optimizer)
 
 
 def _check_evaluation(trainer: TrainerHooks, hooks: Hooks, entry: EvalSet | None, name: str, dataset: Any) -> None:
@@ -248,8 +248,8 @@ def _check_evaluation(trainer: TrainerHooks, hooks: Hooks, entry: EvalSet | None
     if not hooks.is_overridden("_get_eval_sampler"):
         check_batches(trainer.args, trainer.strategy, name, dataset)
     has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
-    own = ("evaluate", "evaluation_loop", "prediction_step", *_PREPARE)
-    if has_metrics and not hooks.is_overridden(*own):
+    hook_names = ("evaluate", "evaluation_loop", "prediction_step", *_PREPARE_HOOKS)
+    if has_metrics and not hooks.is_overridden(*hook_names):
         columns = batch_columns(trainer.task, dataset, trainer.eval_collator or trainer.data_collator)
         if columns is not None:
             check_columns(trainer.args, trainer.model, trainer.label_names, name, columns)
@@ -261,14 +261,14 @@ def _check_loops(trainer: TrainerHooks, hooks: Hooks, data: TrainerData, resume:
     if "fit" in loops:
         dataset = None if hooks.is_overridden("get_train_dataloader") else trainer.train_dataset
         own_loops, precision, policy = extra("own_loops"), trainer.precision, trainer.save_policy
-        used = own_loops.used_in_training(args, strategy, precision, policy, dataset=dataset, resume=resume)
-        own_loops.check_features(loops["fit"], used)
+        used_features = own_loops.used_in_training(args, strategy, precision, policy, dataset=dataset, resume=resume)
+        own_loops.check_features(loops["fit"], used_features)
     if "evaluate" in loops and args.eval_strategy != "no":
         is_per_batch = args.batch_eval_metrics and trainer.compute_metrics is not None
-        given = {"takes_turns": False, "is_per_batch": is_per_batch}
+        features = {"takes_turns": False, "is_per_batch": is_per_batch}
         for dataset in data.eval_sets:
-            used = extra("own_loops").used_in_evaluation(args, strategy, dataset=dataset, **given)
-            extra("own_loops").check_features(loops["evaluate"], used)
+            used_features = extra("own_loops").used_in_evaluation(args, strategy, dataset=dataset, **features)
+            extra("own_loops").check_features(loops["evaluate"], used_features)
 
 
 def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:

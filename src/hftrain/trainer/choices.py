@@ -49,7 +49,7 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
     )
 
 
-def resolved_arguments(args: TrainingArguments | None) -> TrainingArguments:
+def resolve_arguments(args: TrainingArguments | None) -> TrainingArguments:
     """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     check_arguments(args)
@@ -87,9 +87,9 @@ def choose_backends(
     return strategy, precision
 
 
-def given_callbacks(
+def collect_callbacks(
     args: TrainingArguments,
-    given: Sequence[Any],
+    groups: Sequence[Any],
     *,
     profiler: Any,
     flight_log: Any,
@@ -98,39 +98,39 @@ def given_callbacks(
     is_rehearsal: bool,
 ) -> list[Any]:
     """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
-    callbacks = [callback for each in given for callback in as_list(each)]
+    callbacks = [callback for group in groups for callback in as_list(group)]
     if profiler is not None:
         callbacks += extra("profiler").make_profiler(profiler)
     if flight_log or exclude_samples is not None:
         callbacks += extra("flight_log").make_flight(flight_log, exclude_samples)
-    asked = args.report_to if loggers is None else loggers
+    trackers = args.report_to if loggers is None else loggers
     # A Kubeflow TrainJob asks for reports through this variable.
-    if asked in ("none", ["none"], []) and not is_rehearsal and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:
+    if trackers in ("none", ["none"], []) and not is_rehearsal and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:
         args.report_to = [] if loggers is None else args.report_to
         return list(callbacks)
     return list(extra("trackers").with_trackers(args, callbacks, loggers, is_rehearsal=is_rehearsal))
 
 
-def all_callbacks(
+def with_default_callbacks(
     args: TrainingArguments, strategy: Strategy, callbacks: Sequence[Any], max_time: str | None
 ) -> list[Any]:
     """Return the default callbacks with the given ones among them."""
-    disables = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
-    shown = progress_callback(disable_tqdm=disables)
+    is_hidden = get_verbosity() > 30 if args.disable_tqdm is None else args.disable_tqdm
+    progress = progress_callback(disable_tqdm=is_hidden)
     intervals = _intervals(args, max_time)
-    own = [extra("intervals").IntervalCallback(intervals, strategy)] if intervals else []
-    return [*default_callbacks(), *own, *_debug_callbacks(args, strategy), *callbacks, shown]
+    interval_callbacks = [extra("intervals").IntervalCallback(intervals, strategy)] if intervals else []
+    return [*default_callbacks(), *interval_callbacks, *_debug_callbacks(args, strategy), *callbacks, progress]
 
 
 def _intervals(args: TrainingArguments, max_time: str | None) -> dict[str, Length]:
     """Return the intervals that steps cannot say, by the flag of the control that they set."""
     flags = {"logging": "should_log", "eval": "should_evaluate", "save": "should_save"}
-    given = {flag: read_length(getattr(args, f"{kind}_steps")) for kind, flag in flags.items()}
-    is_used = {flag: getattr(args, f"{kind}_strategy") == "steps" for kind, flag in flags.items()}
-    found = {flag: length for flag, length in given.items() if length is not None and is_used[flag]}
+    lengths = {flag: read_length(getattr(args, f"{name}_steps")) for name, flag in flags.items()}
+    is_used = {flag: getattr(args, f"{name}_strategy") == "steps" for name, flag in flags.items()}
+    intervals = {flag: length for flag, length in lengths.items() if length is not None and is_used[flag]}
     limit = read_length(max_time)
     if limit is not None and limit.unit in ("s", "tok"):
-        found["should_training_stop"] = limit
+        intervals["should_training_stop"] = limit
     elif max_time is not None:
         raise ConfigError(
             f"Cannot use Trainer(max_time={max_time!r}).",
@@ -138,13 +138,13 @@ def _intervals(args: TrainingArguments, max_time: str | None) -> dict[str, Lengt
             "Write '2h', '1h 30min' or '1e9tok'; for passes and updates set num_train_epochs or max_steps.",
         )
     counts = args.include_num_input_tokens_seen and args.logging_strategy != "no"
-    for length in (each for each in found.values() if each.unit == "tok" and not counts):
+    for length in (each for each in intervals.values() if each.unit == "tok" and not counts):
         raise ConfigError(
             f"Cannot count {length.text!r}.",
             "Tokens are counted on request, and read when the losses are logged.",
             "Set include_num_input_tokens_seen='all' or 'non_padding', and logging_strategy.",
         )
-    return found
+    return intervals
 
 
 def default_collator(tool: Any) -> Callable[[list[Any]], Any]:
@@ -153,14 +153,14 @@ def default_collator(tool: Any) -> Callable[[list[Any]], Any]:
     return DataCollatorWithPadding(tool) if pads else default_data_collator
 
 
-def one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
+def one_of(new_value: Any, old_value: Any, *, new: str, old: str) -> Any:
     """Return a value that was passed under its new or its older name."""
-    if older is None:
-        return value
-    if value is not None:
+    if old_value is None:
+        return new_value
+    if new_value is not None:
         raise ConfigError(f"Cannot use both {new} and {old}:", "they are two names of one argument.", f"Keep {new}.")
     warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
-    return older
+    return old_value
 
 
 def _debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:

@@ -45,23 +45,23 @@ class TrainerData:
     def __init__(self, trainer: TrainerHooks, hooks: Hooks) -> None:
         self._trainer, self._hooks = trainer, hooks
         # What the loaders in `_eval_dataloaders`, whose workers persist, were made of.
-        self._kept: dict[str, tuple[Any, ...]] = {}
+        self._loader_parts: dict[str, tuple[Any, ...]] = {}
         self._seeded: dict[int, SeededCollator] = {}
 
     @property
     def eval_sets(self) -> list[Any]:
         """The evaluation datasets, without their names."""
-        given = self._trainer.eval_dataset
-        return list(given.values()) if isinstance(given, Mapping) else [given]
+        dataset = self._trainer.eval_dataset
+        return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
 
     def close(self) -> None:
         """Drop the loaders that were kept, whose workers then end."""
-        self._kept.clear()
+        self._loader_parts.clear()
         self._hooks.eval_dataloaders.clear()
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def check_given(self) -> None:
+    def check_kinds(self) -> None:
         """Raise if what was given cannot be read."""
         trainer, has_own_loader = self._trainer, self._hooks.is_overridden("get_eval_dataloader")
         if not self._hooks.is_overridden("get_train_dataloader"):
@@ -100,16 +100,16 @@ class TrainerData:
         trainer = self._trainer
         if self._hooks.is_overridden("_get_dataloader", "_remove_unused_columns"):
             return
-        keep = self._columns_to_keep()
-        names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
-        if keep is None or names is None:
+        kept_columns = self._columns_to_keep()
+        names = None if kept_columns is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
+        if kept_columns is None or names is None:
             return
-        inputs = [name for name in keep if name not in (*trainer.label_names, "label", "label_ids")]
-        if not set(names) & set(inputs):
+        input_names = [name for name in kept_columns if name not in (*trainer.label_names, "label", "label_ids")]
+        if not set(names) & set(input_names):
             raise TaskError(
                 f"Cannot use this dataset as {role}:",
                 f"its columns ({', '.join(map(str, names))}) include none that "
-                f"{type(trainer.model).__name__}.forward takes ({', '.join(inputs)}).",
+                f"{type(trainer.model).__name__}.forward takes ({', '.join(input_names)}).",
                 "Rename the columns, tokenize texts first (dataset.map), or set remove_unused_columns=False if your "
                 "collator makes the inputs.",
             )
@@ -122,22 +122,22 @@ class TrainerData:
 
     # -- loaders ---------------------------------------------------------------------------------------------------
 
-    def find_eval_set(self, given: Any) -> Any:
-        """Return the dataset to evaluate on: `given`, the one of that name, or the Trainer's own for None."""
-        own = self._trainer.eval_dataset
-        if isinstance(given, str):
-            known = own if isinstance(own, Mapping) else {}
-            if given not in known:
+    def find_eval_set(self, dataset: Any) -> Any:
+        """Return the dataset to evaluate on: `dataset`, the one of that name, or the Trainer's own for None."""
+        eval_dataset = self._trainer.eval_dataset
+        if isinstance(dataset, str):
+            datasets = eval_dataset if isinstance(eval_dataset, Mapping) else {}
+            if dataset not in datasets:
                 raise ConfigError(
-                    f"Cannot evaluate on the set {given!r}.",
+                    f"Cannot evaluate on the set {dataset!r}.",
                     "eval_dataset has no set of that name.",
-                    suggest(given, known) if known else "Pass a dict of datasets as eval_dataset.",
+                    suggest(dataset, datasets) if datasets else "Pass a dict of datasets as eval_dataset.",
                 )
-            return known[given]
-        found = own if given is None else given
-        if found is None:
+            return datasets[dataset]
+        selected = eval_dataset if dataset is None else dataset
+        if selected is None:
             raise ConfigError("Cannot evaluate.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer.")
-        return found
+        return selected
 
     def eval_loader(self, dataset: Any, description: str, *, key: str | None = None) -> Any:
         """Return this rank's batches of an evaluation or a prediction, through the documented hooks."""
@@ -163,17 +163,17 @@ class TrainerData:
         options["batch_size"] = batch_size
 
         def make() -> Any:
-            pruned = self._hooks.remove_unused_columns(dataset, description=description)
+            pruned_dataset = self._hooks.remove_unused_columns(dataset, description=description)
             collate = self._hooks.get_collator_with_removed_columns(
                 self._collator(is_training=is_training), description=description
             )
             # A stream is read in its own order, even if it has a length.
             sampler = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
-                pruned,
+                pruned_dataset,
                 self._shard_plan(is_training=is_training),
                 collate=collate,
-                sampler=None if sampler is None else sampler(pruned if is_training else dataset),
+                sampler=None if sampler is None else sampler(pruned_dataset if is_training else dataset),
                 **options,
             )
 
@@ -181,22 +181,22 @@ class TrainerData:
             return make()
         parts = dataset, trainer.eval_collator, trainer.data_collator, self._hooks.signature_columns, batch_size
         loaders = self._hooks.eval_dataloaders
-        if key not in loaders or not all(map(is_, self._kept.get(key, (None,)), parts)):
+        if key not in loaders or not all(map(is_, self._loader_parts.get(key, (None,)), parts)):
             # Removed first, so that its workers end before others start.
             loaders.pop(key, None)
-            loaders[key], self._kept[key] = make(), parts
+            loaders[key], self._loader_parts[key] = make(), parts
         return loaders[key]
 
     def _collator(self, *, is_training: bool) -> Callable[[list[Any]], Any]:
         """Return the Trainer's collator, or one for all its loaders that makes its masks repeatable."""
         trainer = self._trainer
-        given: Any = None if is_training else trainer.eval_collator
-        given = given or trainer.data_collator
-        if not draws_from_own_seed(given):
-            return given  # type: ignore[no-any-return]
-        if id(given) not in self._seeded:
-            self._seeded[id(given)] = SeededCollator(given)
-        return self._seeded[id(given)]
+        collator: Any = None if is_training else trainer.eval_collator
+        collator = collator or trainer.data_collator
+        if not draws_from_own_seed(collator):
+            return collator  # type: ignore[no-any-return]
+        if id(collator) not in self._seeded:
+            self._seeded[id(collator)] = SeededCollator(collator)
+        return self._seeded[id(collator)]
 
     def train_loader(self) -> Any:
         """Return this rank's training batches, through the documented hooks."""
@@ -239,10 +239,10 @@ class TrainerData:
         if data is not trainer.strategy:
             extra("shares").check_copies(share, rank=data.rank, gather_object=trainer.strategy.gather_object)
         if data.world_size > 1:
-            sets = trainer.train_dataset, *self.eval_sets
-            extra("shares").check_shares(share, sets, gather_object=data.gather_object)
-        is_whole = is_training or not trainer.fast_dev_run
-        return share if is_whole else first_batches(share, trainer.fast_dev_run)
+            datasets = trainer.train_dataset, *self.eval_sets
+            extra("shares").check_shares(share, datasets, gather_object=data.gather_object)
+        is_unlimited = is_training or not trainer.fast_dev_run
+        return share if is_unlimited else first_batches(share, trainer.fast_dev_run)
 
     def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
         return shard_plan(self._trainer.args, self._trainer.strategy.data, is_training=is_training, is_own=is_own)
@@ -253,14 +253,14 @@ class TrainerData:
         """Return the sampler of the training data, None for a stream."""
         lengths, args = self.length_config(is_training=True), self._trainer.args
         plan, shuffle = self._shard_plan(is_training=True), args.train_sampling_strategy != "sequential"
-        if callable(own := getattr(dataset, "train_sampler", None)) and not isinstance(dataset, IterableDataset):
+        if callable(make := getattr(dataset, "train_sampler", None)) and not isinstance(dataset, IterableDataset):
             if lengths is not None:
                 raise ConfigError(
                     f"Cannot group the samples of a {type(dataset).__name__} by length.",
                     "Its train_sampler decides their order.",
                     "Leave train_sampling_strategy='group_by_length' out.",
                 )
-            return own(seed=plan.seed, shuffle=shuffle)
+            return make(seed=plan.seed, shuffle=shuffle)
         if lengths is not None:
             return extra("grouping").length_sampler(dataset, lengths, is_training=True)
         if isinstance(dataset, IterableDataset):

@@ -29,7 +29,7 @@ from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, 
 from hftrain.rules.evaluation import check_cadences, check_evaluation
 from hftrain.run.parts import TrainerHooks
 from hftrain.task.items import OWN_ITEMS
-from hftrain.task.metric_state import kept_metrics, read_metrics, reset, warn_of_unread
+from hftrain.task.metric_state import candidate_metrics, read_metrics, reset, warn_of_unread
 from hftrain.task.model_call import to_float32
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output, check_defined
@@ -62,8 +62,8 @@ class Evaluation:
         check_evaluation(args, strategy=trainer.strategy, task=trainer.task)
         if generates(args) and not self._hooks.is_overridden("prediction_step"):
             warn_once(f"predict_with_generate=True has no effect in {owner}; use Seq2SeqTrainer.")
-        own = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
-        if args.prediction_loss_only and (trainer.compute_metrics or own) is not None:
+        set_metrics = next((entry.metrics for entry in self.sets.values() if entry.metrics is not None), None)
+        if args.prediction_loss_only and (trainer.compute_metrics or set_metrics) is not None:
             warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")
 
     # -- sets ------------------------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ class Evaluation:
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, is_own: bool
     ) -> dict[str, float]:
         """Evaluate on each set that is due; return all their metrics."""
-        given, entries = split_eval_sets(datasets)
+        datasets_by_name, entries = split_eval_sets(datasets)
         sets, metrics = self.sets if is_own else entries, dict[str, float]()
-        for name in filter(lambda name: self._is_due(sets.get(name)), given):
+        for name in filter(lambda name: self._is_due(sets.get(name)), datasets_by_name):
             # Passed by name, so that an override of `get_eval_dataloader` sees the name.
-            chosen = name if is_own else given[name]
-            with self.own_metrics(sets.get(name)):
-                metrics.update(self._trainer.evaluate(chosen, ignore_keys, f"{prefix}_{name}"))
+            name_or_dataset = name if is_own else datasets_by_name[name]
+            with self.with_set_metrics(sets.get(name)):
+                metrics.update(self._trainer.evaluate(name_or_dataset, ignore_keys, f"{prefix}_{name}"))
         return metrics
 
     def _is_due(self, entry: EvalSet | None) -> bool:
@@ -92,10 +92,10 @@ class Evaluation:
         """Whether the current evaluation is over all sets."""
         return all(map(self._is_due, self.sets.values()))
 
-    def own_metrics(self, entry: EvalSet | None) -> AbstractContextManager[None]:
+    def with_set_metrics(self, entry: EvalSet | None) -> AbstractContextManager[None]:
         """Replace `compute_metrics` by an evaluation set's own metrics temporarily."""
-        own = None if entry is None else entry.metrics
-        return nullcontext() if own is None else temporarily(self._trainer, compute_metrics=own)
+        metrics = None if entry is None else entry.metrics
+        return nullcontext() if metrics is None else temporarily(self._trainer, compute_metrics=metrics)
 
     def check_cadences(self) -> None:
         """Raise if a set is never evaluated; the length of the run is known."""
@@ -103,13 +103,13 @@ class Evaluation:
 
     def try_out(self) -> None:
         """Evaluate the first batches of every set for its errors alone: nothing is logged, no callback called."""
-        trainer, handler, own = self._trainer, self._trainer.callback_handler, self._trainer.eval_dataset
+        trainer, handler, eval_dataset = self._trainer, self._trainer.callback_handler, self._trainer.eval_dataset
         callbacks, loader = list(handler.callbacks), handler.eval_dataloader
         handler.callbacks.clear()
         handler.refresh()
         try:
-            for name in own if isinstance(own, Mapping) else [None]:
-                with self.own_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
+            for name in eval_dataset if isinstance(eval_dataset, Mapping) else [None]:
+                with self.with_set_metrics(self.sets.get(name or "")), self._activity.evaluating("eval"):
                     self.run_and_time(
                         first_batches(self._data.eval_share(name), trainer.limits.sanity_eval_batches),
                         description="Sanity evaluation",
@@ -139,19 +139,19 @@ class Evaluation:
         rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
         return output, {**output.metrics, **rates}
 
-    def metrics_of_main(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def main_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return metrics with the numbers of rank 0, which decide on every rank when to stop and what is best.
 
         An override of `evaluate` or random numbers may have made them differ. Collective.
         """
-        found: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}  # an override may return anything
-        own = numbers_of(found)
-        chosen = self._trainer.strategy.broadcast_object(own)
-        if not chosen:
+        mapping: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}  # an override may return anything
+        numbers = numbers_of(mapping)
+        main_numbers = self._trainer.strategy.broadcast_object(numbers)
+        if not main_numbers:
             return metrics
         # As text, because NaN is not equal to itself; a value that is the same keeps its type.
-        others = {name: value for name, value in chosen.items() if repr(value) != repr(own.get(name))}
-        return {**found, **others}
+        changes = {name: value for name, value in main_numbers.items() if repr(value) != repr(numbers.get(name))}
+        return {**mapping, **changes}
 
     def loop(
         self,
@@ -182,10 +182,10 @@ class Evaluation:
             returns_predictions=not is_replaced,
         )
         hooks = self._evaluate_hooks(jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
-        kind = PredictLoop if is_prediction else EvaluateLoop
-        loop = cast(EvaluateLoop, trainer.loops.get(kind.stage) or kind())
-        if kind.stage in trainer.loops:
-            extra("own_loops").check_features(loop, self._used(loader, hooks, config))
+        loop_class = PredictLoop if is_prediction else EvaluateLoop
+        loop = cast(EvaluateLoop, trainer.loops.get(loop_class.stage) or loop_class())
+        if loop_class.stage in trainer.loops:
+            extra("own_loops").check_features(loop, self._used_features(loader, hooks, config))
         loop.attach(EvaluateParts(config=config, hooks=hooks, group=trainer.strategy.data, events=events))
         try:
             output = loop.run(
@@ -211,7 +211,7 @@ class Evaluation:
             logger.info("  Batches read by each process = at most %d", num_first)
         logger.info("  Batch size = %d", self._trainer.args.eval_batch_size)
 
-    def _used(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
+    def _used_features(self, loader: Any, hooks: EvaluateHooks, config: EvaluateConfig) -> dict[str, str]:
         return extra("own_loops").used_in_evaluation(  # type: ignore[no-any-return]
             self._trainer.args,
             self._trainer.strategy,
@@ -235,8 +235,8 @@ class Evaluation:
         may_communicate = self._steps_may_communicate(has_metrics=compute_metrics is not None)
 
         def step(batch: Any) -> StepOutput:
-            found = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
-            loss, outputs, labels = _parts(found, "prediction_step", "loss", "logits", "labels")
+            result = trainer.prediction_step(task.model, batch, loss_only, ignore_keys)
+            loss, outputs, labels = _check_parts(result, "prediction_step", "loss", "logits", "labels")
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._logs)
 
         def evaluate_batch(batch: Any) -> StepOutput:
@@ -282,8 +282,8 @@ class Evaluation:
             mean.open(inputs)
 
         def compute(batch: Any) -> Any:
-            found = self._hooks.compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
-            return _parts(found, "compute_loss(return_outputs=True)", "loss", "outputs")
+            result = self._hooks.compute_loss(model, batch, return_outputs=True, num_items_in_batch=count)
+            return _check_parts(result, "compute_loss(return_outputs=True)", "loss", "outputs")
 
         def note_memory(outputs: Any) -> None:
             computing.past = extra("past_index").read_memory(outputs, trainer.args.past_index, has_loss=False)
@@ -317,7 +317,7 @@ class Evaluation:
         metrics = task.metrics(stage)
         if stage == "eval" and type(task).metrics is TaskModule.metrics:
             message = "are updated but not reported: only the task's own children are. Make each an attribute of the "
-            warn_of_unread(kept_metrics(task), metrics, f"{message}task, or return them from its metrics(stage).")
+            warn_of_unread(candidate_metrics(task), metrics, f"{message}task, or return them from its metrics(stage).")
         elif stage == "train":
             message = 'are updated in training but not reported there. Return them from the task\'s metrics("train"), '
             children = TaskModule.metrics(task, "eval")
@@ -328,12 +328,12 @@ class Evaluation:
         return values
 
 
-def _parts(returned: Any, maker: str, *names: str) -> Any:
+def _check_parts(result: Any, maker: str, *names: str) -> Any:
     """Return what an override returned; raise unless it is a tuple or a list of the named parts."""
-    if isinstance(returned, (tuple, list)) and len(returned) == len(names):
-        return returned
+    if isinstance(result, (tuple, list)) and len(result) == len(names):
+        return result
     raise TaskError(
         f"Cannot use what {maker} returned:",
-        f"it is {describe(returned)}, and not {len(names)} parts.",
+        f"it is {describe(result)}, and not {len(names)} parts.",
         f"Return ({', '.join(names)}).",
     )

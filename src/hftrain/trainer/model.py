@@ -77,11 +77,11 @@ class TrainerModel(TrainerPart):
         trainer.is_model_parallel = is_on_several_devices(trainer.model)
         strategy.place_model = bool(trainer.place_model_on_device)
         prepare_model(args, strategy, trainer.model, noise_alpha=trainer.neftune_noise_alpha)
-        plain = task if isinstance(task, ModelTask) else None
-        self.accepts_count = plain is not None and plain.accepts_item_count
+        model_task = task if isinstance(task, ModelTask) else None
+        self.accepts_count = model_task is not None and model_task.accepts_item_count
         shifts = counts_shifted_labels() and loss_shifts_labels(base_model(trainer.model))
-        self.find("label_names", list(plain.label_names) if plain else ["labels"])
-        self.find("can_return_loss", plain.can_return_loss if plain else False)
+        self.find("label_names", list(model_task.label_names) if model_task else ["labels"])
+        self.find("can_return_loss", model_task.can_return_loss if model_task else False)
         self.find("_loss_shifts_labels", shifts)
         self.find("_signature_columns", None)
         if trainer.optimizer is not None and trainer.model_init is None:
@@ -114,7 +114,7 @@ class TrainerModel(TrainerPart):
                 ", ".join(f"{name}={token}" for name, token in changed.items()),
             )
 
-    def to_wrap(self) -> nn.Module:
+    def model_to_wrap(self) -> nn.Module:
         """Return the user's own wrapper, if it still holds the model, else the model."""
         model = self._trainer.model
         return self.outermost if self._trainer.strategy.unwrap(self.outermost) is model else model
@@ -133,26 +133,26 @@ class TrainerModel(TrainerPart):
 class TrainerOptimizers(TrainerPart):
     """Make the optimizer of a Trainer, which holds it, and drop what an earlier run made."""
 
-    _is_the_tasks = False
+    _is_made_by_task = False
 
     def create(self, model: nn.Module | None) -> torch.optim.Optimizer:
         """Return the optimizer, made by the task or for a model if there is none."""
         trainer = self._trainer
-        chosen_model = trainer.model if model is None else model
+        target = trainer.model if model is None else model
         if trainer.optimizer is None:
             trainer.optimizer, schedule = read_optimizers(trainer.task)
-            self._is_the_tasks = trainer.optimizer is not None
+            self._is_made_by_task = trainer.optimizer is not None
             if schedule is not None:
                 trainer.lr_scheduler = schedule
             if isinstance(schedule, TrainerCallback):
                 trainer.add_callback(schedule)
         if trainer.optimizer is None:
-            given = trainer.optimizer_cls_and_kwargs
-            kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, chosen_model)
-            decay_names = trainer.get_decay_parameter_names(chosen_model)
+            class_and_options = trainer.optimizer_cls_and_kwargs
+            optimizer_class, options = class_and_options or trainer.get_optimizer_cls_and_kwargs(trainer.args, target)
+            decay_names = trainer.get_decay_parameter_names(target)
             weight_decay = trainer.args.weight_decay
             trainer.optimizer = optimizer_from_class(
-                kind, options, chosen_model, weight_decay=weight_decay, decay_names=decay_names
+                optimizer_class, options, target, weight_decay=weight_decay, decay_names=decay_names
             )
         return trainer.optimizer
 
@@ -175,13 +175,13 @@ class TrainerOptimizers(TrainerPart):
         """Return the parameter group that holds a parameter, given itself or by its name in the model."""
         groups = self.require("get_optimizer_group").param_groups
         names = dict(self._trainer.model.named_parameters())
-        wanted = names.get(parameter) if isinstance(parameter, str) else parameter
-        return next((group for group in groups if any(each is wanted for each in group["params"])), None)
+        target = names.get(parameter) if isinstance(parameter, str) else parameter
+        return next((group for group in groups if any(each is target for each in group["params"])), None)
 
     def forget(self) -> None:
         """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
         trainer, strategy = self._trainer, self._trainer.strategy
-        if self._is_the_tasks:
+        if self._is_made_by_task:
             if isinstance(trainer.lr_scheduler, TrainerCallback):
                 trainer.remove_callback(trainer.lr_scheduler)
             trainer.optimizer = trainer.lr_scheduler = None
@@ -218,7 +218,7 @@ class EngineFlag:
     def __init__(self, engine: str) -> None:
         self._engine = engine
 
-    def __get__(self, trainer: Any, kind: type) -> Any:
+    def __get__(self, trainer: Any, owner: type) -> Any:
         return self if trainer is None else has_engine(trainer.strategy, self._engine)
 
     def __set__(self, trainer: Any, value: Any) -> None:

@@ -37,8 +37,8 @@ class TrainerParts:
         args, strategy, precision = trainer.args, trainer.strategy, trainer.precision
         self.memory: Any = None
         if not args.skip_memory_metrics:
-            memory, kind = extra("memory"), strategy.device_type
-            self.memory = memory.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=kind)
+            tracking, device_type = extra("memory"), strategy.device_type
+            self.memory = tracking.MemoryTracker(is_on=True, is_main=strategy.is_main, device_type=device_type)
         self.computing = StepCalls(precision.backward, precision.autocast)
         self.output = Output(trainer, strategy)
         self.journal = Journal()
@@ -57,7 +57,7 @@ class TrainerParts:
         self.losses, self.journal = loss_window(trainer, self.hooks), Journal()
         services = TrainerServices(
             make_model=self.model.rebuild,
-            outermost=self.model.to_wrap,
+            outermost=self.model.model_to_wrap,
             open_data=self.data.training_share,
             forget_schedule=self.optimizers.forget,
             cast_model=steps.cast_model,

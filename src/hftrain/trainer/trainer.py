@@ -54,14 +54,14 @@ from hftrain.task.modes import is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.checks import check_before_training, check_settings, check_with_model
 from hftrain.trainer.choices import (
-    all_callbacks,
     begin_process,
     choose_backends,
+    collect_callbacks,
     default_collator,
-    given_callbacks,
     number_of_batches,
     one_of,
-    resolved_arguments,
+    resolve_arguments,
+    with_default_callbacks,
 )
 from hftrain.trainer.model import EngineFlag, build_model
 from hftrain.trainer.parts import TrainerParts
@@ -194,9 +194,9 @@ class Trainer:
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
-        given = dict(vars(self))
+        initial_attributes = dict(vars(self))
         self._trainer_hooks = Hooks(self, _defined)
-        self.args, self.fast_dev_run = resolved_arguments(args), number_of_batches(fast_dev_run)
+        self.args, self.fast_dev_run = resolve_arguments(args), number_of_batches(fast_dev_run)
         self.limits = make_limits(
             limit_train_batches=limit_train_batches,
             limit_eval_batches=limit_eval_batches,
@@ -221,7 +221,7 @@ class Trainer:
         self._trainer_parts = TrainerParts(self, self._trainer_hooks, eval_sets=eval_sets, on_adopted=self._on_adopted)
         with self._trainer_parts.activity.constructing():
             self._start_idle()
-            callbacks = given_callbacks(
+            callbacks = collect_callbacks(
                 self.args,
                 (callbacks, callback),
                 profiler=profiler,
@@ -244,7 +244,7 @@ class Trainer:
             self.eval_collator = eval_collator
             check_with_model(*settings)
             self._trainer_parts.steps.resolve()
-            check_hooks(type(self), Trainer, defined=_DEFINED, given=given, attributes=vars(self))
+            check_hooks(type(self), Trainer, defined=_DEFINED, initial=initial_attributes, attributes=vars(self))
             self._make_own_accelerator()
             self._make_callbacks(callbacks, max_time)
 
@@ -269,7 +269,7 @@ class Trainer:
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
         self.callback_handler = CallbackHandler(
-            all_callbacks(self.args, self.strategy, callbacks, max_time),
+            with_default_callbacks(self.args, self.strategy, callbacks, max_time),
             self.model,
             self.processing_class,
             self.optimizer,
@@ -335,12 +335,12 @@ class Trainer:
                 "Call it after the run, or use a second Trainer.",
             )
         if kwargs:
-            names = ", ".join(sorted(kwargs))
-            raise TypeError(f"train() got unexpected keyword arguments: {names}. Settings go to TrainingArguments.")
+            keywords = ", ".join(sorted(kwargs))
+            raise TypeError(f"train() got unexpected keyword arguments: {keywords}. Settings go to TrainingArguments.")
         if trial is not None and self._trainer_parts.trial_run is None:
             with extra("search").trying(self, self._trainer_parts, self._follow_arguments, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        found, parts = existing_part(self.output_dir), self._trainer_parts
+        existing_files, parts = existing_part(self.output_dir), self._trainer_parts
         parts.activity.check_arguments()
         resume = check_before_training(
             self, parts.hooks, parts.data, parts.evaluation, parts.output, resume_from_checkpoint
@@ -350,7 +350,7 @@ class Trainer:
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
         with parts.activity.running("train"):
             if num_batches := self.fast_dev_run:
-                options = {"num_batches": num_batches, "resume": resume, "found": found}
+                options = {"num_batches": num_batches, "resume": resume, "found": existing_files}
                 return extra("rehearsal").rehearse(self, parts, run, **options)  # type: ignore[no-any-return]
             return run(resume)
 
@@ -445,16 +445,16 @@ class Trainer:
             loss: torch.Tensor = parts.hooks.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         computing = parts.computing
         try:
-            weighed = loss if share is None else shares.weigh(loss, share, num_items_in_batch)
+            weighted_loss = loss if share is None else shares.weigh(loss, share, num_items_in_batch)
             # A library may have assigned the accelerator a backward of its own, which then runs.
             if computing.accelerator is None or computing.accelerator.backward is computing.own_backward:
-                computing.backward(weighed)
+                computing.backward(weighted_loss)
             else:
-                computing.accelerator.backward(weighed)
+                computing.accelerator.backward(weighted_loss)
         except Exception as error:
             keep_facts(error, loss=loss)
             raise
-        return weighed.detach()
+        return weighted_loss.detach()
 
     def compute_loss(
         self,
@@ -593,8 +593,8 @@ class Trainer:
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
             return evaluation.over_sets(datasets, ignore_keys, metric_key_prefix, is_own=eval_dataset is None)
-        chosen = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with evaluation.own_metrics(chosen), parts.activity.evaluating("eval"):
+        eval_set = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with evaluation.with_set_metrics(eval_set), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
             _, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
@@ -603,7 +603,7 @@ class Trainer:
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = evaluation.metrics_of_main(metrics)
+            metrics = evaluation.main_metrics(metrics)
             self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
@@ -750,7 +750,7 @@ class Trainer:
         with session.marked_as_evaluation():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
             if self._trainer_hooks.is_overridden("evaluate"):  # the method itself returns rank 0's
-                metrics = evaluation.metrics_of_main(metrics)
+                metrics = evaluation.main_metrics(metrics)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             has_all_sets = evaluation.has_all_sets
@@ -1463,25 +1463,24 @@ class Trainer:
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn about the keys that `load_state_dict` reported."""
-        for kind in ("missing", "unexpected"):
-            keys = getattr(load_result, f"{kind}_keys")
-            if keys:
-                logger.warning("There were %s keys in the checkpoint model loaded: %s.", kind, keys)
+        for problem in ("missing", "unexpected"):
+            if keys := getattr(load_result, f"{problem}_keys"):
+                logger.warning("There were %s keys in the checkpoint model loaded: %s.", problem, keys)
 
     def _sorted_checkpoints(
         self, output_dir: str | None = None, checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR, use_mtime: bool = False
     ) -> list[str]:
         """List the checkpoints of a folder, oldest first; the best one is never the first to delete."""
         folder = self.output_dir if output_dir is None else Path(output_dir)
-        start = f"{checkpoint_prefix}-"
-        steps = {path: path.name.removeprefix(start) for path in folder.glob(f"{start}*") if path.is_dir()}
-        found = [path for path, step in steps.items() if step.isdigit()]
-        found.sort(key=lambda path: path.stat().st_mtime if use_mtime else int(steps[path]))
+        prefix = f"{checkpoint_prefix}-"
+        steps = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*") if path.is_dir()}
+        folders = [path for path, step in steps.items() if step.isdigit()]
+        folders.sort(key=lambda path: path.stat().st_mtime if use_mtime else int(steps[path]))
         best = folder / Path(self.state.best_model_checkpoint or "").name
-        if best in found[:-2]:
-            found.remove(best)
-            found.insert(-1, best)
-        return [str(path) for path in found]
+        if best in folders[:-2]:
+            folders.remove(best)
+            folders.insert(-1, best)
+        return [str(path) for path in folders]
 
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
         """Pad tensors to the longest of all processes along their second dimension. Collective."""

@@ -48,10 +48,10 @@ class TrainingSteps(TrainerPart):
     def resolve(self) -> None:
         """Inspect the hooks, and weigh losses as the present ones need it."""
         self._hooks.resolve()
-        before: LossShares | None = vars(self).get("shares")
+        former_shares: LossShares | None = vars(self).get("shares")
         self.shares = self._make_shares()
-        if before is not None:
-            self.shares.rule.inherit(before.rule)
+        if former_shares is not None:
+            self.shares.rule.inherit(former_shares.rule)
 
     def begin(self) -> dict[str, Entry]:
         """Begin the steps of a run; return what the manifest records of them."""
@@ -69,9 +69,10 @@ class TrainingSteps(TrainerPart):
             return shares.take, optimizer.stepping(step, shares.weighing)
         if trainer.args.auto_find_batch_size is not True:
             return shares.take, step
-        sizes = extra("smaller_batches")
-        fitting = sizes.MicroBatches(trainer, self._hooks, shares, logs, sizes.found_size(trainer.args, resume))
-        return fitting.take, fitting.step
+        smaller_batches = extra("smaller_batches")
+        size = smaller_batches.found_size(trainer.args, resume)
+        micro_batches = smaller_batches.MicroBatches(trainer, self._hooks, shares, logs, size)
+        return micro_batches.take, micro_batches.step
 
     def end(self) -> None:
         """Undo `begin`; safe to call twice."""
@@ -118,13 +119,13 @@ class TrainingSteps(TrainerPart):
         if isinstance(task, ModelTask):
             is_causal = task.is_causal = task.is_causal or hooks.loss_shifts_labels
             task.accepts_item_count = accepts_count
-        overrides_loss, owner = hooks.is_overridden("compute_loss"), f"{type(trainer).__name__}.compute_loss"
-        function = "" if trainer.compute_loss_func is None else "compute_loss_func"
+        overrides_loss, override = hooks.is_overridden("compute_loss"), f"{type(trainer).__name__}.compute_loss"
+        loss_function = "" if trainer.compute_loss_func is None else "compute_loss_func"
         # FSDP puts its name before that of the model's class.
         model_name = type(trainer.strategy.unwrap(trainer.model)).__name__.removeprefix("FSDP")
         name = "model_accepts_loss_kwargs"
         loss_hooks = LossHooks(
-            maker=owner if overrides_loss else function or model_name,
+            maker=override if overrides_loss else loss_function or model_name,
             compute_loss_func=trainer.compute_loss_func,
             overrides_loss=overrides_loss,
             accepts_count=accepts_count,

@@ -209,12 +209,12 @@ def test_a_stop_that_was_agreed_on_and_not_handed_out_is_left_over() -> None:
     for each in made:
         each.start()
     made[1].ask("SIGTERM")
-    wait_until(lambda: made[0].left_over() == "SIGTERM")
+    wait_until(lambda: made[0].unhandled_stop() == "SIGTERM")
     assert made[0].due(10) == "SIGTERM"
-    assert made[0].left_over() is None
+    assert made[0].unhandled_stop() is None
     for each in made:
         each.close()
-    assert made[1].left_over() == "SIGTERM"
+    assert made[1].unhandled_stop() == "SIGTERM"
 
 
 @pytest.fixture

@@ -201,8 +201,8 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
 
 
 def test_a_signal_noted_after_the_last_look_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, first = Consensus.left_over, [True]
-    monkeypatch.setattr(Consensus, "left_over", lambda self: None if first and first.pop() else look(self))
+    look, first = Consensus.unhandled_stop, [True]
+    monkeypatch.setattr(Consensus, "unhandled_stop", lambda self: None if first and first.pop() else look(self))
     with pytest.raises(KeyboardInterrupt):
         make_trainer(tmp_path, Send("SIGINT", 10)).train()
 

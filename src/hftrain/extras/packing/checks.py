@@ -14,7 +14,7 @@ from hftrain.core.parameters import attention_of
 from hftrain.core.seed import preserved_rng
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
-from hftrain.task.modes import kept_modes
+from hftrain.task.modes import preserved_modes
 from hftrain.task.module import TaskModule
 
 # Collators that only stack the rows.
@@ -98,7 +98,7 @@ def _leak(model: nn.Module) -> float:
         first, second = (_logits(each)[0, _NUM_TOKENS:].double() for each in outputs)
         return float((first - second).abs().max())
 
-    with kept_modes(model), torch.no_grad(), preserved_rng():
+    with preserved_modes(model), torch.no_grad(), preserved_rng():
         model.eval()
         apart = change(joined % _NUM_TOKENS)
         return apart / max(change(joined), 1e-30) if apart else 0.0

@@ -26,7 +26,7 @@ from hftrain.core.extras import extra
 from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
-from hftrain.data.datasets import kept_in_place
+from hftrain.data.datasets import preserved_data
 from hftrain.run.parts import TrainerHooks, TrainerPart
 from hftrain.trainer.parts import TrainerParts
 
@@ -87,7 +87,7 @@ def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: T
     try:
         stateful = [each for each in vars(parts).values() if isinstance(each, TrainerPart)]
         owned = trainer.args, trainer.state, trainer.control, *callbacks
-        with preserved(trainer, parts, *stateful, *owned), kept_in_place(*datasets):
+        with preserved(trainer, parts, *stateful, *owned), preserved_data(*datasets):
             _copy_parts(trainer, parts)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a finder may still have them.

@@ -21,7 +21,7 @@ from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import Owns
-from hftrain.data.datasets import has_length, kept_in_place
+from hftrain.data.datasets import has_length, preserved_data
 from hftrain.extras.rehearsal.rehearsal import clear, copies
 from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
@@ -135,7 +135,7 @@ class Tuner:
         found = {}
         for number in num_workers:
             data = self._trainer.train_dataset
-            with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), kept_in_place(data):
+            with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), preserved_data(data):
                 batches = iter(self._parts.data.training_share())
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()
