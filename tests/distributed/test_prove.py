@@ -75,18 +75,13 @@ def test_a_right_script_holds_and_the_proof_says_what_it_would_not_see(tmp_path:
     ("factor", "claim", "verdict", "found"),
     [
         (
-            "(1 + int(os.environ.get('RANK', 0)))",
+            "(1 + int(os.environ.get('RANK', 0)) + 0 * torch.rand(()))",
             "ddp on 2 processes: five steps as in one",
             "FAIL",
             "step 1: loss is ",
         ),
         ("len(inputs['labels'])", "one micro-batch as four", "FAIL", "step 1: loss is "),
-        (
-            "(1 + torch.rand(()))",
-            "ddp on 2 processes: five steps as in one",
-            "not here",
-            "The model draws random numbers",
-        ),
+        ("(1 + torch.rand(()))", "one micro-batch as four", "not here", "The model draws random numbers"),
     ],
 )
 def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, verdict: str, found: str) -> None:
@@ -94,6 +89,7 @@ def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, verdict: str,
     assert status == (verdict == "FAIL")
     assert claims[claim][0] == verdict
     assert found in claims[claim][1]
+    assert (claims["ddp on 2 processes: five steps as in one"][0] == "FAIL") == (claim.startswith("ddp"))
 
 
 def record(folder: Path, **numbers: torch.Tensor) -> Recording:

@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
-from importlib.abc import MetaPathFinder
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.optional import is_available
 from hftrain.core.seed import capture_rng, set_seed
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import as_array, map_tensors
 from hftrain.extras.compare import USUAL, Comparison
 from hftrain.extras.flight.ledger import FlightLog
 from hftrain.extras.flight.observing import own_part
@@ -41,11 +40,9 @@ Pair = tuple[int | None, RunRecord, RunRecord]
 
 # What a run that was trained here notes, in its folder.
 FACTS = "compare.json"
-# How the names of metrics end of which smaller, and larger, numbers are better.
-_LOWER = ("loss", "perplexity", "ppl", "error", "mse", "mae", "wer", "cer", "nll")
-_HIGHER = ("accuracy", "acc", "f1", "precision", "recall", "auc", "bleu", "exact_match", "r2")
-# The exit status of a process whose script imports transformers' Trainer.
-_NEEDS_TRANSFORMERS = 75
+# Words in the names of metrics of which smaller, and larger, numbers are better.
+_LOWER = {"loss", "perplexity", "ppl", "error", "mse", "mae", "wer", "cer", "nll"}
+_HIGHER = {"accuracy", "acc", "f1", "precision", "recall", "auc", "bleu", "match", "r2"}
 
 
 def show_compare(
@@ -71,7 +68,7 @@ def show_compare(
         raise ConfigError("Cannot use --seeds or -o here.", "Runs that exist are compared.", "Add --run, or omit them.")
     pairs, notes, is_same, folder = list[Pair](), list[str](), True, Path(output or "compare")
     numbers: tuple[list[float], list[float]] = [], []
-    for pair in _trained(runs, metric, seeds or "auto", folder) if should_run else _paired(runs, notes):
+    for pair in _trained(runs, metric, seeds or "auto", folder, notes) if should_run else _paired(runs, notes):
         pairs.append(pair)
         seed, *both = pair
         name = _metric_of(both, metric)
@@ -115,7 +112,7 @@ def _sentence(data: dict[str, Any]) -> str:
     if verdict == "same to the bit":
         return "A and B are the same to the bit: what was changed has no effect"
     if verdict.endswith("diverged"):
-        return f"{verdict}: its metric is NaN or infinite"
+        return f"{verdict}: the metric is NaN or infinite"
     if margin is None:
         return "Not known: " + (f"{more} more pairs needed" if more else "the metric is equal, though the runs are not")
     style = f".{max(0, 1 - math.floor(math.log10(margin)))}f" if margin < 1e4 else ".3g"
@@ -138,10 +135,12 @@ def _metric_of(runs: Sequence[RunRecord], metric: str | None) -> str:
 
 
 def _is_higher_better(name: str, better: str | None) -> bool:
-    if better is None and not name.endswith((*_LOWER, *_HIGHER)):
+    words = set(re.split(r"\W|_", name))
+    is_higher = bool(words & _HIGHER)
+    if better is None and (is_higher == bool(words & _LOWER) or "neg" in words):
         reason = "Its name does not say whether higher is better."
         raise ConfigError(f"Cannot compare {name}.", reason, "Add --better higher, or --better lower.")
-    return name.endswith(_HIGHER) if better is None else better == "higher"
+    return is_higher if better is None else better == "higher"
 
 
 # -- runs that exist -------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def _paired(patterns: Sequence[str], notes: list[str]) -> list[Pair]:
 # -- runs that are made ----------------------------------------------------------------------------------------------
 
 
-def _trained(commands: Sequence[str], metric: str | None, seeds: str, folder: Path) -> Iterator[Pair]:
+def _trained(commands: Sequence[str], metric: str | None, seeds: str, folder: Path, notes: list[str]) -> Iterator[Pair]:
     """Train both commands with each seed, unless that was done before, and yield the runs of a pair."""
     told = [{**_command_of(command), "metric": metric} for command in commands]
     if told[0] == told[1]:
@@ -187,7 +186,9 @@ def _trained(commands: Sequence[str], metric: str | None, seeds: str, folder: Pa
             if facts and any(facts[name] != each[name] for name in ("command", "code")):
                 what = "It has another command, or the code next to its script has changed."
                 raise ConfigError(f"Cannot use {own}.", what, "Name another folder with -o.")
-            if not facts:
+            if facts:
+                notes.append(f"{own} was there, and is used as it is.")
+            else:
                 if not is_checked:  # before A is trained in vain
                     _run({**told[1], "seed": seed, "folder": str(folders[1]), "is_check": True})
                 _run({**each, "seed": seed, "folder": str(own), "is_check": False})
@@ -203,8 +204,10 @@ def _command_of(text: str) -> dict[str, Any]:
     if not words or not Path(words[0]).is_file():
         reason = "It does not begin with a Python file that exists."
         raise ConfigError(f"Cannot run {text!r}.", reason, "Write it as in 'train.py --lr 1e-3'.")
-    code = b"".join(each.read_bytes() for each in sorted(Path(words[0]).resolve().parent.glob("*.py")))
-    return {"command": words, "code": hashlib.sha256(code).hexdigest()}
+    folder = Path(words[0]).resolve().parent
+    code = b"".join(each.read_bytes() for each in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]))
+    digest = hashlib.sha256(code).hexdigest()
+    return {"command": words, "code": digest, "has_transformers": re.search(rb"\btransformers\b", code) is not None}
 
 
 def _numbers_of(seeds: str) -> Sequence[int]:
@@ -219,64 +222,45 @@ def _run(told: dict[str, Any]) -> None:
     """Train in a new process; sets of text have the order of the seed there."""
     code = "import sys; from hftrain.cli.compare import run_once; run_once(sys.argv[1])"
     done = run_apart(code, json.dumps(told), 1, PYTHONHASHSEED=str(told["seed"]))
-    if done.returncode == _NEEDS_TRANSFORMERS:
-        _run(told | {"has_transformers": True})
-    elif done.returncode:
+    if done.returncode or not (told["is_check"] or read_facts(told["folder"])):
         print(done.stdout, file=sys.stderr)
-        reason = (done.stdout.strip() or f"Its exit status is {done.returncode}.").splitlines()[-1]
+        reason = done.stdout.strip().rpartition("\n")[2] if done.returncode else ""
+        reason = reason or f"It ended before train() did, with status {done.returncode}."
         raise ConfigError(f"Cannot train {shlex.join(told['command'])!r} with seed {told['seed']}.", reason)
-
-
-class _NeedsTransformers(BaseException):
-    """Not an `Exception`, which the script may catch."""
-
-
-class _Watch(MetaPathFinder):
-    """Ends a script that imports transformers' Trainer, which has to be replaced before; others need no long import."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "transformers.trainer":
-            raise _NeedsTransformers
 
 
 def run_once(text: str) -> None:
     """Train a command as `show_compare` wants it, in this process; or only look whether it could be compared."""
-    told, noting, watch = json.loads(text), Noting(), _Watch()
+    told, noting = json.loads(text), Noting()
 
     def change(given: dict[str, Any]) -> None:
         args = given["args"] = copy.copy(given.get("args") or TrainingArguments(told["folder"]))
         args.output_dir, args.seed, args.report_to, args.push_to_hub = told["folder"], told["seed"], [], False
         args.save_strategy, args.load_best_model_at_end = type(args.save_strategy)("no"), False
 
-    def act(trainer: Any) -> None:
-        sys.meta_path[:] = [each for each in sys.meta_path if each is not watch]
+    def act(trainer: Any, *given: Any, **named: Any) -> None:
         if trainer.eval_dataset is None and told["metric"] in (None, "eval_loss"):
             raise ConfigError("Cannot compare by an evaluation.", "There is no eval_dataset.", "Name a --metric.")
         if not told["is_check"]:
-            _train(trainer, noting)
+            _train(trainer, noting, *given, **named)
             Path(told["folder"], FACTS).write_text(json.dumps(told | noting.facts), encoding="utf-8")
 
-    if "has_transformers" in told:
-        compat.install()
-    elif is_available("transformers"):
-        sys.meta_path.insert(0, watch)
+    if told["has_transformers"] and is_available("transformers"):
+        compat.install()  # the script may import transformers' Trainer; others need no long import
     set_seed(told["seed"])
-    try:
-        with changed_construction(change):
-            script, *arguments = (word.replace("{seed}", str(told["seed"])) for word in told["command"])
-            at_training(script, arguments, act)
-    except _NeedsTransformers:
-        sys.exit(_NEEDS_TRANSFORMERS)
+    with changed_construction(change):
+        script, *arguments = (word.replace("{seed}", str(told["seed"])) for word in told["command"])
+        at_training(script, arguments, act)
 
 
-def _train(trainer: Any, noting: Noting) -> None:
+def _train(trainer: Any, noting: Noting, *given: Any, **named: Any) -> None:
     """Train, evaluate at the end, and save what was logged."""
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = extra("trackers").without_trackers(callbacks)
     if not any(isinstance(each, FlightLog) for each in callbacks):
         trainer.add_callback(FlightLog())
     trainer.add_callback(noting)
-    Trainer.train(trainer)
+    Trainer.train(trainer, *given, **named)
     last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
     timed = {name for entry in last for name in entry if name.endswith("_runtime")} - {"train_runtime"}
     if trainer.eval_dataset is not None and not timed:
@@ -295,8 +279,9 @@ class Noting(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts."""
-        sums = [float(own_part(each).float().sum()) for each in kwargs["model"].parameters()]
-        self.facts = {"weights": _digest(sums), "random": [_digest(_generators())]}
+        arrays = (as_array(own_part(each).detach().cpu().contiguous()) for each in kwargs["model"].parameters())
+        weights = [hashlib.sha256(each.tobytes()).hexdigest() for each in arrays]
+        self.facts = {"weights": _digest(weights), "random": [_digest(_generators())]}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the generators have come to."""
@@ -321,11 +306,8 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
 def shared(one: str | Path, two: str | Path) -> dict[str, str]:
     """Return what two runs have recorded of samples, weights and random numbers: whether they were the same."""
     facts, ledgers = [read_facts(each) for each in (one, two)], [read_ledger(each) for each in (one, two)]
-    weights: list[Any] = [each.get("weights") for each in facts]
-    if None in weights:  # equal first losses come from equal weights
-        first = [[line.get("losses") for line in each.get(1, [])] for each in ledgers]
-        weights = first if first[0] == first[1] != [] else [None]
-    told = {"weights at the start": weights, "random numbers": [each.get("random") for each in facts]}
+    names = {"weights at the start": "weights", "global random numbers": "random"}
+    told = {what: [each.get(name) for each in facts] for what, name in names.items()}
     found = {
         what: "not known" if None in values else "the same" if values[0] == values[1] else "not the same"
         for what, values in told.items()
@@ -344,7 +326,7 @@ def _samples(*ledgers: Lines) -> str:
     if parted is not None:
         return f"not the same from number {parted} on"
     more = "" if len(one) == len(two) else f", {len(one):,} of them in A and {len(two):,} in B"
-    return f"the same, in the same order{more}"
+    return f"the same indices, in the same order{more}"
 
 
 def is_same_to_the_bit(one: str | Path, two: str | Path) -> bool:

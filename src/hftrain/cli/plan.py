@@ -67,7 +67,7 @@ def read_bytes(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-def read_model(trainer: Any) -> Model:
+def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
     """Return what `proposal` needs to know of a Trainer's model; moves the model to the meta device.
 
     Raises:

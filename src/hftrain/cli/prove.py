@@ -125,7 +125,7 @@ def _run_leg(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> N
     own, notes = folder / leg.name, list[str]()
     resume = None if leg.resume is None else str(folder / leg.resume / checkpoint_name(SAVED_STEP))
 
-    def act(trainer: Any) -> None:
+    def act(trainer: Any, *_: Any, **__: Any) -> None:
         callbacks, stops = trainer.callback_handler.callbacks, extra("early_stopping").EarlyStoppingCallback
         callbacks[:] = [each for each in extra("trackers").without_trackers(callbacks) if not isinstance(each, stops)]
         if not leg.drops and (names := calm(trainer.task)):
@@ -151,7 +151,7 @@ def _run_theirs(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -
     kind: type[Any] = importlib.import_module("transformers").Trainer
     own, notes = folder / leg.name, list[str]()
 
-    def act(trainer: Any) -> None:
+    def act(trainer: Any, *_: Any, **__: Any) -> None:
         calm(trainer.model)
         recorder = Recorder(leg, own, notes)
         trainer.add_callback(recorder)

@@ -56,7 +56,7 @@ def changed_construction(
     return temporarily(kind, __init__=init)
 
 
-def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any], T], kind: type[Any] = Trainer) -> T:
+def at_training(script: str | Path, arguments: Sequence[str], act: Callable[..., T], kind: type[Any] = Trainer) -> T:
     """Run a script up to its first `train()`, and return what `act` returns for its Trainer, which is a `kind`.
 
     What it prints is shown if it fails.
@@ -66,11 +66,11 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[[Any
         raise ConfigError(f"Cannot run {str(script)!r}.", reason, "Check the path.")
     found: list[T] = []
     try:
-        stopped = until_training(lambda trainer, *_, **__: found.append(act(trainer)), kind)
+        stopped = until_training(lambda *given, **named: found.append(act(*given, **named)), kind)
         with redirect_stderr(StringIO()) as said, stopped:
             sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
             runpy.run_path(str(script), run_name="__main__")
-    except Exception:
+    except (Exception, SystemExit):
         print(said.getvalue(), file=sys.stderr)
         raise
     if not found:

@@ -108,10 +108,11 @@ class Comparison:
         """Return the verdict that a margin allows.
 
         ``"B is better"``, ``"A is better"``, ``"no difference"`` (as large as `least`) or ``"not known"``; if one has
-        numbers that are not finite, ``"B diverged"`` or ``"A diverged"``.
+        numbers that are not finite, ``"B diverged"``, ``"A diverged"`` or ``"A and B diverged"``.
         """
         if not self.is_finite:
-            return "A diverged" if all(map(math.isfinite, self.two)) else "B diverged"
+            sides = zip("AB", (self.one, self.two), strict=True)
+            return f"{' and '.join(side for side, values in sides if not all(map(math.isfinite, values)))} diverged"
         if abs(self.gain) > margin:
             return "B is better" if self.gain > 0 else "A is better"
         return "no difference" if abs(self.gain) + margin < self.least else "not known"
@@ -134,7 +135,7 @@ class Comparison:
     def status(self) -> int:
         """The exit status: 0 if B is known not to be worse (by more than `least`), 1 if it is, 3 if it is not known."""
         if not self.is_finite:
-            return 1 if all(map(math.isfinite, self.one)) else 3
+            return 1 if self.verdict == "B diverged" else 3
         return 0 if self.gain - self.margin() > -self.least else 1 if self.verdict == "A is better" else 3
 
     def facts(self) -> dict[str, Any]:

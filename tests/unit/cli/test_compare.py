@@ -114,9 +114,23 @@ def test_what_is_not_known_and_what_is_no_difference(tmp_path: Path) -> None:
 def test_a_run_that_diverged_is_no_number(tmp_path: Path) -> None:
     sides = write_pairs(tmp_path, (0.5, float("nan")), (0.7, 0.69), (0.9, 0.905))
     found = show_compare(sides)
-    assert found[5].startswith("B diverged: its metric is NaN or infinite (")
+    assert found[5].startswith("B diverged: the metric is NaN or infinite (")
     assert (found.status, show_compare(sides[::-1]).status) == (1, 3)
     assert json.loads(found.to_json())["pairs"][0]["b"] is None
+    found = Comparison([float("nan"), 1.0], [1.0, float("inf")], is_higher_better=False)
+    assert (found.verdict, found.status) == ("A and B diverged", 3)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"), [("eval_recall_cancer", "higher"), ("eval_answer", None), ("neg_mse", None), ("wer", "lower")]
+)
+def test_the_better_direction_is_read_from_whole_words(tmp_path: Path, metric: str, better: str | None) -> None:
+    sides = write_pairs(tmp_path, (0.5, 0.4), metric=metric)
+    if better is None:
+        with pytest.raises(ConfigError, match="Add --better"):
+            show_compare(sides, metric=metric)
+    else:
+        assert show_compare(sides, metric=metric).data["better"] == better
 
 
 def test_wrong_input_is_named(tmp_path: Path) -> None:
@@ -149,7 +163,8 @@ def test_commands_are_trained_in_pairs_once(tmp_cwd: Path, capsys: pytest.Captur
     Path("train.py").write_text(SCRIPT.replace("PACKAGE", "hftrain"), encoding="utf-8")
     found = show_compare(["train.py 0.01 1", "train.py 0.02 1"], should_run=True, seeds="2")
     assert found.data["shared"] == {
-        "samples": ["the same, in the same order"], "weights at the start": ["the same"], "random numbers": ["the same"]
+        "samples": ["the same indices, in the same order"], "weights at the start": ["the same"],
+        "global random numbers": ["the same"],
     }  # fmt: skip
     assert found.status == 3
     values = {(pair["seed"], side): pair[side] for pair in found.data["pairs"] for side in "ab"}
@@ -162,6 +177,7 @@ def test_commands_are_trained_in_pairs_once(tmp_cwd: Path, capsys: pytest.Captur
     assert again.data["pairs"] == found.data["pairs"]
     more = show_compare(["train.py 0.01 1", "train.py 0.02 1"], should_run=True, seeds="1,2")
     assert more.data["pairs"] == found.data["pairs"]
+    assert "compare/a-seed1 was there, and is used as it is." in list(more)
     with pytest.raises(ConfigError, match="another command, or the code next to its script has changed"):
         show_compare(["train.py 0.01 1", "train.py 0.03 1"], should_run=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -22,7 +24,7 @@ from torch.utils.data import Subset
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.seed import preserved_rng
+from hftrain.core.seed import preserved_rng, set_seed
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -255,12 +257,14 @@ class Recorder(TrainerCallback):
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             self._facts["has_padding"] |= isinstance(mask, torch.Tensor) and bool((mask == 0).any())
             self._facts["shifted"] |= _is_shifted(batch)
-            if self._leg.fault in FAULTS:
-                batch = FAULTS[self._leg.fault](batch, number, self._accumulation)
-            random = torch.get_rng_state()
+            batch = FAULTS[self._leg.fault or UNTIED](batch, number, self._accumulation)
+            if not self._leg.drops:  # the same micro-batch draws the same numbers in every training
+                set_seed(0)
+            numbers = str(numpy.random.get_state()), random.getstate(), torch.get_rng_state()
             with self._computing():
                 loss = torch.zeros(()) if batch is None else train(model, batch, num_items)
-            self._facts["draws"] |= not torch.equal(random, torch.get_rng_state())
+            drawn = numbers[:2] != (str(numpy.random.get_state()), random.getstate())
+            self._facts["draws"] |= drawn or not torch.equal(numbers[2], torch.get_rng_state())
             return loss
 
         return step
@@ -356,12 +360,13 @@ def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_shifted(batch: Any) -> bool:
-    """Return whether the label at each place of a text is its next token."""
+    """Return whether the labels of texts are their next tokens, most of them: the last one of a text may be an end."""
     ids, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "labels"))
     if labels is None or ids is None or ids.dim() != 2 or ids.shape != labels.shape:
         return False
     known = labels[:, :-1] != -100
-    return bool(known.any()) and torch.equal(labels[:, :-1][known], ids[:, 1:][known])
+    next_ones, own = ((labels[:, :-1] == each)[known].float().mean() for each in (ids[:, 1:], ids[:, :-1]))
+    return bool(known.any()) and bool(next_ones > 0.8 > own)
 
 
 def _is_random(trainer: Any) -> bool:
