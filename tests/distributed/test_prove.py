@@ -81,7 +81,7 @@ def test_a_right_script_holds_and_the_proof_says_what_it_would_not_see(tmp_path:
             "step 1: loss is ",
         ),
         ("len(inputs['labels'])", "one micro-batch as four", "FAIL", "step 1: loss is "),
-        ("(1 + torch.rand(()))", "one micro-batch as four", "not here", "The model draws random numbers"),
+        ("(1 + torch.rand(len(inputs['x'])).mean())", "one micro-batch as four", "not here", "The model draws random"),
     ],
 )
 def test_a_fault_is_found(tmp_path: Path, factor: str, claim: str, verdict: str, found: str) -> None:

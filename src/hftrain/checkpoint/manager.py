@@ -296,7 +296,7 @@ class CheckpointManager:
             self._uploads.send(files.find_staging(target), step=step)
 
     def _publish(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
-        staged = files.take_over(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
+        staged = files.copy_user_files(target, files.find_staging(target), unless=(MANIFEST, TRAINER_STATE))
         # Rounded: of all digits, the last ones may change without another value, and so without another checksum.
         entries = {"only_model": self.only_model, "run_id": self.run_id, "saved_at_s": round(time.time(), 3)}
         entries["commit_number"] = self._commit_number = self._last_number() + 1

@@ -147,7 +147,7 @@ def _run_leg(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> N
 
 
 def _run_theirs(folder: Path, script: str, arguments: Sequence[str], leg: Leg) -> None:
-    """Run a training by transformers' Trainer, unless the script uses hftrain's."""
+    """Run a leg with transformers' Trainer; raise `ConfigError` if the script trains with hftrain's instead."""
     kind: type[Any] = importlib.import_module("transformers").Trainer
     own, notes = folder / leg.name, list[str]()
 

@@ -162,12 +162,12 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
     losses = [name for name in known if any(run.subject(name) == "loss" for run in runs)]
     if len(runs) > FEW_RUNS:
         losses = [name for name in losses if name != "loss"][:1] or losses
-    asked = list(asked) or losses or known[:1]
-    for name in asked:
+    chosen = list(asked) or losses or known[:1]
+    for name in chosen:
         check_known(name, known, f"Cannot show the metric {name!r}.", "No run has logged it.")
-    if not asked:
+    if not chosen:
         raise ConfigError(f"Cannot show {runs[0].folder!r}.", unlogged(runs[0]))
-    return asked
+    return chosen
 
 
 def unlogged(run: RunRecord) -> str:

@@ -159,7 +159,7 @@ def staged_bytes(folder: Path) -> int:
     return sizes
 
 
-def take_over(target: Path, staged: Path, *, unless: tuple[str, ...]) -> Path:
+def copy_user_files(target: Path, staged: Path, *, unless: tuple[str, ...]) -> Path:
     """Copy what user code has written into a folder that is to be replaced; return the staging folder.
 
     Args:

@@ -181,7 +181,9 @@ class Evaluation:
             input_name=getattr(trainer.model, "main_input_name", "input_ids"),
             returns_predictions=not is_replaced,
         )
-        hooks = self._evaluate_hooks(jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs)
+        hooks = self._make_evaluate_hooks(
+            jit, loss_only=loss_only, ignore_keys=ignore_keys, finish_outputs=finish_outputs
+        )
         loop_class = PredictLoop if is_prediction else EvaluateLoop
         loop = cast(EvaluateLoop, trainer.loops.get(loop_class.stage) or loop_class())
         if loop_class.stage in trainer.loops:
@@ -220,7 +222,7 @@ class Evaluation:
             is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
         )
 
-    def _evaluate_hooks(
+    def _make_evaluate_hooks(
         self,
         jit: Any,
         *,

@@ -215,7 +215,7 @@ class LossShares:
             self.rule.watch.open(batch)
 
     def weigh(self, loss: torch.Tensor, share: Share, num_items: Count | None) -> torch.Tensor:
-        """Multiply a loss by its weight in the step; the mean over no items (NaN) has weight 0."""
+        """Multiply a loss by its weight in the step; the mean over no items (NaN) has weight 0. Collective at first."""
         self.has_weighed = True
         self._end_wait()
         if self._is_looking and not self._is_paused and self.rule.watch is not None:
@@ -233,12 +233,12 @@ class LossShares:
         numerator, denominator = self.weight(kind, share, num_items)
         if kind.what in share.items:
             return _weighted(loss, numerator, denominator)
-        factor, told = numerator / denominator, self._items.told
+        factor, model_count = numerator / denominator, self._items.told
         weighted = loss if factor == 1 else loss * factor
         is_divided = kind.what == COUNTED or (kind.what == TRUSTED and self.hooks.uses_model_loss)
-        if is_divided and (isinstance(told, torch.Tensor) or told == 0):
+        if is_divided and (isinstance(model_count, torch.Tensor) or model_count == 0):
             # A step without labels shows NaN, and its gradient is 0; to any other this adds 0.
-            weighted = weighted + 0.0 / torch.as_tensor(told, device=loss.device)
+            weighted = weighted + 0.0 / torch.as_tensor(model_count, device=loss.device)
         return weighted
 
     def weight(self, kind: LossKind, share: Share, num_items: Count | None) -> tuple[Any, Any]:

@@ -167,12 +167,12 @@ def first_difference(mine: list[Calls], other: list[Calls]) -> str | None:
         mine: The calls of each process.
         other: Those of the other run, in as many processes.
     """
-    found = [_first_difference(*pair) for pair in zip(mine, other, strict=True)]
-    first = min((each for each in found if each is not None), default=None)
+    differences = [_first_difference(*pair) for pair in zip(mine, other, strict=True)]
+    first = min((each for each in differences if each is not None), default=None)
     if first is None:
         return None
-    ranks = [str(rank) for rank, each in enumerate(found) if each is not None and each[:2] == first[:2]]
-    is_everywhere = len(ranks) == len(found)
+    ranks = [str(rank) for rank, each in enumerate(differences) if each is not None and each[:2] == first[:2]]
+    is_everywhere = len(ranks) == len(differences)
     return first[2] if is_everywhere else f"{first[2]}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} only"
 
 

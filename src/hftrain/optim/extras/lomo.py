@@ -90,16 +90,19 @@ class InBackward(UpdatesInBackward):
 
 def lomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Return LOMO. Source: Lv et al., 2023, arXiv 2306.09782."""
-    return _paired("Lomo", config, model, {"clip_grad_value": float})
+    return _class_and_settings("Lomo", config, model, {"clip_grad_value": float})
 
 
 def adalomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Return AdaLomo. Source: Lv et al., 2023, arXiv 2310.10195."""
     check_cuda(config, reason="the package keeps its averages there")
-    return _paired("AdaLomo", config, model, dict.fromkeys(("clip_threshold", "decay_rate", "clip_grad_value"), float))
+    hints = dict.fromkeys(("clip_threshold", "decay_rate", "clip_grad_value"), float)
+    return _class_and_settings("AdaLomo", config, model, hints)
 
 
-def _paired(name: str, config: OptimizerConfig, model: nn.Module | None, hints: dict[str, Any]) -> OptimizerClass:
+def _class_and_settings(
+    name: str, config: OptimizerConfig, model: nn.Module | None, hints: dict[str, Any]
+) -> OptimizerClass:
     cls = load(f"lomo_optim:{name}", "lomo-optim", config, extra="lomo")
     if model is None:
         raise ConfigError(f"Cannot use optim={config.name!r}.", "It hooks into the model.", "Pass the model along.")
