@@ -267,7 +267,7 @@ class Proof:
         counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
         counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"] if one == "mesh" else 4
         found = compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
-        # A step's numbers are drawn anew in each micro-batch, the same in the same micro-batch.
+        # What a step draws is the same in the same micro-batch, see `Recorder`.
         is_drawn_alike = one in ("mesh", "mesh's checkpoint") and options.get("kinds") is not EVALUATION
         causes = {what for what in _RANDOM if self.recording("one").ranks[0][what]}
         told = next((_RANDOM[what] for what in causes if what != "draws" or not is_drawn_alike), "")
