@@ -206,8 +206,7 @@ def _command_of(text: str) -> dict[str, Any]:
         raise ConfigError(f"Cannot run {text!r}.", reason, "Write it as in 'train.py --lr 1e-3'.")
     folder = Path(words[0]).resolve().parent
     code = b"".join(each.read_bytes() for each in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]))
-    digest = hashlib.sha256(code).hexdigest()
-    return {"command": words, "code": digest, "has_transformers": re.search(rb"\btransformers\b", code) is not None}
+    return {"command": words, "code": hashlib.sha256(code).hexdigest()}
 
 
 def _numbers_of(seeds: str) -> Sequence[int]:
@@ -245,8 +244,8 @@ def run_once(text: str) -> None:
             _train(trainer, noting, *given, **named)
             Path(told["folder"], FACTS).write_text(json.dumps(told | noting.facts), encoding="utf-8")
 
-    if told["has_transformers"] and is_available("transformers"):
-        compat.install()  # the script may import transformers' Trainer; others need no long import
+    if is_available("transformers"):
+        compat.install()  # the script, or a library that it uses, may import transformers' Trainer
     set_seed(told["seed"])
     with changed_construction(change):
         script, *arguments = (word.replace("{seed}", str(told["seed"])) for word in told["command"])

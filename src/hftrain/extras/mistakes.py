@@ -273,7 +273,8 @@ class _Facts(dict[str, str]):
         ids = self._batch.get("input_ids") if isinstance(self._batch, Mapping) else None
         if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.shape[-1] <= size:
             return ""
-        return f"The texts have {ids.shape[-1]} tokens, the model {size} positions: tokenizer(..., max_length={size})."
+        remedy = f"Truncate the texts: tokenizer(..., truncation=True, max_length={size})."
+        return f"The batch has {ids.shape[-1]} positions, and the model {size}. {remedy}"
 
     def _outputs(self) -> str:
         number = getattr(getattr(self._model, "config", None), "num_labels", None)

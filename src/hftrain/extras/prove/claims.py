@@ -269,7 +269,7 @@ class Proof:
         found = compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
         # What a step draws is the same in the same micro-batch, see `Recorder`.
         is_drawn_alike = one in ("mesh", "mesh's checkpoint") and options.get("kinds") is not EVALUATION
-        causes = {what for what in _RANDOM if self.recording("one").ranks[0][what]}
+        causes = [what for what in _RANDOM if self.recording("one").ranks[0][what]]
         told = next((_RANDOM[what] for what in causes if what != "draws" or not is_drawn_alike), "")
         is_same = one in ("own resumed", "mesh resumed", THEIRS)  # where the same numbers are drawn
         return f"{told}: {found}." if found and told and not is_same else found

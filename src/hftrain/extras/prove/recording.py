@@ -325,7 +325,7 @@ class Recorder(TrainerCallback):
             "batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
             "samples": self._samples,
         }  # fmt: skip
-        self._facts["random_data"] = _is_random(trainer)
+        self._facts["random_data"] = self._leg.evaluates and _is_random(trainer)
         path = self._folder / f"rank{strategy.rank}"
         save_file(self._numbers, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(self._facts, indent=1), encoding="utf-8")
