@@ -115,6 +115,17 @@ def test_group_added_where_one_schedule_follows_another_begins_with_the_second()
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
 
 
+def test_group_begins_with_its_own_rate_where_a_schedule_changes_the_current_one() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
+    schedule = schedules.StepLR(optimizer, 1)
+    optimizer.step()
+    schedule.step()
+    optimizer.add_param_group({"params": parameters[1:], "lr": 0.2})
+    admit_group(schedule, optimizer.param_groups[-1])
+    assert optimizer.param_groups[1]["lr"] == 0.2
+
+
 def test_unfrozen_parameters_that_the_optimizer_had_are_resumed(tmp_path: Path) -> None:
     check(tmp_path, 7, adds=False)
 

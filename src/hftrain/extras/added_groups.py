@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from hftrain.optim.schedules import follows_metric
 
+# torch's schedules whose rate depends only on a group's base rate and the step.
+_FROM_BASE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
 # Attributes that a schedule keeps per group: the initial rate, and values that are the same for every group.
 _BASE = ("base_lrs", "_init_lrs")
 _ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
@@ -18,15 +20,17 @@ _ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 def admit_group(schedule: Any, group: dict[str, Any]) -> None:
     """Make a schedule drive a parameter group that was added to its optimizer; mutates both.
 
-    The group's rate is its base rate, of which it gets the share that the first group has of its own. Other per-group
-    values of the schedule are copied from the first group.
+    The group's rate is its base rate where the schedule computes rates from one (`LambdaLR`, and with it every schedule
+    by name); torch schedules that modify the current rate continue from it. Other per-group values of the schedule
+    are copied from the first group.
     """
     if not isinstance(schedule, LRScheduler) and not follows_metric(schedule):
         return
     base, first = group.setdefault("initial_lr", group["lr"]), schedule.optimizer.param_groups[0]
-    group["lr"] = base * (first["lr"] / first["initial_lr"] if first.get("initial_lr") else 1.0)
     for part in _leaves(schedule):
         _admit(part, group, base=base)
+    if first.get("initial_lr") and any(isinstance(part, _FROM_BASE) for part in _leaves(schedule)):
+        group["lr"] = base * (first["lr"] / first["initial_lr"])  # the share that the first group has of its own
     for part in (schedule, *_leaves(schedule)):
         last = getattr(part, "_last_lr", None)
         if isinstance(last, list) and len(last) < len(schedule.optimizer.param_groups):
