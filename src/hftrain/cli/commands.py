@@ -253,6 +253,8 @@ def _add_plans(add: _Adder, file: object) -> None:
     for name in ("strategies", "precisions"):
         part = add(name, f"listing:show_{name}", f"list the {name} that can run here, and why others cannot")
         part.add_argument("--cpu", dest="use_cpu", action="store_true", help="assume use_cpu=True")
+    what = "print how much memory a training step of a script takes on one device"
+    estimate = add("estimate", "plan:show_estimate", what, "The script runs up to its first train(), without weights.")
     what = "print which strategy, mesh and micro-batch fit a script's model on GPUs that are not here"
     part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
     part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
@@ -261,5 +263,6 @@ def _add_plans(add: _Adder, file: object) -> None:
     part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
     what = "keep the script's micro-batch and checkpointing, and do not offload"
     part.add_argument("--as-set", action="store_true", help=what)
-    _complete(part.add_argument("script", help="a Python file that trains"), file)
-    part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    for each in (estimate, part):
+        _complete(each.add_argument("script", help="a Python file that trains"), file)
+        each.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hftrain import compat
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.cli.answer import Answer, table
@@ -27,7 +26,6 @@ from hftrain.cli.runs import RunRecord, read_run
 from hftrain.cli.scripts import at_training, changed_construction
 from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.extras import extra
-from hftrain.core.optional import is_available
 from hftrain.core.seed import capture_rng, set_seed
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.extras.compare import USUAL, Comparison
@@ -244,8 +242,6 @@ def run_once(text: str) -> None:
             _train(trainer, noting, *given, **named)
             Path(told["folder"], FACTS).write_text(json.dumps(told | noting.facts), encoding="utf-8")
 
-    if is_available("transformers"):
-        compat.install()  # the script, or a library that it uses, may import transformers' Trainer
     set_seed(told["seed"])
     with changed_construction(change):
         script, *arguments = (word.replace("{seed}", str(told["seed"])) for word in told["command"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -57,6 +58,16 @@ def show_plan(
     lines += ["", "Rejected:", *refused] if refused else []
     data = {"proposal": asdict(best), "fits": [asdict(each) for each in fits], "rejected": rejected}
     return Answer(lines, data)
+
+
+def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
+    """Return the memory of a step of a script as it is set, on one device and by part; errors as of `show_plan`."""
+    with weightless():
+        model = at_training(script, arguments, read_model)
+    parts = candidates(model, 1, 1, math.inf, as_set=True)[0][0]
+    names = ("parameters", "gradients", "optimizer", "activations", "temporary")
+    sizes = {**{name: getattr(parts, name) for name in names}, "peak": parts.device}
+    return Answer([f"{name:<13}{readable_bytes(size):>10}" for name, size in sizes.items()], sizes)
 
 
 def read_bytes(text: str) -> float:

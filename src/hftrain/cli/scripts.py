@@ -6,12 +6,15 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
+from hftrain import compat
 from hftrain.core.errors import ConfigError
+from hftrain.core.optional import is_available
 from hftrain.core.preserve import temporarily
 from hftrain.trainer.trainer import Trainer
 
@@ -56,6 +59,19 @@ def changed_construction(
     return temporarily(kind, __init__=init)
 
 
+@contextmanager
+def _in_place_of_transformers() -> Iterator[None]:
+    """Let a script, or a library that it uses, import hftrain's Trainer from transformers in the context."""
+    if not is_available("transformers") or resolve_name("transformers:Trainer") is Trainer:
+        yield
+        return
+    compat.install()
+    try:
+        yield
+    finally:
+        compat.uninstall()
+
+
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[..., T], kind: type[Any] = Trainer) -> T:
     """Run a script up to its first `train()`, and return what `act` returns for its Trainer, which is a `kind`.
 
@@ -67,7 +83,8 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[...,
     found: list[T] = []
     try:
         stopped = until_training(lambda *given, **named: found.append(act(*given, **named)), kind)
-        with redirect_stderr(StringIO()) as said, stopped:
+        place = _in_place_of_transformers() if kind is Trainer else nullcontext()
+        with redirect_stderr(StringIO()) as said, place, stopped:
             sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
             runpy.run_path(str(script), run_name="__main__")
     except (Exception, SystemExit):

@@ -111,8 +111,8 @@ def test_pipelines_are_planned_with_the_time_they_wait(script: Path) -> None:
 
 
 def test_micro_batch_and_checkpointing_stay_as_set(script: Path) -> None:
-    text = script.read_text(encoding="utf-8")
-    script.write_text(text.replace("bf16=True", "bf16=True, gradient_checkpointing=True"), encoding="utf-8")
+    text = script.read_text(encoding="utf-8").replace("bf16=True", "bf16=True, gradient_checkpointing=True")
+    script.write_text(text.replace("from hftrain", "from transformers"), encoding="utf-8")
     found = show_plan(script, ["64"], gpus=4, memory="400GB", as_set=True).data
     assert {(each["micro_batch"], each["checkpointing"], each["offload"]) for each in found["fits"]} == {
         (2, True, False)

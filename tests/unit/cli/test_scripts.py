@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -35,9 +36,12 @@ def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     before = Trainer.train, list(sys.argv), list(sys.path)
-    main(["plan", "--gpus", "1", "--as-set", "script.py", "1000"])
+    main(["estimate", "--json", "script.py", "1000"])
     shown, said = capsys.readouterr()
-    assert "weights" in shown
+    sizes = json.loads(shown)
+    assert sizes["parameters"] == sizes["gradients"] == 1001 * 4
+    assert 2 * 1001 * 4 <= sizes["optimizer"] <= 2 * 1001 * 4 + 8  # AdamW's steps
+    assert sizes.pop("peak") == sum(sizes.values())
     assert "trained" not in shown + said
     assert before == (Trainer.train, sys.argv, sys.path)
     assert not (tmp_path / "out").exists()
