@@ -135,6 +135,7 @@ class ModelTask(TaskModule):
         *,
         loss_only: bool,
         ignore: Sequence[str],
+        is_overridden: bool = False,
         note_outputs: Callable[[Any], None] | None = None,
     ) -> StepOutput:
         """Return loss, logits and labels of one batch; the caller disables gradients.
@@ -143,11 +144,16 @@ class ModelTask(TaskModule):
             compute: Returns (loss, outputs) of the batch: the Trainer's `compute_loss`.
             loss_only: Leave logits and labels out.
             ignore: Keys of the outputs that are not predictions.
+            is_overridden: `compute` is user code, which knows where the labels of a batch without names are.
             note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
         """
         labels = self.labels_of(inputs)
         loss: torch.Tensor | None
-        if labels is not None or self._returns_loss_without_labels(inputs):
+        if isinstance(inputs, Mapping):
+            is_asked = labels is not None or self._returns_loss_without_labels(inputs)
+        else:  # the model's own loss is there if it has found labels
+            is_asked = is_overridden or not self.returns_loss
+        if is_asked:
             loss, outputs = compute(inputs)
             num_losses = 1
             if labels is None and isinstance(inputs, Mapping) and not self.has_label_names:
@@ -172,15 +178,15 @@ class ModelTask(TaskModule):
         logits = detach(tuple(value for value in logits if not is_cache(value)))
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 
-    def _returns_loss_without_labels(self, inputs: Any) -> bool:
+    def _returns_loss_without_labels(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the model computes a loss for a batch without labels.
 
         If the model takes no labels at all, the batch may request it (``return_loss=True``, as collators for CLIP do).
         """
-        request = inputs.get("return_loss") if isinstance(inputs, Mapping) else True
+        request = inputs.get("return_loss")
         if request is None:
             return self.can_return_loss
-        return bool(request) and (not isinstance(inputs, Mapping) or self.can_return_loss or not self.has_label_names)
+        return bool(request) and (self.can_return_loss or not self.has_label_names)
 
     @property
     def returns_loss(self) -> bool:

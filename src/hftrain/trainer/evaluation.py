@@ -200,6 +200,11 @@ class Evaluation:
             loop.detach()
             self.mean = None
         metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if not metrics and not is_prediction:
+            warn_once(
+                f"The evaluation of {type(trainer.model).__name__} has no loss and no metric. Give the samples labels "
+                "(label_names), return a loss, or compute metrics; for predictions alone, call predict()."
+            )
         if jit is not None and jit.compilation_s is not None:
             metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
         return EvalLoopOutput(output.predictions, output.label_ids, metrics, output.num_samples)
@@ -297,6 +302,7 @@ class Evaluation:
                     inputs,
                     loss_only=loss_only,
                     ignore=task.keys_to_ignore if ignore_keys is None else ignore_keys,
+                    is_overridden=self._hooks.is_overridden("compute_loss"),
                     note_outputs=note_memory if trainer.args.past_index >= 0 else None,
                 )
             elif self._activity.name == "predict":

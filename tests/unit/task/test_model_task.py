@@ -130,10 +130,11 @@ def test_own_loss_function_gets_outputs_labels_and_count(is_encoder_decoder: boo
 # -- predictions -----------------------------------------------------------------------------------------------------
 
 
-def test_plain_tuples_are_asked_for_a_loss() -> None:
-    output = predict(ModelTask(Net()), (torch.ones(2, 4), torch.tensor([0, 1])))
-    assert output.loss is not None
-    assert output.outputs.shape == (2, 3)
+@pytest.mark.parametrize("labels", [(torch.tensor([0, 1]),), ()])
+def test_plain_tuples_give_a_loss_if_they_hold_labels(labels: Any) -> None:
+    output = predict(ModelTask(Answer("tuple")), (torch.ones(2, 4), *labels))
+    assert (output.loss is not None) == bool(labels)
+    assert [each.shape for each in output.outputs] == [(2, 3), (2, 4)]
     assert output.labels is None
 
 
