@@ -214,6 +214,13 @@ _HINTS = {
         "In the batch, {ranges}. {outputs}Give the model as many outputs as there are classes, or number the classes "
         "from 0; -100 marks positions without a label."
     ),
+    r"expected target dtype|scalar type Long but|floating point type for target|multi-target not supported": (
+        "Class labels are whole numbers, one for each sample (or position): labels.long(), labels.squeeze(-1) if they "
+        "have a dimension of 1, or labels.argmax(-1) if they are one-hot."
+    ),
+    r"Expected more than 1 value per channel": (
+        "Batch normalization cannot train on a single sample. If it is the last batch, set dataloader_drop_last=True."
+    ),
     r"device-side assert": (
         "Most likely a label or an id is out of range. Train with use_cpu=True to see which; number classes from 0, "
         "and resize the embeddings to the tokenizer."
