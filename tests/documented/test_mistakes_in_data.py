@@ -133,6 +133,7 @@ DATA = [
     reading("set", {1, 2}, "no order", error=ValueError),
     reading("class", Own, "Pass an instance: Own(...)", error=ValueError),
     reading("function", lambda: None, "Pass what it returns", error=ValueError),
+    reading("no length", type("Rows", (), {"__getitem__": lambda self, index: X})(), "__len__", error=ValueError),
     reading("generator", (row for row in make_rows(8)), "Pass a list", error=ValueError),
     reading("columns", {"x": [1], "labels": [0]}, "Dataset.from_dict", error=ValueError),
     collating("list", lambda samples: samples, "join them"),

@@ -45,6 +45,11 @@ def setting(name: str, value: Any, says: str, **more: Any) -> Mistake:
     return Mistake(f"{name}={value!r}", lambda folder: make_arguments(folder, **{name: value}), says, **more)
 
 
+class SetsRate(TrainerCallback):
+    def on_step_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        args.learning_rate = 1.0
+
+
 def running(name: str, says: str, error: type[Exception] = hftrain.ConfigError, **options: Any) -> Mistake:
     """Return the row of a Trainer that is refused at the latest when it trains."""
     return Mistake(name, lambda folder: train(folder, max_steps=1, **options), says, error)
@@ -231,6 +236,8 @@ PARTS = [
     Mistake("mixture of a list", lambda folder: Mixture([make_rows(2)]), "Pass a dict"),  # type: ignore[arg-type]
     running("model without weights", "from_pretrained()", model=without_weights()),
     Mistake("rate assigned", lambda folder: assign(folder, "learning_rate", "1e-3"), "Write learning_rate=0.001"),
+    Mistake("rate assigned in a run", lambda folder: make_trainer(folder, max_steps=1, callbacks=[SetsRate()]).train(),
+            "optimizer.param_groups", UserWarning),
     Mistake("size assigned", lambda folder: assign(folder, "per_device_eval_batch_size", "4", "evaluate"),
             "without quotation marks"),
     Mistake("train() under no_grad", under_no_grad, "outside of torch.no_grad()", TaskError),

@@ -122,6 +122,9 @@ def build_loader(
     if has_length(dataset) and len(dataset) == 0:
         raise ConfigError(f"Cannot read the {type(dataset).__name__}.", "It is empty.", "Check how it was made.")
     is_stream = isinstance(dataset, IterableDataset)
+    if not (is_stream or sampler is not None or hasattr(dataset, "__len__")):
+        remedy = "Give its class __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset."
+        raise ConfigError(f"Cannot read the {type(dataset).__name__}.", "It does not say how long it is.", remedy)
     if not is_stream:
         _check_order(dataset, sampler, plan, persistent_workers=persistent_workers)
         give_generator(sampler, seed=plan.seed)

@@ -259,7 +259,10 @@ class Saver:
         if best is not None:
             self._parts.output.fetch_best(best)
         if best is None or not best.is_dir():
-            logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
+            logger.warning(
+                "load_best_model_at_end=True: the last model stays, because %s.",
+                "no evaluation had a number to compare" if best is None else f"the best one, {best}, is not there",
+            )
             return
         if (best / MANIFEST).exists() or not self._parts.hooks.is_overridden("_save_checkpoint"):
             self.manager.open(best)

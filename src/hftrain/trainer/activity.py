@@ -10,6 +10,7 @@ import torch
 
 from hftrain.arguments.training import resolve
 from hftrain.core.devices import move
+from hftrain.core.errors import listed
 from hftrain.core.extras import extra
 from hftrain.core.log import refusing_broadcast, sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
@@ -23,6 +24,9 @@ from hftrain.task.modes import evaluation_weights, preserved_modes
 from hftrain.task.module import know_state, without_model
 from hftrain.trainer.training_steps import TrainingSteps
 
+# Arguments that a run reads at its start alone.
+_READ_ONCE = ("learning_rate", "weight_decay", "warmup_steps", "max_steps", "num_train_epochs", "logging_steps",
+              "eval_steps", "save_steps")  # fmt: skip
 _STAGES = {"eval": "evaluate", "predict": "predict"}
 
 
@@ -55,6 +59,8 @@ class Activity:
                 self._open()
             with sharing_verbosity(), refusing_broadcast():
                 yield
+            if name == "train" and self.depth == 1:
+                self._tell_unread()
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
@@ -91,6 +97,16 @@ class Activity:
         if vars(self._trainer.args) != self._checked_settings:
             resolve(self._trainer.args)
             self._checked_settings = dict(vars(self._trainer.args))
+
+    def _tell_unread(self) -> None:
+        """Warn of arguments that were assigned during a run, which has read them at its start."""
+        settings = vars(self._trainer.args)
+        names = [name for name in _READ_ONCE if settings[name] != self._checked_settings[name]]
+        if names:
+            warn_once(
+                f"{listed(names)} in args changed during the run, which had read it at its start: it had no effect. "
+                "Change optimizer.param_groups, the schedule or the attributes of state instead."
+            )
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
