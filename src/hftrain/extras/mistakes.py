@@ -218,7 +218,7 @@ _HINTS = {
         "Class labels are whole numbers, one for each sample (or position): labels.long(), labels.squeeze(-1) if they "
         "have a dimension of 1, or labels.argmax(-1) if they are one-hot."
     ),
-    r"cast to the desired output type Long|dtype Long but expected": "This loss needs labels that are floats: .float().",
+    r"cast to the desired output type Long|dtype Long but expected": "This loss needs float labels: labels.float().",
     r"Expected more than 1 value per channel": (
         "Batch normalization cannot train on a single sample. If it is the last batch, set dataloader_drop_last=True."
     ),
