@@ -44,6 +44,12 @@ def test_tokens_are_counted_where_they_have_labels_shifted_or_not() -> None:
     assert not found
 
 
+def test_classes_may_stand_in_the_second_dimension() -> None:
+    logits, labels = torch.randn(2, 3, 4, 5), torch.randint(0, 3, (2, 4, 5))
+    each = cross_entropy(logits, labels, **ENTROPY)  # type: ignore[call-overload]
+    assert means(logits, labels)[:2] == [(LABELS, float(each.mean()), 40), (SUM, float(each.sum()), 40)]
+
+
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, 1, 2, -1], [-100] * 4, "words", [[0, 1], [1, 0]]])
 def test_what_is_no_class_is_a_mean_of_nothing(labels: Any) -> None:
     assert means(SCORES, labels if isinstance(labels, str) else torch.tensor(labels)) == []
