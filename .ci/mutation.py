@@ -25,7 +25,8 @@ ROOMS = {
     "loss": (
         ("trainer/loss_kinds.py", "trainer/loss_normalization.py", "trainer/evaluation_mean.py"),
         ("tests/loops/test_loss_kinds.py", "tests/parity/test_global_mean.py", "tests/unit/trainer/test_loss_means.py",
-         "tests/unit/trainer/test_count_items_check.py", "tests/unit/trainer/test_evaluation_mean.py"),
+         "tests/unit/trainer/test_count_items_check.py", "tests/unit/trainer/test_evaluation_mean.py",
+         "tests/unit/trainer/test_micro_batches.py"),
     ),
     "checkpoint": (
         ("checkpoint/geometry.py", "checkpoint/layout.py", "checkpoint/manifest.py", "checkpoint/rotation.py"),

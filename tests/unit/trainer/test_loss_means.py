@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hftrain.trainer.loss_kinds import LABELS, SAMPLES, SHIFTED, SUM, WEIGHTED, means_of
+from hftrain.trainer.loss_normalization import _weighted
 
 SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0], [-1.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
 TOKENS = torch.stack([SCORES, SCORES.flip(0)])  # two samples of four tokens
@@ -62,3 +63,12 @@ def test_numbers_have_two_losses() -> None:
         (LABELS, float(binary_cross_entropy_with_logits(SCORES, labels)), 12),
     ]
     assert means(SCORES, labels[:3]) == []
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_mean_is_weighted_by_its_items(kind: Any) -> None:
+    """Counts that are on a device stay there."""
+    nan = torch.tensor(float("nan"))
+    weighted = [_weighted(loss, kind(items), total) for loss, items, total in ((torch.tensor(6.0), 2, 8), (nan, 0, 8))]
+    assert weighted == [torch.tensor(1.5), torch.tensor(0.0)]
+    assert _weighted(nan, kind(0), 0).isnan()
