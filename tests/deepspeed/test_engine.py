@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engines import assert_close, make_optimizer, train, train_by_hand
+from support.engines import check_that_it_equals_one_process_and_resumes, make_optimizer
 from support.tiny import Net
 
 from hftrain import ConfigError, Engine
@@ -17,27 +16,9 @@ from hftrain.strategies.registry import create_strategy
 pytestmark = pytest.mark.deepspeed
 
 
-def run_twice(strategy: str) -> dict[str, Any]:
-    def make() -> Any:
-        return create_strategy(strategy, use_cpu=True)
-
-    return {
-        "plain": train(Path("plain"), strategy=make(), shuffle=False),
-        "whole": train(Path("whole"), strategy=make(), dropout=0.2),
-        "cut": train(Path("cut"), strategy=make(), dropout=0.2, num_steps=4, save_at=4),
-        "resumed": train(Path("cut"), strategy=make(), dropout=0.2),
-    }
-
-
 @pytest.mark.parametrize("strategy", ["deepspeed", "deepspeed_stage_2"])
 def test_training_equals_one_process_and_resumes(run_distributed: Callable[..., list[Any]], strategy: str) -> None:
-    answers = run_distributed(run_twice, strategy=strategy)
-    assert_close(answers[0]["plain"]["weights"], train_by_hand(world_size=2))
-    for answer in answers:
-        whole, resumed = answer["whole"], answer["resumed"]
-        assert resumed["start"] == 4
-        assert resumed["losses"] == whole["losses"][8:]
-        assert all(resumed[name] == whole[name] for name in ("weights", "rate", "mean", "epoch"))
+    check_that_it_equals_one_process_and_resumes(run_distributed, strategy)
 
 
 def misuse() -> list[str]:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.distributed import DistributedRun
-from support.engines import assert_close, make_optimizer, train, train_by_hand
+from support.engines import (
+    check_that_it_equals_one_process_and_resumes,
+    make_optimizer,
+    train,
+)
 from support.tiny import Net
 
 from hftrain import CheckpointError, ConfigError, Engine
@@ -20,32 +24,11 @@ from hftrain.strategies.registry import create_strategy
 pytestmark = pytest.mark.distributed
 
 
-def run_twice(strategy: str, precision: str) -> dict[str, Any]:
-    """Train in the data's order; then with dropout, whole and stopped."""
-
-    def make() -> Any:
-        return create_strategy(strategy, use_cpu=True)
-
-    options: dict[str, Any] = {"precision": precision, "dropout": 0.2}
-    return {
-        "plain": train(Path("plain"), strategy=make(), shuffle=False),
-        "whole": train(Path("whole"), strategy=make(), **options),
-        "cut": train(Path("cut"), strategy=make(), **options, num_steps=4, save_at=4),
-        "resumed": train(Path("cut"), strategy=make(), **options),
-    }
-
-
 @pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp32"), ("fsdp", "fp32"), ("fsdp", "bf16")])
 def test_training_equals_one_process_and_resumes(
     run_distributed: Callable[..., list[Any]], strategy: str, precision: str
 ) -> None:
-    answers = run_distributed(run_twice, strategy=strategy, precision=precision)
-    assert_close(answers[0]["plain"]["weights"], train_by_hand(world_size=2))
-    for answer in answers:
-        whole, resumed = answer["whole"], answer["resumed"]
-        assert resumed["start"] == 4
-        assert resumed["losses"] == whole["losses"][8:]
-        assert all(resumed[name] == whole[name] for name in ("weights", "rate", "mean", "epoch"))
+    check_that_it_equals_one_process_and_resumes(run_distributed, strategy, precision)
 
 
 def save_in_two(strategy: str, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from hftrain import Engine, Strategy
+from hftrain.strategies.registry import create_strategy
 
 NUM_STEPS, NUM_MICRO, MAX_NORM = 9, 2, 0.5
 
@@ -117,3 +119,30 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(torch.tensor(value), torch.tensor(theirs[name]), atol=1e-6, rtol=0)
+
+
+def run_twice(strategy: str, precision: str) -> dict[str, Any]:
+    """Train in the data's order; then with dropout, whole and stopped."""
+
+    def make() -> Any:
+        return create_strategy(strategy, use_cpu=True)
+
+    options: dict[str, Any] = {"precision": precision, "dropout": 0.2}
+    return {
+        "plain": train(Path("plain"), strategy=make(), shuffle=False),
+        "whole": train(Path("whole"), strategy=make(), **options),
+        "cut": train(Path("cut"), strategy=make(), **options, num_steps=4, save_at=4),
+        "resumed": train(Path("cut"), strategy=make(), **options),
+    }
+
+
+def check_that_it_equals_one_process_and_resumes(
+    run_distributed: Callable[..., list[Any]], strategy: str, precision: str = "fp32"
+) -> None:
+    answers = run_distributed(run_twice, strategy=strategy, precision=precision)
+    assert_close(answers[0]["plain"]["weights"], train_by_hand(world_size=2))
+    for answer in answers:
+        whole, resumed = answer["whole"], answer["resumed"]
+        assert resumed["start"] == 4
+        assert resumed["losses"] == whole["losses"][8:]
+        assert all(resumed[name] == whole[name] for name in ("weights", "rate", "mean", "epoch"))
