@@ -200,7 +200,7 @@ class Evaluation:
             loop.detach()
             self.mean = None
         metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
-        if not metrics and not is_prediction:
+        if not metrics and self._activity.name == "eval":
             warn_once(
                 f"The evaluation of {type(trainer.model).__name__} has no loss and no metric. Give the samples labels "
                 "(label_names), return a loss, or compute metrics; for predictions alone, call predict()."
