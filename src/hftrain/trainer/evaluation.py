@@ -139,6 +139,14 @@ class Evaluation:
         rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
         return output, {**output.metrics, **rates}
 
+    def warn_of_nothing(self, output: EvalLoopOutput) -> None:
+        """Warn of an evaluation that reports nothing."""
+        if not output.metrics:
+            warn_once(
+                f"The evaluation of {type(self._trainer.model).__name__} has no loss and no metric. Give the samples "
+                "labels (label_names), return a loss, or compute metrics; for predictions alone, call predict()."
+            )
+
     def main_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return metrics with the numbers of rank 0, which decide on every rank when to stop and what is best.
 
@@ -200,11 +208,6 @@ class Evaluation:
             loop.detach()
             self.mean = None
         metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
-        if not metrics and self._activity.name == "eval":
-            warn_once(
-                f"The evaluation of {type(trainer.model).__name__} has no loss and no metric. Give the samples labels "
-                "(label_names), return a loss, or compute metrics; for predictions alone, call predict()."
-            )
         if jit is not None and jit.compilation_s is not None:
             metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
         return EvalLoopOutput(output.predictions, output.label_ids, metrics, output.num_samples)

@@ -596,13 +596,14 @@ class Trainer:
         eval_set = evaluation.sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with evaluation.with_set_metrics(eval_set), parts.activity.evaluating("eval"):
             share = parts.data.eval_share(eval_dataset)
-            _, metrics = evaluation.run_and_time(
+            output, metrics = evaluation.run_and_time(
                 self.limits.for_evaluation(share) if self.limits.of_evaluation else share,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
+            evaluation.warn_of_nothing(output)
             metrics = evaluation.main_metrics(metrics)
             self._trainer_hooks.log(metrics)
             metrics["epoch"] = self.state.epoch
