@@ -30,7 +30,7 @@ _HEADINGS = {
 }
 
 # What a script's own words, after --, are called.
-_AFTER = {"prove": "arguments", "replay": "script"}
+_AFTER = {"prove": "arguments", "replay": "script", "capsule": "script"}
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -119,6 +119,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _add_faults(add, folder)
     _add_proof(add, file)
     _add_comparison(add, folder)
+    _add_capsules(add, file, folder)
     _add_checkpoints(add, folder)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
@@ -210,6 +211,28 @@ def _add_comparison(add: _Adder, folder: object) -> None:
     part.add_argument("--min-difference", type=float, metavar="X", default=0.0, help=what)
     what = "the folder of the runs that --run trains; those that are there are used; default: compare"
     part.add_argument("-o", "--output", metavar="FOLDER", help=what)
+
+
+def _add_capsules(add: _Adder, file: object, folder: object) -> None:
+    what = "write a step of a run into one file, with which it can be done again anywhere"
+    part = add.of_run("capsule", what, folder, "It is first done again here, as hftrain replay does.")
+    part.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
+    part.add_argument("-o", "--output", metavar="FILE", help="default: step<N>.capsule")
+    what = "a function that returns the Trainer for TrainingArguments; needed unless transformers has all classes"
+    part.add_argument("--make", metavar="FILE.py:NAME", help=what)
+    what = "put the source of that file in, and of what it imports from its folder"
+    part.add_argument("--source", dest="has_source", action="store_true", help=what)
+    what = "leave the optimizer's state out; the update is then not compared"
+    part.add_argument("--no-optimizer", dest="has_optimizer", action="store_false", help=what)
+    part.epilog = "Another script, with its arguments, comes after --."
+    what = "do the step in a capsule again, and compare its numbers"
+    part = add("open", "capsule:show_open", what, "The exit status is 1 if they differ.")
+    _complete(part.add_argument("path", metavar="capsule", help="the file that hftrain capsule wrote"), file)
+    what = "the folder of the file that makes the Trainer; its code is run"
+    _complete(part.add_argument("--code", metavar="FOLDER", help=what), folder)
+    what = "run the source in the capsule; without this, it is shown"
+    part.add_argument("--run-source", dest="runs_source", action="store_true", help=what)
+    part.add_argument("--at", metavar="MODULE", help="open a debugger in the first call of this module")
 
 
 def _add_faults(add: _Adder, folder: object) -> None:
