@@ -7,13 +7,14 @@ from typing import Any
 
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step_apart, ledger_with, new_folder, read_ranks, session_of
-from hftrain.cli.rounding import first_apart, first_module_apart, unit_of
+from hftrain.cli.rounding import first_apart, first_module_apart
 from hftrain.cli.runs import read_run
 from hftrain.extras.flight.observing import first_difference
 from hftrain.extras.flight.reading import first_parting, read_ledger, read_sessions, shortened
 
-# What rounds all numbers differently.
+# What rounds all numbers differently, and a unit in the last place of 1 in types coarser than float32.
 _ROUNDED = ("argument bf16", "argument fp16", "argument tf32", "precision", "strategy", "world_size")
+_UNITS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "tf32": 2.0**-10}
 
 
 def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | None = None) -> Answer:
@@ -38,7 +39,8 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         how = "up to rounding"
         lines = [f"Compared up to rounding, and to step {last}, because these differ: {', '.join(causes)}"]
         types = f"{causes} {[session_of(run, last).get('precision') for run in runs]}"
-        perturbed = do_step_apart(runs[0], last, folder / "perturbed", unit=unit_of(types))
+        unit = max((unit for kind, unit in _UNITS.items() if kind in types), default=0.0)
+        perturbed = do_step_apart(runs[0], last, folder / "perturbed", unit=unit)
         step, names, values = first_apart(ledgers[0], ledgers[1], read_ledger(perturbed))
     else:
         step, names, values = first_parting(*ledgers)

@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-import bdb
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import json
 import math
+import pdb
 import re
 import sys
-import sysconfig
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.cli.answer import Answer
-from hftrain.cli.capsule_file import packed, read, write
 from hftrain.cli.replay import do_step, ledger_with, run_apart, session_of
-from hftrain.cli.rounding import FACTOR, FLOOR, unit_of
-from hftrain.cli.stepping import StepObserver, weights_of
-from hftrain.core.errors import ConfigError, a_kind, listed
+from hftrain.cli.rounding import FACTOR, FLOOR, Perturb
+from hftrain.core.errors import ConfigError, a_kind, check_known, listed
 from hftrain.core.optional import require
 from hftrain.core.parameters import attention_of
 from hftrain.core.preserve import temporarily
-from hftrain.extras.flight.observing import Observer
+from hftrain.core.seed import capture_rng, restore_rng
+from hftrain.core.tree import map_tensors
+from hftrain.extras.flight.observing import Observer, facts_of, in_backward, in_words
 from hftrain.extras.flight.reading import first_parting, read_ledger
 from hftrain.extras.record import SECRET
-from hftrain.loops.fit import FitLoop
+from hftrain.run.journal import environment
 from hftrain.storage.files import readable_bytes
 from hftrain.trainer.trainer import Trainer
 
+_KEY = "hftrain.capsule.1"
+# Python files in a folder or below it, on every system.
+_FILE = re.compile(r"(\w[^/\\:\0]*/)*\w[^/\\:\0]*\.py")
 # The arguments that a step depends on.
-_SETTINGS = re.compile(
+_DECISIVE = re.compile(
     r"adafactor|adam_\w+|average_tokens_across_devices|bf16|fp16\w*|full_determinism|(gradient|activation)_\w+|seed|tf32"
     r"|half_precision_backend|label_\w+|learning_rate|liger_kernel_config|max_grad_norm|neftune_noise_alpha|optim\w*"
     r"|past_index|per_device_train_batch_size|torch_compile\w*|use_\w+|weight_decay"
 )
-# What a configuration has that is a path of the user's, or makes transformers load weights or code.
+_SETTINGS = [each.name for each in dataclasses.fields(TrainingArguments) if _DECISIVE.fullmatch(each.name)]
+# What in a configuration is a path of the user's, or makes transformers load weights or code.
 _LOADS = re.compile(r"_name_or_path|_?(attn|experts)_implementation\w*|auto_map|use_pretrained_backbone|use_kernels")
-# The kinds of attention that load none.
-_ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def show_capsule(
@@ -62,30 +63,32 @@ def show_capsule(
         run: Its output folder, which is only read.
         step: The step, from 1.
         output: The file; None: ``step<N>.capsule``.
-        make: ``"FILE.py:function"``, which returns the Trainer for its arguments; None: the plain Trainer, with a model
-            of transformers.
+        make: ``"FILE.py:function"``, which returns the Trainer for its arguments; None: the plain one, for a model of
+            transformers.
         has_source: Whether the file holds the source of that Python file, and of what it imports from its folder.
         has_optimizer: Whether it holds the optimizer's state, without which the update is not compared.
         script: The script and its arguments; empty: those that the flight log names.
     """
-    path = Path(output or f"step{step}.capsule").absolute()
-    if not path.parent.is_dir():
-        raise ConfigError(f"Cannot write {path}.", "Its folder does not exist.", "Check the path.")
-    file, _, function = (make or "").rpartition(":")
-    if make and not (file.endswith(".py") and Path(file).is_file()):
-        raise ConfigError(f"Cannot use --make {make}:", "it is not FILE.py:function of a file.", "Check the path.")
-    folder, made_by = Path(file).resolve().parent, f"{Path(file).name}:{function}" if make else None
-    capsule, rows = _captured(run, step, made_by, script)
-    if not has_optimizer:
-        capsule["optimizer"], rows = None, [row for row in rows if not row[0].startswith("update of ")]
-    again, moved = (_do_again(capsule, folder, unit=unit).rows for unit in (None, unit_of(capsule["precision"])))
-    limits = [_limit(one, two) for one, two in zip(again, moved, strict=False)]
-    capsule["expected"] = [[*row, limit or 0.0] for row, limit in zip_longest(rows, limits[: len(rows)])]
-    texts = _texts(folder) if make else {}
-    capsule |= {"sources": texts if has_source else {}, "hashes": {name: _hash(text) for name, text in texts.items()}}
-    text, tensors = packed(capsule)
-    print("\n".join(_contents(capsule, text, tensors)), flush=True)
-    write(path, text, tensors)
+    path, (file, _, function) = Path(output or f"step{step}.capsule").absolute(), (make or "").rpartition(":")
+    if not path.parent.is_dir() or (make and not (_FILE.fullmatch(Path(file).name) and Path(file).is_file())):
+        what = f"There is no folder {path.parent}, or {make} is not FILE.py:function of a file."
+        raise ConfigError(f"Cannot write {path}.", what, "Check the paths.")
+    folder = Path(file).resolve().parent
+    capsule, rows = _captured(run, step, f"{Path(file).name}:{function}" if make else None, script)
+    capsule["optimizer"] = capsule["optimizer"] if has_optimizer else None
+    pairs = zip(*(_do_again(capsule, folder, is_moved=is_moved).rows for is_moved in (False, True)), strict=False)
+    moves = [_distance(one, two) if name == other else 0.0 for (name, one), (other, two) in pairs]
+    capsule["expected"] = [[*row, far or 0.0] for row, far in zip_longest(rows, moves[: len(rows)])]
+    own = _code(folder) if make else {}
+    capsule["code"] = {name: [text if has_source else None, digest] for name, (text, digest) in own.items()}
+    tensors, batches = dict[str, torch.Tensor](), capsule["batches"]
+    text = json.dumps(_encode(capsule, "", tensors))
+    for part in ("weights", "optimizer", "batches"):
+        print(f"{part:10}", readable_bytes(sum(each.nbytes for name, each in tensors.items() if f"/{part}/" in name)))
+    names = ", ".join(map(str, batches[0])) if isinstance(batches[0], Mapping) else "tensors"
+    print(f"Personal data? The file holds its {len(batches)} micro-batches as they are: {names}.")
+    print(f"Source: {', '.join(own) if has_source else 'only hashes'}. Command: {capsule['command']}", flush=True)
+    save_file(tensors, path, {_KEY: text})
     code = "import json, sys; from hftrain.cli.commands import main; main(json.loads(sys.argv[1]))"
     done = run_apart(code, json.dumps(["open", str(path), *(["--code", str(folder)] if make else [])]), 1)
     said = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL"))] or [done.stdout[-2000:]]
@@ -95,15 +98,16 @@ def show_capsule(
 
 def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> tuple[dict[str, Any], list[list[Any]]]:
     """Do a step again as the run did, and return what a capsule holds of it, and its numbers."""
-    before, number, observers = ledger_with(run, step), session_of(run, step)["world_size"], list[StepObserver]()
-    if number > 1:
-        why = f"Its {number} processes depend on each other's numbers."
-        raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, "Use hftrain replay.")
+    before, session, observers = ledger_with(run, step), session_of(run, step), list[_StepObserver]()
     capsule: dict[str, Any] = {"run": Path(run).name, "step": step, "make": make}
+    if session["world_size"] > 1 or session.get("strategy", "single") != "single":
+        why = f"It was done with strategy={session.get('strategy')!r} and {session['world_size']} processes."
+        remedy = "A capsule holds the step of one process, with strategy='single'. Use hftrain replay."
+        raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, remedy)
 
-    def look(trainer: Any) -> Observer:
+    def look(trainer: Any) -> _StepObserver:
         capsule.update(_how_made(trainer, make), command=SECRET.sub(r"\1***", " ".join(sys.argv)))
-        observers.append(StepObserver(step, trainer))
+        observers.append(_StepObserver(step, trainer))
         return observers[0]
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -115,43 +119,23 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
 
 
 def _how_made(trainer: Any, make: str | None) -> dict[str, Any]:
-    """Return how a Trainer is made without its data; `ConfigError` if nobody says so, or its step is not one of a kind.
-
-    Without `make`, that is a plain Trainer with a model of transformers.
-    """
-    loop, args, model = trainer.loops.get("fit"), trainer.args, trainer.model
-    if trainer.strategy.name != "single" or not trainer.task.automatic_optimization or type(loop) not in _LOOPS:
-        what = f"It is made with strategy={trainer.strategy.name!r}, {type(trainer.task).__name__}, {a_kind(loop)}."
-        remedy = "A capsule holds the step of one optimizer, with strategy='single' and hftrain's own loop."
-        raise ConfigError("Cannot put the step into a file.", what, remedy)
-    kind = type(model)
-    is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind and hasattr(model, "config")
-    is_plain = type(trainer) is Trainer and all(getattr(trainer, name) is None for name in _GIVEN)
-    if make is None and not (is_known and is_plain):
-        what = f"Nothing says how its {type(trainer).__name__} with {a_kind(model)} is made."
+    """Return how a Trainer is made again; `ConfigError` if it is not the plain one and `make` does not say it."""
+    kind, changed = type(trainer.model), changed_settings(trainer.args.to_dict(), type(trainer.args))
+    found = {"settings": {name: changed[name] for name in _SETTINGS if name in changed}}
+    if make is not None:
+        return found
+    given = (trainer.compute_loss_func, trainer.count_items, trainer.optimizer)
+    is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind and hasattr(kind, "config_class")
+    if not is_known or type(trainer) is not Trainer or given != (None, None, None):
+        what = f"Nothing says how its {type(trainer).__name__} with {a_kind(trainer.model)} is made."
         remedy = "Name a function that returns the Trainer for TrainingArguments: --make FILE.py:function."
         raise ConfigError("Cannot put the step into a file.", what, remedy)
-    config = None if make else _harmless(json.loads(model.config.to_json_string(use_diff=False)))
-    settings = _allowed(changed_settings(args.to_dict(), TrainingArguments))
-    how = None if make else {"class": kind.__name__, "config": config, "attention": attention_of(model)}
-    return {"model": how, "settings": settings, "precision": trainer.precision.policy.name}
+    config = _harmless(json.loads(trainer.model.config.to_json_string(use_diff=False)))
+    model = {"class": kind.__name__, "config": config, "attention": attention_of(trainer.model)}
+    return {**found, "model": model, "precision": trainer.precision.policy.name}
 
 
-def _contents(capsule: Mapping[str, Any], text: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return how large the parts of a capsule are, and what may be personal in it."""
-    sizes = Counter({"text": len(text)})
-    for name, each in tensors.items():
-        sizes[name.partition("/")[0]] += each.nbytes
-    batches, sources = capsule["batches"], ", ".join(capsule["sources"]) or "none, only hashes"
-    names = ", ".join(map(str, batches[0])) if isinstance(batches[0], Mapping) else "tensors"
-    return [
-        *(f"{name:12}{readable_bytes(size)}" for name, size in sizes.items()),
-        f"Personal data? The file holds its {len(batches)} micro-batches as they are: {names}.",
-        f"Source: {sources}. Command: {capsule['command']}",
-    ]
-
-
-def show_open(path: str, *, code: str | None = None, runs_source: bool = False, at: str | None = None) -> Answer:
+def show_open(path: str, *, code: str | None = None, runs_source: bool = False, at: str = "") -> Answer:
     """Do the step of a capsule again, and compare its numbers with those in the file; status 1 if they differ.
 
     Args:
@@ -160,56 +144,53 @@ def show_open(path: str, *, code: str | None = None, runs_source: bool = False, 
         runs_source: Use the source in the file instead.
         at: The name of a module in whose first call a debugger opens.
     """
-    capsule = read(Path(path))
-    file, sources = (capsule["make"] or "").partition(":")[0], capsule["sources"]
+    capsule = _read(Path(path))
+    file, known = (capsule["make"] or "").partition(":")[0], capsule["code"]
+    sources = {name: text for name, (text, _) in known.items() if text is not None}
     if file and not runs_source and not (code and Path(code, file).is_file()):
         shown = [line for name, text in sources.items() for line in (f"# {name}", *text.splitlines(), "")]
         remedy = "Read the source above; --run-source runs it." if sources else "Its source is not in the capsule."
         shown.append(f"Its Trainer is made by {capsule['make']}: name the folder of {file} with --code. {remedy}")
         return Answer(map(_printable, shown), {"make": capsule["make"], "sources": sources}, status=1)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) if runs_source else Path(code or ".").resolve()
+        folder = Path(scratch if runs_source else code or scratch).resolve()
         for name, text in sources.items() if runs_source else ():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
-        texts = {name: (folder / name).read_text("utf-8") for name in capsule["hashes"] if (folder / name).is_file()}
-        try:
-            observer = _do_again(capsule, folder, at=at)
-        except bdb.BdbQuit:
-            return Answer(["Nothing was compared."], {"differs": None, "is_same": None}, status=1)
+        observer = _do_again(capsule, folder, at=at)
+        changed = [name for name, (_, now) in _code(folder).items() if now not in known.get(name, ())]
     was, now = capsule["around"], observer.begin["around"]
     notes = [f"{name} was {was.get(name)}, and is {now[name]}." for name in now if was.get(name) != now[name]]
-    notes += [f"{name} is not as it was." for name, text in texts.items() if _hash(text) != capsule["hashes"][name]]
-    if capsule["optimizer"] is None:
-        notes.append("The update was not compared: the file has no state of the optimizer.")
-    said, facts = _compared(capsule["expected"], observer.rows)
+    notes += [f"{name} is not as it was." for name in changed]
+    notes += [] if capsule["optimizer"] else ["The update was not compared: the file has no state of the optimizer."]
+    said = _compared(capsule, observer.rows)
     lines = [f"Step {capsule['step']} of {capsule['run']}, {len(capsule['batches'])} micro-batches.", said, *notes]
-    return Answer(map(_printable, lines), {**facts, "notes": notes}, status=int(facts["differs"] is not None))
+    return Answer(map(_printable, lines), {"said": said, "notes": notes}, status=int(said.startswith("FAIL")))
 
 
-def _do_again(capsule: Mapping[str, Any], folder: Path, *, unit: float | None = None, at: str | None = None) -> Any:
-    """Do the step of a capsule with the Trainer that a function in a folder makes, or the plain one; return its observer."""
+def _do_again(capsule: Mapping[str, Any], folder: Path, **options: Any) -> _StepObserver:
+    """Do the step of a capsule with the Trainer that a function in a folder makes, or with the plain one."""
+    given = map_tensors(capsule, torch.clone)  # which the step changes
     with tempfile.TemporaryDirectory() as scratch, temporarily(sys, path=[str(folder), *sys.path]):
         args = TrainingArguments(
-            scratch, max_steps=capsule["step"], save_strategy="no", logging_strategy="no", report_to="none",
+            scratch, max_steps=given["step"], save_strategy="no", logging_strategy="no", report_to="none",
             disable_tqdm=True, remove_unused_columns=False,
-            **{**_allowed(capsule["settings"]), "use_cpu": capsule["around"]["device"].startswith("cpu")},
+            **{name: given["settings"][name] for name in _SETTINGS if name in given["settings"]},
         )  # fmt: skip
-        if capsule["make"] is None:
-            trainer = Trainer(_model(capsule["model"]), args, strategy="single", precision=capsule["precision"])
+        if given["make"] is None:
+            trainer: Any = Trainer(_model(given["model"]), args, strategy="single", precision=given["precision"])
         else:
-            trainer = _made_by(capsule["make"], folder, args)
-        own, kept = weights_of(trainer.task), capsule["weights"]
-        if wrong := [name for name in {**own, **kept} if _shape(own, name) != _shape(kept, name)]:
+            trainer = _made_by(given["make"], folder, args)
+        own, kept = _weights_of(trainer), given["weights"]
+        shapes = [{(name, each.shape) for name, each in tensors.items()} for tensors in (own, kept)]
+        if wrong := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
             why = f"Names or shapes of its tensors are not those of the model: {listed(wrong)}."
             raise ConfigError("Cannot do the step of the capsule.", why, "Use the code that the run had.")
         for name, each in own.items():
-            each.data = kept[name].clone()  # which has its type
-            each.requires_grad_(name in capsule["trained"])
-        # The observer hands out the micro-batches.
-        trainer.train_dataset, trainer.data_collator = range(len(capsule["batches"])), list
-        trainer.get_train_dataloader = partial(Trainer.get_train_dataloader, trainer)
-        observer = StepObserver(capsule["step"], trainer, capsule, unit=unit, at=at)
+            each.data = kept[name]  # which has its type
+            each.requires_grad_(name in given["trained"])
+        trainer.get_train_dataloader = lambda: given["batches"]
+        observer = _StepObserver(given["step"], trainer, given, **options)
         trainer.add_callback(observer)
         Trainer.train(trainer)
     return observer
@@ -222,10 +203,7 @@ def _made_by(name: str, folder: Path, args: TrainingArguments) -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     trainer = getattr(module, function, lambda args: None)(args)
-    if not isinstance(trainer, Trainer) or (trainer.args.output_dir, trainer.args.max_steps) != (
-        args.output_dir,
-        args.max_steps,
-    ):
+    if not isinstance(trainer, Trainer) or trainer.args.output_dir != args.output_dir:
         why = "It is no function that returns a Trainer with the arguments that it gets."
         raise ConfigError(f"Cannot use {name}.", why, f"Write: def {function}(args): return Trainer(model, args)")
     return trainer
@@ -237,10 +215,9 @@ def _model(how: Mapping[str, Any]) -> Any:
     transformers: Any = importlib.import_module("transformers")
     kind: Any = getattr(transformers, how["class"], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        why = "This version of transformers has no such model."
-        raise ConfigError(f"Cannot make a {how['class']!r}.", why, "Use the version that the run had.")
+        raise ConfigError(f"Cannot make a {how['class']}.", "transformers has no such model.", "Use another version.")
     model: Any = kind(kind.config_class.from_dict(_harmless(how["config"])))  # type: ignore[attr-defined]
-    if how["attention"] in _ATTENTIONS:
+    if how["attention"].isidentifier():  # others are loaded from the Hub
         model.set_attn_implementation(how["attention"])
     return model
 
@@ -252,71 +229,148 @@ def _harmless(config: Any) -> Any:
     return [_harmless(each) for each in config] if isinstance(config, list) else config
 
 
-def _allowed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    known = {each.name for each in dataclasses.fields(TrainingArguments)}
-    return {name: value for name, value in settings.items() if name in known and _SETTINGS.fullmatch(name)}
+def _weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {**dict(trainer.task.named_parameters()), **dict(trainer.task.named_buffers())}
 
 
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> Any:
-    return tensors[name].shape if name in tensors else None
-
-
-def _texts(folder: Path) -> dict[str, str]:
-    """Return the source of all that was imported from a folder, by path in it, without Python's own and packages'."""
+def _code(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return source and hash of all that was imported from a folder, by path in it, without what is installed there."""
     paths = {Path(str(getattr(each, "__file__", None) or "")).resolve() for each in [*sys.modules.values()]}
-    own = [
-        each
-        for each in paths
-        if each.is_relative_to(folder) and each.suffix == ".py" and "site-packages" not in each.parts
-    ]
-    own = [each for each in own if not each.is_relative_to(sysconfig.get_path("stdlib"))]
-    return {each.relative_to(folder).as_posix(): each.read_text("utf-8") for each in sorted(own)}
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    own = {each.relative_to(folder).as_posix(): each for each in sorted(paths) if each.is_relative_to(folder)}
+    own = {name: each for name, each in own.items() if not re.search(r"site-packages/|lib/python3", name)}
+    texts = {name: each.read_text("utf-8") for name, each in own.items() if _FILE.fullmatch(name)}
+    return {name: (text, sha256(text.encode()).hexdigest()) for name, text in texts.items()}
 
 
 def _printable(line: str) -> str:
     """Return text of a file without characters that a terminal obeys."""
-    return "".join(each if each.isprintable() else "    " if each == "\t" else repr(each)[1:-1] for each in line)
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in line.expandtabs(4))
 
 
-def _compared(expected: Sequence[Any], rows: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """Return in words whether a step's numbers are those of its capsule, and the same as data."""
-    worst, nothing = (0.0, "nothing"), ["nothing more", "", None, None, 0.0]
-    pairs: list[Any] = [*zip_longest(expected, rows, fillvalue=nothing)]
-    for one, two in pairs:
-        far, limit = _distance(one, two), one[4]
-        if one[0] != two[0] or not far <= limit:
-            first = _told(one, two) if one[0] == two[0] else f"{one[0]} was expected, and there is {two[0]}"
-            return f"FAIL  {first}", {"differs": first, "is_same": False}
-        worst = max(worst, (far / limit if limit else 0.0, one[0]))
-    is_same = all(one[1] == two[1] for one, two in pairs)
-    how = "to the bit" if is_same else f"up to rounding, the farthest at {worst[0]:.1%} of its tolerance: {worst[1]}"
-    return f"PASS  {len(pairs)} numbers are the same {how}", {"differs": None, "is_same": is_same}
+def _compared(capsule: Mapping[str, Any], rows: Sequence[Any]) -> str:
+    """Return in words whether a step's numbers are those of its capsule, or the first that is not."""
+    pairs: list[Any] = [*zip_longest(capsule["expected"], rows, fillvalue=["nothing more", {"bits": ""}, 0.0])]
+    pairs = [each for each in pairs if capsule["optimizer"] or not each[0][0].startswith("update of ")]
+    for (name, facts, moved), (other, found, *_) in pairs:
+        if name != other:
+            return f"FAIL  {name} was expected, and there is {other}"
+        far, limit = _distance(facts, found), max(FACTOR * moved, FLOOR * facts.get("norm", 0.0))
+        if far and not far <= limit:
+            was, now = (each.get("sum", each["bits"]) for each in (facts, found))
+            return f"FAIL  {name}: {was} was expected, and is {now}, with a tolerance of {limit:.2g}"
+    how = "to the bit" if all(one[1]["bits"] == two[1]["bits"] for one, two in pairs) else "up to rounding"
+    return f"PASS  {len(pairs)} numbers are the same {how}"
 
 
-def _told(one: Sequence[Any], two: Sequence[Any]) -> str:
-    """Return in words how a number differs, or a tensor by its norm, its sum, or else its fingerprint."""
-    known = [
-        pair
-        for pair in zip(one[2:4], two[2:4], strict=True)
-        if None not in pair and not abs(pair[0] - pair[1]) <= one[4]
-    ]
-    was, now = [f"{each:.9g}" for each in known[0]] if known else [one[1], two[1]]
-    return f"{one[0]}: {was} was expected, and is {now}, with a tolerance of {one[4]:.2g}"
+def _distance(one: Mapping[str, Any], two: Mapping[str, Any]) -> float:
+    """Return how far the sums of two tensors are apart, or infinity if they have none and differ; see `facts_of`."""
+    return 0.0 if one["bits"] == two["bits"] else abs(one.get("sum", math.inf) - two.get("sum", -math.inf))
 
 
-def _distance(one: Sequence[Any], two: Sequence[Any]) -> float:
-    """Return how far two numbers, or the norms and sums of two tensors, are apart; infinity if that is unknown."""
-    if one[1] == two[1] or one[2] is None or two[2] is None:
-        return 0.0 if one[1] == two[1] else math.inf
-    far = [0.0 if str(a) == str(b) else abs(a - b) for a, b in zip(one[2:4], two[2:4], strict=True)]
-    return math.inf if any(map(math.isnan, far)) else max(far)
+def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value as JSON has it: tensors by where they were, and tuples and mappings with their kind."""
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value.detach().cpu().contiguous().clone()
+        return {"tensor": where}
+    if isinstance(value, Mapping):
+        return {"dict": [[key, _encode(each, f"{where}/{key}", tensors)] for key, each in value.items()]}
+    if type(value) in (list, tuple):
+        items = [_encode(each, f"{where}/{number}", tensors) for number, each in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    remedy = "It can hold tensors, numbers, text, lists, tuples and mappings."
+    raise ConfigError(f"Cannot put {where} into a capsule.", f"It is {a_kind(value)}.", remedy)
 
 
-def _limit(one: Sequence[Any], moved: Sequence[Any]) -> float:
-    """Return how far a number may be off: ten times as far as in a step with moved weights, or 1e-5 of the norm."""
-    far, size = _distance(one, moved) if one[0] == moved[0] and one[2] is not None else 0.0, abs(one[2] or 0.0)
-    return max(FACTOR * far, FLOOR * size if math.isfinite(size) else 0.0)
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a capsule holds; `ConfigError` if it is damaged, or names files that are not in its folder."""
+    try:
+        with safe_open(path, framework="pt") as file:  # which checks sizes and offsets
+            text, tensors = file.metadata()[_KEY], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        kinds = {"tensor": tensors.__getitem__, "dict": dict, "tuple": tuple}
+        capsule = json.loads(text, object_hook=lambda node: next(kinds[kind](each) for kind, each in node.items()))
+        names = [*capsule["code"], (capsule["make"] or "a.py").partition(":")[0]]
+        if wrong := [name for name in names if not _FILE.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is not a Python file in a folder")
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = f"It is damaged, or not a capsule of this version: {type(error).__name__}: {error}."
+        raise ConfigError(f"Cannot open {path}.", why, "Ask for another copy.") from error
+    return capsule
+
+
+class _StepObserver(Observer):
+    """Note what a step begins with (`begin`) and its numbers in their order (`rows`: name, `facts_of`); end the run.
+
+    A step that is `given` begins with that, and with the Trainer's weights; `is_moved` moves them by a unit in the last
+    place of the type that multiplies. A debugger opens in the first call of the module `at`.
+    """
+
+    def __init__(self, step: int, trainer: Any, given: Any = None, *, is_moved: bool = False, at: str = "") -> None:
+        super().__init__(step, Path())
+        self.begin, self.rows = dict[str, Any](), list[list[Any]]()
+        self._trainer, self._given, self._is_moved, self._at = trainer, given, is_moved, at
+
+    def wrap_parts(self, parts: Any) -> Any:
+        if self._given is not None:
+            parts.progress.step = parts.state.global_step = self.step - 1
+            parts.state.epoch = self._given["epoch"]
+        return super().wrap_parts(parts)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
+        if not self._is_on:
+            return
+        trainer, model, optimizer = self._trainer, self.parts.model, self.parts.optimizer
+        if self._given is not None:
+            if self._given["optimizer"] is not None:
+                trainer.strategy.load_optimizer_state(model, optimizer, self._given["optimizer"])
+            trainer.precision.load_state_dict(self._given["scaler"])
+            if self._is_moved:
+                policy = trainer.precision.policy
+                unit = 2.0**-10 if policy.matmul == "high" else torch.finfo(policy.compute_dtype).eps
+                Perturb(unit).on_train_begin(None, None, None, model=trainer.task)
+            restore_rng(self._given["random"])
+        around = environment(trainer.strategy)
+        begin = {
+            "weights": _weights_of(trainer), "optimizer": trainer.strategy.optimizer_state(model, optimizer),
+            "trained": [name for name, each in trainer.task.named_parameters() if each.requires_grad],
+            "scaler": trainer.precision.state_dict(), "random": capture_rng(), "epoch": state.epoch,
+            "around": {**around.pop("versions"), **around, "threads": torch.get_num_threads()},
+        }  # fmt: skip
+        self.begin = map_tensors(begin, lambda each: each.detach().to("cpu", copy=True))
+        if self._at:
+            self._stop_in(dict(kwargs["model"].named_modules()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_on:
+            self.begin["batches"], self.rows = self.batches, self._rows()
+            self.close_run()
+            control.should_training_stop = True
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def _rows(self) -> list[list[Any]]:
+        rows = [[f"{name} before the step", facts_of(each)] for name, each in self.begin["weights"].items()]
+        for number, loss in enumerate(self.losses, 1):
+            where, calls = f"micro-batch {number}", [call for call in self._calls if call["micro_batch"] == number]
+            rows += [[f"{where}, {in_words(call, call)}", facts] for call in calls for facts in call["outputs"]]
+            rows.append([f"loss of {where}", facts_of(loss)])
+        for call in in_backward(self._calls):
+            where = f"micro-batch {call['micro_batch']}, {in_words(call, call, is_backward=True)}"
+            rows += [[where, facts] for facts in call["gradients"]]
+        rows.append(["gradient norm", facts_of(torch.as_tensor(self.parts.losses.grad_norm or 0.0))])
+        for name, each in _weights_of(self._trainer).items():
+            before, after = self.begin["weights"][name], each.detach().cpu()
+            rows.append([f"update of {name}", facts_of(after - before if after.is_floating_point() else after)])
+        return rows
+
+    def _stop_in(self, modules: dict[str, Any]) -> None:
+        check_known(self._at, modules, f"Cannot stop at {self._at!r}.", "The model has no such module.")
+        module, forward = modules[self._at], modules[self._at].forward
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward
+            pdb.set_trace()
+            return forward(*args, **kwargs)  # step into it
+
+        module.forward = stop

@@ -215,24 +215,19 @@ def _add_comparison(add: _Adder, folder: object) -> None:
 
 def _add_capsules(add: _Adder, file: object, folder: object) -> None:
     what = "write a step of a run into one file, with which it can be done again anywhere"
-    part = add.of_run("capsule", what, folder, "It is first done again here, as hftrain replay does.")
+    part = add.of_run("capsule", what, folder, "It is first done again here, as by hftrain replay.")
     part.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
     part.add_argument("-o", "--output", metavar="FILE", help="default: step<N>.capsule")
-    what = "a function that returns the Trainer for TrainingArguments; needed unless transformers has all classes"
-    part.add_argument("--make", metavar="FILE.py:NAME", help=what)
-    what = "put the source of that file in, and of what it imports from its folder"
-    part.add_argument("--source", dest="has_source", action="store_true", help=what)
-    what = "leave the optimizer's state out; the update is then not compared"
-    part.add_argument("--no-optimizer", dest="has_optimizer", action="store_false", help=what)
+    part.add_argument("--make", metavar="FILE.py:NAME", help="the function that returns the Trainer for its arguments")
+    part.add_argument("--source", dest="has_source", action="store_true", help="put the source of that file in, too")
+    part.add_argument("--no-optimizer", dest="has_optimizer", action="store_false", help="leave its state out")
     part.epilog = "Another script, with its arguments, comes after --."
-    what = "do the step in a capsule again, and compare its numbers"
-    part = add("open", "capsule:show_open", what, "The exit status is 1 if they differ.")
+    what, more = "do the step in a capsule again, and compare its numbers", "The exit status is 1 if they differ."
+    part = add("open", "capsule:show_open", what, more)
     _complete(part.add_argument("path", metavar="capsule", help="the file that hftrain capsule wrote"), file)
-    what = "the folder of the file that makes the Trainer; its code is run"
-    _complete(part.add_argument("--code", metavar="FOLDER", help=what), folder)
-    what = "run the source in the capsule; without this, it is shown"
-    part.add_argument("--run-source", dest="runs_source", action="store_true", help=what)
-    part.add_argument("--at", metavar="MODULE", help="open a debugger in the first call of this module")
+    _complete(part.add_argument("--code", metavar="FOLDER", help="the folder of FILE.py, which is run"), folder)
+    part.add_argument("--run-source", dest="runs_source", action="store_true", help="run the source that it holds")
+    part.add_argument("--at", metavar="MODULE", default="", help="open a debugger in the first call of this module")
 
 
 def _add_faults(add: _Adder, folder: object) -> None:

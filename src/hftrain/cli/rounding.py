@@ -17,8 +17,6 @@ from hftrain.extras.flight.reading import Lines, shortened, total_loss
 
 # Times the distance that a perturbed run has had so far; relative, and at least the floor.
 FACTOR, FLOOR = 10, 1e-5
-# A unit in the last place of 1 in types coarser than float32.
-_UNITS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "tf32": 2.0**-10}
 
 
 @dataclass(eq=False)
@@ -39,11 +37,6 @@ class Perturb(TrainerCallback):
             signs = own.sign().float() * (2 * torch.randint(2, own.shape, generator=generator) - 1).to(own.device)
             unit = max(self.unit, torch.finfo(own.dtype).eps)
             own.add_(torch.ldexp(signs * unit / 2, torch.frexp(own.float()).exponent).to(own.dtype))
-
-
-def unit_of(types: str) -> float:
-    """Return the largest unit in the last place of the coarse types that a text names; 0 if it names none."""
-    return max((unit for kind, unit in _UNITS.items() if kind in types), default=0.0)
 
 
 def first_apart(mine: Lines, other: Lines, perturbed: Lines) -> tuple[int | None, list[str], str]:

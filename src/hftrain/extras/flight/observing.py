@@ -33,9 +33,10 @@ class Observer(TrainerCallback):
         self._handles: list[Any] = []
         self._is_on = False
         self._calls: list[dict[str, Any]] = []
-        # The micro-batches on the CPU, and the item count that each was given.
+        # The micro-batches on the CPU, the item count that each was given, and its loss.
         self.batches: list[Any] = []
         self.num_items: list[Any] = []
+        self.losses: list[Any] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
@@ -59,7 +60,9 @@ class Observer(TrainerCallback):
             if self._is_on:
                 self.batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
                 self.num_items.append(num_items)
-            return train(model, batch, num_items)
+            loss = train(model, batch, num_items)
+            self.losses += [loss] if self._is_on else []
+            return loss
 
         save_nothing = partial(setattr, parts.control, "should_save", False)
         changed = replace(parts.hooks, training_step=step, save=save_nothing)
