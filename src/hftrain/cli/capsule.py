@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import math
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import PrinterCallback
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step, ledger_with, run_apart, session_of
 from hftrain.cli.rounding import FACTOR, FLOOR, Perturb
@@ -106,7 +106,9 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
         raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, remedy)
 
     def look(trainer: Any) -> _StepObserver:
-        capsule.update(_how_made(trainer, make), command=SECRET.sub(r"\1***", " ".join(sys.argv)))
+        changed = changed_settings(trainer.args.to_dict(), type(trainer.args))
+        capsule["settings"] = {name: changed[name] for name in _SETTINGS if name in changed}
+        capsule.update({} if make else _how_made(trainer), command=SECRET.sub(r"\1***", " ".join(sys.argv)))
         observers.append(_StepObserver(step, trainer))
         return observers[0]
 
@@ -118,12 +120,9 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
     return capsule | observers[0].begin, observers[0].rows
 
 
-def _how_made(trainer: Any, make: str | None) -> dict[str, Any]:
-    """Return how a Trainer is made again; `ConfigError` if it is not the plain one and `make` does not say it."""
-    kind, changed = type(trainer.model), changed_settings(trainer.args.to_dict(), type(trainer.args))
-    found = {"settings": {name: changed[name] for name in _SETTINGS if name in changed}}
-    if make is not None:
-        return found
+def _how_made(trainer: Any) -> dict[str, Any]:
+    """Return how a plain Trainer with a model of transformers is made again; `ConfigError` if it is another one."""
+    kind = type(trainer.model)
     given = (trainer.compute_loss_func, trainer.count_items, trainer.optimizer)
     is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind and hasattr(kind, "config_class")
     if not is_known or type(trainer) is not Trainer or given != (None, None, None):
@@ -132,7 +131,7 @@ def _how_made(trainer: Any, make: str | None) -> dict[str, Any]:
         raise ConfigError("Cannot put the step into a file.", what, remedy)
     config = _harmless(json.loads(trainer.model.config.to_json_string(use_diff=False)))
     model = {"class": kind.__name__, "config": config, "attention": attention_of(trainer.model)}
-    return {**found, "model": model, "precision": trainer.precision.policy.name}
+    return {"model": model, "precision": trainer.precision.policy.name}
 
 
 def show_open(path: str, *, code: str | None = None, runs_source: bool = False, at: str = "") -> Answer:
@@ -147,7 +146,7 @@ def show_open(path: str, *, code: str | None = None, runs_source: bool = False, 
     capsule = _read(Path(path))
     file, known = (capsule["make"] or "").partition(":")[0], capsule["code"]
     sources = {name: text for name, (text, _) in known.items() if text is not None}
-    if file and not runs_source and not (code and Path(code, file).is_file()):
+    if file and not (runs_source and sources) and not (code and Path(code, file).is_file()):
         shown = [line for name, text in sources.items() for line in (f"# {name}", *text.splitlines(), "")]
         remedy = "Read the source above; --run-source runs it." if sources else "Its source is not in the capsule."
         shown.append(f"Its Trainer is made by {capsule['make']}: name the folder of {file} with --code. {remedy}")
@@ -190,6 +189,7 @@ def _do_again(capsule: Mapping[str, Any], folder: Path, **options: Any) -> _Step
             each.data = kept[name]  # which has its type
             each.requires_grad_(name in given["trained"])
         trainer.get_train_dataloader = lambda: given["batches"]
+        trainer.remove_callback(PrinterCallback)
         observer = _StepObserver(given["step"], trainer, given, **options)
         trainer.add_callback(observer)
         Trainer.train(trainer)
@@ -204,8 +204,7 @@ def _made_by(name: str, folder: Path, args: TrainingArguments) -> Any:
     spec.loader.exec_module(module)
     trainer = getattr(module, function, lambda args: None)(args)
     if not isinstance(trainer, Trainer) or trainer.args.output_dir != args.output_dir:
-        why = "It is no function that returns a Trainer with the arguments that it gets."
-        raise ConfigError(f"Cannot use {name}.", why, f"Write: def {function}(args): return Trainer(model, args)")
+        raise ConfigError(f"Cannot use {name}.", "It returns no Trainer of its args.", "Return Trainer(model, args).")
     return trainer
 
 
@@ -279,8 +278,9 @@ def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return items if type(value) is list else {"tuple": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    remedy = "It can hold tensors, numbers, text, lists, tuples and mappings."
-    raise ConfigError(f"Cannot put {where} into a capsule.", f"It is {a_kind(value)}.", remedy)
+    raise ConfigError(
+        f"Cannot put {where} into a capsule.", f"It is {a_kind(value)}.", "Use tensors, numbers and text."
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -290,9 +290,8 @@ def _read(path: Path) -> dict[str, Any]:
             text, tensors = file.metadata()[_KEY], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         kinds = {"tensor": tensors.__getitem__, "dict": dict, "tuple": tuple}
         capsule = json.loads(text, object_hook=lambda node: next(kinds[kind](each) for kind, each in node.items()))
-        names = [*capsule["code"], (capsule["make"] or "a.py").partition(":")[0]]
-        if wrong := [name for name in names if not _FILE.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r} is not a Python file in a folder")
+        if not all(map(_FILE.fullmatch, [*capsule["code"], (capsule["make"] or "a.py").partition(":")[0]])):
+            raise ValueError("it names files that are not Python files in a folder")
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"It is damaged, or not a capsule of this version: {type(error).__name__}: {error}."
         raise ConfigError(f"Cannot open {path}.", why, "Ask for another copy.") from error

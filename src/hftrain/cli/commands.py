@@ -222,8 +222,7 @@ def _add_capsules(add: _Adder, file: object, folder: object) -> None:
     part.add_argument("--source", dest="has_source", action="store_true", help="put the source of that file in, too")
     part.add_argument("--no-optimizer", dest="has_optimizer", action="store_false", help="leave its state out")
     part.epilog = "Another script, with its arguments, comes after --."
-    what, more = "do the step in a capsule again, and compare its numbers", "The exit status is 1 if they differ."
-    part = add("open", "capsule:show_open", what, more)
+    part = add("open", "capsule:show_open", "do the step in a capsule again, and compare its numbers")
     _complete(part.add_argument("path", metavar="capsule", help="the file that hftrain capsule wrote"), file)
     _complete(part.add_argument("--code", metavar="FOLDER", help="the folder of FILE.py, which is run"), folder)
     part.add_argument("--run-source", dest="runs_source", action="store_true", help="run the source that it holds")
