@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bdb
 import dataclasses
 import importlib.util
 import json
 import math
-import pdb
 import re
 import sys
 import tempfile
@@ -40,8 +40,8 @@ from hftrain.storage.files import readable_bytes
 from hftrain.trainer.trainer import Trainer
 
 _KEY = "hftrain.capsule.1"
-# Python files in a folder or below it, on every system.
-_FILE = re.compile(r"(\w[^/\\:\0]*/)*\w[^/\\:\0]*\.py")
+# Python files in a folder or below it, on every system, and those that are installed there.
+_FILE, _INSTALLED = re.compile(r"(\w[^/\\:\0]*/)*\w[^/\\:\0]*\.py"), re.compile("site-packages/|lib/python3")
 # The arguments that a step depends on.
 _DECISIVE = re.compile(
     r"adafactor|adam_\w+|average_tokens_across_devices|bf16|fp16\w*|full_determinism|(gradient|activation)_\w+|seed|tf32"
@@ -70,8 +70,9 @@ def show_capsule(
         script: The script and its arguments; empty: those that the flight log names.
     """
     path, (file, _, function) = Path(output or f"step{step}.capsule").absolute(), (make or "").rpartition(":")
-    if not path.parent.is_dir() or (make and not (_FILE.fullmatch(Path(file).name) and Path(file).is_file())):
-        what = f"There is no folder {path.parent}, or {make} is not FILE.py:function of a file."
+    is_made = bool(_FILE.fullmatch(Path(file).name)) and Path(file).is_file()
+    if not path.parent.is_dir() or ((make or has_source) and not is_made):
+        what = f"There is no folder {path.parent}, or --make {make} is not FILE.py:function, which --source needs, too."
         raise ConfigError(f"Cannot write {path}.", what, "Check the paths.")
     folder = Path(file).resolve().parent
     capsule, rows = _captured(run, step, f"{Path(file).name}:{function}" if make else None, script)
@@ -101,9 +102,8 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
     before, session, observers = ledger_with(run, step), session_of(run, step), list[_StepObserver]()
     capsule: dict[str, Any] = {"run": Path(run).name, "step": step, "make": make}
     if session["world_size"] > 1 or session.get("strategy", "single") != "single":
-        why = f"It was done with strategy={session.get('strategy')!r} and {session['world_size']} processes."
-        remedy = "A capsule holds the step of one process, with strategy='single'. Use hftrain replay."
-        raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, remedy)
+        why = f"It is not of one process: strategy={session.get('strategy')!r}, processes: {session['world_size']}."
+        raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, "Use hftrain replay.")
 
     def look(trainer: Any) -> _StepObserver:
         changed = changed_settings(trainer.args.to_dict(), type(trainer.args))
@@ -123,12 +123,11 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
 def _how_made(trainer: Any) -> dict[str, Any]:
     """Return how a plain Trainer with a model of transformers is made again; `ConfigError` if it is another one."""
     kind = type(trainer.model)
-    given = (trainer.compute_loss_func, trainer.count_items, trainer.optimizer)
+    is_plain = type(trainer) is Trainer and not (trainer.compute_loss_func or trainer.count_items or trainer.optimizer)
     is_known = getattr(sys.modules.get("transformers"), kind.__name__, None) is kind and hasattr(kind, "config_class")
-    if not is_known or type(trainer) is not Trainer or given != (None, None, None):
-        what = f"Nothing says how its {type(trainer).__name__} with {a_kind(trainer.model)} is made."
-        remedy = "Name a function that returns the Trainer for TrainingArguments: --make FILE.py:function."
-        raise ConfigError("Cannot put the step into a file.", what, remedy)
+    if not (is_known and is_plain):
+        what = f"Only a function can say how its {type(trainer).__name__} with {a_kind(trainer.model)} is made."
+        raise ConfigError("Cannot put the step into a file.", what, "Name one: --make FILE.py:function.")
     config = _harmless(json.loads(trainer.model.config.to_json_string(use_diff=False)))
     model = {"class": kind.__name__, "config": config, "attention": attention_of(trainer.model)}
     return {"model": model, "precision": trainer.precision.policy.name}
@@ -146,6 +145,8 @@ def show_open(path: str, *, code: str | None = None, runs_source: bool = False, 
     capsule = _read(Path(path))
     file, known = (capsule["make"] or "").partition(":")[0], capsule["code"]
     sources = {name: text for name, (text, _) in known.items() if text is not None}
+    if not file and (code or runs_source):
+        raise ConfigError(f"Cannot use --code or --run-source for {path}:", "it needs no code.", "Leave them out.")
     if file and not (runs_source and sources) and not (code and Path(code, file).is_file()):
         shown = [line for name, text in sources.items() for line in (f"# {name}", *text.splitlines(), "")]
         remedy = "Read the source above; --run-source runs it." if sources else "Its source is not in the capsule."
@@ -156,7 +157,10 @@ def show_open(path: str, *, code: str | None = None, runs_source: bool = False, 
         for name, text in sources.items() if runs_source else ():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
-        observer = _do_again(capsule, folder, at=at)
+        try:
+            observer = _do_again(capsule, folder, at=at)
+        except bdb.BdbQuit:
+            raise SystemExit("Nothing was compared.") from None
         changed = [name for name, (_, now) in _code(folder).items() if now not in known.get(name, ())]
     was, now = capsule["around"], observer.begin["around"]
     notes = [f"{name} was {was.get(name)}, and is {now[name]}." for name in now if was.get(name) != now[name]]
@@ -211,11 +215,10 @@ def _made_by(name: str, folder: Path, args: TrainingArguments) -> Any:
 def _model(how: Mapping[str, Any]) -> Any:
     """Return a new model of transformers, from its class and configuration."""
     require("transformers", feature="this capsule")
-    transformers: Any = importlib.import_module("transformers")
-    kind: Any = getattr(transformers, how["class"], None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    kind: Any = getattr(importlib.import_module("transformers"), how["class"], None)
+    if not hasattr(kind, "set_attn_implementation"):
         raise ConfigError(f"Cannot make a {how['class']}.", "transformers has no such model.", "Use another version.")
-    model: Any = kind(kind.config_class.from_dict(_harmless(how["config"])))  # type: ignore[attr-defined]
+    model: Any = kind(kind.config_class.from_dict(_harmless(how["config"])))
     if how["attention"].isidentifier():  # others are loaded from the Hub
         model.set_attn_implementation(how["attention"])
     return model
@@ -236,7 +239,7 @@ def _code(folder: Path) -> dict[str, tuple[str, str]]:
     """Return source and hash of all that was imported from a folder, by path in it, without what is installed there."""
     paths = {Path(str(getattr(each, "__file__", None) or "")).resolve() for each in [*sys.modules.values()]}
     own = {each.relative_to(folder).as_posix(): each for each in sorted(paths) if each.is_relative_to(folder)}
-    own = {name: each for name, each in own.items() if not re.search(r"site-packages/|lib/python3", name)}
+    own = {name: each for name, each in own.items() if each.is_file() and not _INSTALLED.search(name)}
     texts = {name: each.read_text("utf-8") for name, each in own.items() if _FILE.fullmatch(name)}
     return {name: (text, sha256(text.encode()).hexdigest()) for name, text in texts.items()}
 
@@ -278,9 +281,7 @@ def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return items if type(value) is list else {"tuple": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ConfigError(
-        f"Cannot put {where} into a capsule.", f"It is {a_kind(value)}.", "Use tensors, numbers and text."
-    )
+    raise ConfigError(f"Cannot put {where} into a capsule.", f"It is {a_kind(value)}.", "Use tensors, numbers, text.")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -288,8 +289,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:  # which checks sizes and offsets
             text, tensors = file.metadata()[_KEY], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        kinds = {"tensor": tensors.__getitem__, "dict": dict, "tuple": tuple}
-        capsule = json.loads(text, object_hook=lambda node: next(kinds[kind](each) for kind, each in node.items()))
+        kinds: dict[str, Any] = {"tensor": tensors.__getitem__, "dict": dict, "tuple": tuple}
+        capsule: dict[str, Any] = json.loads(text, object_hook=lambda node: next(kinds[k](v) for k, v in node.items()))
         if not all(map(_FILE.fullmatch, [*capsule["code"], (capsule["make"] or "a.py").partition(":")[0]])):
             raise ValueError("it names files that are not Python files in a folder")
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -301,8 +302,7 @@ def _read(path: Path) -> dict[str, Any]:
 class _StepObserver(Observer):
     """Note what a step begins with (`begin`) and its numbers in their order (`rows`: name, `facts_of`); end the run.
 
-    A step that is `given` begins with that, and with the Trainer's weights; `is_moved` moves them by a unit in the last
-    place of the type that multiplies. A debugger opens in the first call of the module `at`.
+    It begins with what is `given`, if anything. `is_moved` moves the weights by a unit in the last place.
     """
 
     def __init__(self, step: int, trainer: Any, given: Any = None, *, is_moved: bool = False, at: str = "") -> None:
@@ -369,7 +369,7 @@ class _StepObserver(Observer):
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward
-            pdb.set_trace()
+            breakpoint()
             return forward(*args, **kwargs)  # step into it
 
         module.forward = stop
