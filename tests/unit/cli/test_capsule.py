@@ -100,12 +100,12 @@ def train(home: Path, script: str, *words: str, **options: Any) -> Path:
     subprocess.run(command, cwd=code, check=True, capture_output=True)
     for name in ("net", "losses"):
         sys.modules.pop(name, None)
-    options = {"step": 5, "output": str(home / "a.capsule"), **options}
+    given: dict[str, Any] = {"step": 5, "output": str(home / "a.capsule")}
     if script is not LLAMA:
         with pytest.raises(ConfigError, match=r"its Scaled with a Net is made\. .* --make FILE.py:"):
-            show_capsule(str(code / "run"), **options)
+            show_capsule(str(code / "run"), **given)
         options["make"] = f"{code / 'net.py'}:make"
-    answer = show_capsule(str(code / "run"), **options)
+    answer = show_capsule(str(code / "run"), **given, **options)
     assert "same to the bit" in answer.data["opened"], answer
     assert answer.status == 0
     assert b"s3cret" not in (home / "a.capsule").read_bytes()
