@@ -74,7 +74,7 @@ def show_capsule(
     if not path.parent.is_dir() or ((make or has_source) and not is_made):
         what = f"There is no folder {path.parent}, or --make {make} is not FILE.py:function, which --source needs, too."
         raise ConfigError(f"Cannot write {path}.", what, "Check the paths.")
-    folder = Path(file).resolve().parent
+    folder = Path(file).parent.resolve()
     capsule, rows = _captured(run, step, f"{Path(file).name}:{function}" if make else None, script)
     capsule["optimizer"] = capsule["optimizer"] if has_optimizer else None
     pairs = zip(*(_do_again(capsule, folder, is_moved=is_moved).rows for is_moved in (False, True)), strict=False)
@@ -178,7 +178,8 @@ def _do_again(capsule: Mapping[str, Any], folder: Path, **options: Any) -> _Step
         args = TrainingArguments(
             scratch, max_steps=given["step"], save_strategy="no", logging_strategy="no", report_to="none",
             disable_tqdm=True, remove_unused_columns=False,
-            **{name: given["settings"][name] for name in _SETTINGS if name in given["settings"]},
+            **{name: given["settings"][name] for name in _SETTINGS if name in given["settings"]}
+            | {"use_cpu": given["around"]["device"].startswith("cpu")},
         )  # fmt: skip
         if given["make"] is None:
             trainer: Any = Trainer(_model(given["model"]), args, strategy="single", precision=given["precision"])
@@ -294,8 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
         if not all(map(_FILE.fullmatch, [*capsule["code"], (capsule["make"] or "a.py").partition(":")[0]])):
             raise ValueError("it names files that are not Python files in a folder")
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        why = f"It is damaged, or not a capsule of this version: {type(error).__name__}: {error}."
-        raise ConfigError(f"Cannot open {path}.", why, "Ask for another copy.") from error
+        raise ConfigError(f"Cannot open {path}.", f"It is damaged, or not a capsule: {error}.", "Check it.") from error
     return capsule
 
 
