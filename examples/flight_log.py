@@ -41,6 +41,11 @@ def sample_losses(outputs: Any, batch: Any) -> torch.Tensor:
     return cross_entropy(outputs["logits"], batch["labels"], reduction="none")
 
 
+def make(args: TrainingArguments, dropout: float = 0.1, **options: Any) -> Trainer:
+    """Return the Trainer, for ``hftrain capsule`` without data."""
+    return Trainer(Digits(dropout), args, **options)
+
+
 def main() -> None:
     """Train, and print the highest loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,8 +66,8 @@ def main() -> None:
         options.output_dir, max_steps=options.steps, per_device_train_batch_size=32, learning_rate=1e-3, save_steps=20,
         logging_steps=1, report_to="none",
     )  # fmt: skip
-    trainer = Trainer(
-        Digits(options.dropout), args, train_dataset=data, flight_log=FlightLog(sample_losses=sample_losses),
+    trainer = make(
+        args, options.dropout, train_dataset=data, flight_log=FlightLog(sample_losses=sample_losses),
         exclude_samples=options.exclude,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=options.resume)

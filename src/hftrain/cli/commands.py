@@ -30,7 +30,7 @@ _HEADINGS = {
 }
 
 # What a script's own words, after --, are called.
-_AFTER = {"prove": "arguments", "replay": "script"}
+_AFTER = {"prove": "arguments", "replay": "script", "capsule": "script"}
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -119,6 +119,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _add_faults(add, folder)
     _add_proof(add, file)
     _add_comparison(add, folder)
+    _add_capsules(add, file, folder)
     _add_checkpoints(add, folder)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
@@ -210,6 +211,22 @@ def _add_comparison(add: _Adder, folder: object) -> None:
     part.add_argument("--min-difference", type=float, metavar="X", default=0.0, help=what)
     what = "the folder of the runs that --run trains; those that are there are used; default: compare"
     part.add_argument("-o", "--output", metavar="FOLDER", help=what)
+
+
+def _add_capsules(add: _Adder, file: object, folder: object) -> None:
+    what = "write a step of a run into one file, with which it can be done again anywhere"
+    part = add.of_run("capsule", what, folder, "It is first done again here, as by hftrain replay.")
+    part.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
+    part.add_argument("-o", "--output", metavar="FILE", help="default: step<N>.capsule")
+    part.add_argument("--make", metavar="FILE.py:NAME", help="the function that returns the Trainer for its arguments")
+    part.add_argument("--source", dest="has_source", action="store_true", help="put the source of that file in, too")
+    part.add_argument("--no-optimizer", dest="has_optimizer", action="store_false", help="leave its state out")
+    part.epilog = "Another script, with its arguments, comes after --."
+    part = add("open", "capsule:show_open", "do the step in a capsule again, and compare its numbers")
+    _complete(part.add_argument("path", metavar="capsule", help="the file that hftrain capsule wrote"), file)
+    _complete(part.add_argument("--code", metavar="FOLDER", help="the folder of FILE.py, which is run"), folder)
+    part.add_argument("--run-source", dest="runs_source", action="store_true", help="run the source that it holds")
+    part.add_argument("--at", metavar="MODULE", default="", help="open a debugger in the first call of this module")
 
 
 def _add_faults(add: _Adder, folder: object) -> None:

@@ -88,12 +88,12 @@ def new_folder(path: str, *, what: str) -> Path:
 
 def do_step(
     run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] | None = None,
-    has_samples: bool = False, unit: float | None = None,
+    has_samples: bool = False, unit: float | None = None, look: Callable[[Any], Observer] | None = None,
 ) -> Path | None:  # fmt: skip
     """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start.
 
     With `has_samples`, also compute each of its samples alone, see `SampleObserver`. With a `unit`, begin at the start,
-    with changed weights, see `Perturb`.
+    with changed weights, see `Perturb`. `look` makes another observer, for a Trainer.
     """
     session, launch = session_of(run, step), read_launch()
     session = session if unit is None else {**session, "begin": 0}
@@ -109,6 +109,8 @@ def do_step(
     def observe(trainer: Any) -> Observer:
         if unit is not None:
             trainer.add_callback(Perturb(unit))
+        if look is not None:
+            return look(trainer)
         return SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
 
     script = list(script) or session["command"][1:]

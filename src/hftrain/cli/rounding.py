@@ -16,7 +16,7 @@ from hftrain.extras.flight.observing import Calls, in_backward, in_words, innerm
 from hftrain.extras.flight.reading import Lines, shortened, total_loss
 
 # Times the distance that a perturbed run has had so far; relative, and at least the floor.
-_FACTOR, _FLOOR = 10, 1e-5
+FACTOR, FLOOR = 10, 1e-5
 
 
 @dataclass(eq=False)
@@ -44,10 +44,10 @@ def first_apart(mine: Lines, other: Lines, perturbed: Lines) -> tuple[int | None
 
     Mean loss and norm may differ by ten times the largest distance that the perturbed run has had up to that step.
     """
-    limits = {"loss": _FLOOR, "norm": _FLOOR}
+    limits = {"loss": FLOOR, "norm": FLOOR}
     for step in sorted(mine.keys() & other.keys() & perturbed.keys()):
         one, two, third = (_summary(ledger[step]) for ledger in (mine, other, perturbed))
-        limits = {name: max(limit, _FACTOR * _distance(one[name], third[name])) for name, limit in limits.items()}
+        limits = {name: max(limit, FACTOR * _distance(one[name], third[name])) for name, limit in limits.items()}
         names = [name for name in one if not _distance(one[name], two[name]) <= limits.get(name, 0.0)]
         if names:
             values = (f"{name} {shortened(one[name])} and {shortened(two[name])}" for name in names[:2])
@@ -81,9 +81,9 @@ def first_module_apart(runs: Sequence[Sequence[Calls]], *, has_backward: bool) -
             if key not in other:
                 return f"{call['module']} ({call['type']}) is called in one run only"
             for place, (size, square) in squares.items():
-                (theirs, found), limit = other[key], _FACTOR * _distance(square, perturbed[key][1][place][1])
+                (theirs, found), limit = other[key], FACTOR * _distance(square, perturbed[key][1][place][1])
                 number, value = found.get(place, (0, 0.0))
-                if number == size and not _distance(square, value) <= max(_FLOOR, limit):
+                if number == size and not _distance(square, value) <= max(FLOOR, limit):
                     theirs = {**theirs, "inputs": call["inputs"]}  # whose bits differ
                     return in_words(innermost(call, runs[0][0]), theirs, is_backward=name == "gradients")
     return None

@@ -16,7 +16,7 @@ from hftrain.run.parts import RunParts
 
 _LIMIT_S = 2.0
 # An option that names a secret, and its value.
-_SECRET = re.compile(r"(-\S*(?:token|password|api_key)[^\s=]*[ =])\S+", re.IGNORECASE)
+SECRET = re.compile(r"(-\S*(?:token|password|api_key)[^\s=]*[ =])\S+", re.IGNORECASE)
 
 
 def origin_of(parts: RunParts) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def origin_of(parts: RunParts) -> dict[str, Any]:
         **({"code": version} if version else {}),
         "seed": parts.args.seed,
         "parameters": get_model_param_count(parts.model),
-        "command": _SECRET.sub(r"\1***", " ".join(sys.argv)),
+        "command": SECRET.sub(r"\1***", " ".join(sys.argv)),
         "config": {name: value for config in configs for name, value in config.items()},
     }
 

@@ -33,9 +33,10 @@ class Observer(TrainerCallback):
         self._handles: list[Any] = []
         self._is_on = False
         self._calls: list[dict[str, Any]] = []
-        # The micro-batches on the CPU, and the item count that each was given.
+        # The micro-batches on the CPU, the item count that each was given, and its loss.
         self.batches: list[Any] = []
         self.num_items: list[Any] = []
+        self.losses: list[Any] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def wrap_stepper(self, stepper: Any, **_: Any) -> Any:
@@ -59,7 +60,9 @@ class Observer(TrainerCallback):
             if self._is_on:
                 self.batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
                 self.num_items.append(num_items)
-            return train(model, batch, num_items)
+            loss = train(model, batch, num_items)
+            self.losses += [loss] if self._is_on else []
+            return loss
 
         save_nothing = partial(setattr, parts.control, "should_save", False)
         changed = replace(parts.hooks, training_step=step, save=save_nothing)
@@ -71,7 +74,7 @@ class Observer(TrainerCallback):
             for name, each in reversed(self._parameters):
                 if each.grad is not None:
                     call = {"module": name, "micro_batch": len(self.batches), **empty}
-                    self._calls.append({**call, "gradients": [_facts(each.grad)]})
+                    self._calls.append({**call, "gradients": [facts_of(each.grad)]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to look."""
@@ -104,8 +107,8 @@ class Observer(TrainerCallback):
                 "micro_batch": len(self.batches),
                 "type": type(module).__name__,
                 "settings": module.extra_repr(),
-                "inputs": [_facts(each) for each in tensors_of([inputs, options])],
-                "outputs": [_facts(each) for each in tensors_of(outputs)],
+                "inputs": [facts_of(each) for each in tensors_of([inputs, options])],
+                "outputs": [facts_of(each) for each in tensors_of(outputs)],
                 "gradients": [],
             }
             self._calls.append(call)
@@ -118,7 +121,7 @@ class Observer(TrainerCallback):
 
 def _note(found: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
     if gradient is not None:  # which compiled code calls hooks with
-        found.append(_facts(gradient))
+        found.append(facts_of(gradient))
 
 
 def own_part(tensor: Any) -> torch.Tensor:
@@ -127,12 +130,15 @@ def own_part(tensor: Any) -> torch.Tensor:
     return local.to_local() if hasattr(local, "to_local") else local.to_dense() if local.is_sparse else local
 
 
-def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's shape and fingerprint, and if it has floats their largest magnitude, norm and a sum."""
     tensor = own_part(tensor)
     facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": of_tensor(tensor)}
     if tensor.is_floating_point() and tensor.numel():
-        norm = float(torch.linalg.vector_norm(tensor.float()))
+        flat = tensor.detach().float().reshape(-1)
+        norm, waves = float(torch.linalg.vector_norm(flat)), torch.arange(len(flat), device=flat.device).cos()
         facts |= {"max": float(tensor.abs().max()), "norm": norm, "is_finite": bool(tensor.isfinite().all())}
+        facts["sum"] = float(flat @ waves)  # which depends on the order of the elements
     return facts
 
 
