@@ -1,4 +1,4 @@
-"""Write what `hftrain plan` computes for three models into docs/strategy_tables.md: ``python docs/choice.py``.
+"""Write what `hftrain plan` computes for two models into docs/strategy_tables.md: ``python docs/choice.py``.
 
 A table stands between ``<!-- computed: MODEL -->`` and ``<!-- end of computed -->``.
 """
@@ -18,8 +18,8 @@ from hftrain.strategies.mesh.proposal import Candidate, candidates
 PAGE = Path(__file__).resolve().parent / "strategy_tables.md"
 PLACE = re.compile(r"(?P<start><!-- computed: (?P<name>\w+) -->\n).*?(?P<end><!-- end of computed -->)", re.DOTALL)
 MEMORY, MACHINE, LENGTH = 80e9, 8, 4096
-# The shapes of Llama 3.2 1B, and of Llama 3.1 8B and 70B: hidden and inner width, layers, heads.
-MODELS = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
+# The shapes of Llama 3.2 1B and of Llama 3.1 70B: hidden and inner width, layers, heads.
+MODELS = {"1B": (2048, 8192, 16, 32), "70B": (8192, 28672, 80, 64)}
 COLUMNS = ("GPUs", "strategy", "batch", "slower", "total", "inside", "between")
 # What follows is hardly ever the choice.
 BEST = 4
