@@ -338,7 +338,7 @@ class Trainer:
             keywords = ", ".join(sorted(kwargs))
             raise TypeError(f"train() got unexpected keyword arguments: {keywords}. Settings go to TrainingArguments.")
         if trial is not None and self._trainer_parts.trial_run is None:
-            with extra("search").trying(self, self._trainer_parts, self._follow_arguments, trial):
+            with extra("search").trial_settings(self, self._trainer_parts, self._follow_arguments, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         existing_files, parts = existing_part(self.output_dir), self._trainer_parts
         parts.activity.check_arguments()

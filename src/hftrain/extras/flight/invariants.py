@@ -97,8 +97,12 @@ class Invariants:
             HFTrainError: Something does not hold, and the run is to be stopped.
         """
         steps = {line["step"]: _Step(line["weights"], (line["epoch"], line["samples"])) for line in lines}
-        own = _Report(list(self._find_broken_parameters()), steps, self._strategy.data.rank)
-        reports: list[_Report] = self._strategy.gather_object(own) if self._strategy.world_size > 1 else [own]
+        own = list(self._find_broken_parameters()), [*steps.items()], self._strategy.data.rank
+        gathered = self._strategy.gather_object(own) if self._strategy.world_size > 1 else [own]
+        reports = [
+            _Report(problems, {step: _Step(*fields) for step, fields in items}, reader)
+            for problems, items, reader in gathered
+        ]
         common = sorted(set(steps).intersection(*(report.steps for report in reports)))
         problems = [problem for report in reports for problem in report.problems]
         readers: dict[int, _Report] = {}

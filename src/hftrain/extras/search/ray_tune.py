@@ -57,10 +57,10 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
     """
     from ray import tune
 
-    told: list[Any] = []
+    reported: list[Any] = []
 
     def report(values: Any, *, step: int, folder: str) -> None:
-        told.append(values)
+        reported.append(values)
         saved = by_commit(Path(folder))
         checkpoint = tune.Checkpoint.from_directory(str(saved[-1])) if saved else None
         tune.report({OBJECTIVE: values, "step": step}, checkpoint=checkpoint)
@@ -72,5 +72,5 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
     else:
         with previous.as_directory() as folder:
             values = attempt(config, run_id=run_id, report=report, resume=folder)
-    if told[-1:] != [values]:
+    if reported[-1:] != [values]:
         tune.report({OBJECTIVE: values})
