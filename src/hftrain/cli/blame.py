@@ -253,9 +253,8 @@ def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> Non
         name = json.dumps(suspect.sample)
         if name in rows:
             suspect.shown = _describe_content(run, suspect.sample, rows[name])
-            suspect.twins = [
-                json.loads(other) for other in contents if other != name and contents[other] == contents[name]
-            ]
+            twins = (other for other in contents if other != name and contents[other] == contents[name])
+            suspect.twins = list(map(json.loads, twins))
 
 
 def _sample_row(batch: Mapping[str, torch.Tensor], position: int, size: int) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def state_of(run: RunRecord) -> str:
     """Return whether a run is running, finished, stopped or failed, with the reason."""
     text, mood = status_of(run)
     if text == UNENDED:
-        silent_s = time.time() - run.sessions[-1].last.at
+        silent_s = time.time() - run.sessions[-1].end_s
         return "running" if silent_s < _SILENT_S else f"no end, silent for {seconds_text(silent_s)}"
     return text.replace("stopped", "failed", 1) if mood == "bad" else text.replace("complete", "finished", 1)
 
@@ -95,7 +95,7 @@ def last_begin(run: RunRecord) -> Mapping[str, Any]:
 def steps_of(run: RunRecord) -> str:
     """Return how many optimizer steps were taken, of how many."""
     logged = max(run.log.steps, default=0)
-    num_done = run.sessions[-1].last.step if run.sessions else max(logged, run.state.get("global_step", 0))
+    num_done = run.sessions[-1].last_step if run.sessions else max(logged, run.state.get("global_step", 0))
     num_planned = last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
     return f"{num_done:,} of {num_planned:,}" if num_planned and is_number(num_planned) else f"{num_done:,}"
 
@@ -103,7 +103,7 @@ def steps_of(run: RunRecord) -> str:
 def duration_of(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
-        return seconds_text(sum(session.last.at - session.first.at for session in run.sessions))
+        return seconds_text(sum(session.end_s - session.start_s for session in run.sessions))
     return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
 
 

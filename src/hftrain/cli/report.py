@@ -135,7 +135,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
-    start = run.sessions[0].first.at if run.sessions else 0.0
+    start = run.sessions[0].start_s if run.sessions else 0.0
     points = [
         (step, value, None if math.isnan(epoch) else epoch, None if math.isnan(at) else round((at - start) / 3600, 5))
         for step, value, epoch, at in run.log.rows(metric, thinned(run.log.values(metric), _MAX_POINTS))
@@ -257,12 +257,12 @@ def _timeline(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             text += "".join(f"; {change}" for change in _changes(previous, arguments))
             previous = arguments
             yield when, step, text
-            session = next((session for session in run.sessions if session.first.at == event["at"]), None)
+            session = next((session for session in run.sessions if session.start_s == event["at"]), None)
             later = [next_event["event"] for next_event in run.events[number + 1 :]]
             following = later[: later.index("begin")] if "begin" in later else later
             if session and "end" not in following:
                 description = "killed, this is the last entry" if "begin" in later else f"last entry; {UNENDED}"
-                yield _when(session[-1][0]), str(session[-1][1]), description
+                yield _when(session.end_s), str(session.last_step), description
         elif event["event"] == "end":
             reason = event.get("reason")
             yield when, step, "did all steps" if not reason else f"stopped: {reason}"

@@ -49,22 +49,17 @@ _TYPES = {
 }
 
 
-class Moment(NamedTuple):
-    """When the journal was written, in seconds since the epoch, and at which step."""
-
-    at: float
-    step: float
-
-
 class Session(NamedTuple):
-    """The first and the last line of the journal for one begin of the run."""
+    """The times, in seconds since the epoch, and the steps of the journal's first and last line for one begin."""
 
-    first: Moment
-    last: Moment
+    start_s: float
+    first_step: float
+    end_s: float
+    last_step: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
+class Checkpoint:
     """A checkpoint: its size in bytes, None if unknown; whether it still exists, and is from an earlier run."""
 
     name: str
@@ -96,7 +91,7 @@ class RunRecord:
     folder: str
     state: Mapping[str, Any]
     log: LogColumns
-    checkpoints: Sequence[CheckpointRecord]
+    checkpoints: Sequence[Checkpoint]
     events: Sequence[Mapping[str, Any]]
     sessions: Sequence[Session]
     arguments: Mapping[str, Any] | None
@@ -187,7 +182,7 @@ def chosen_metrics(runs: Sequence[RunRecord], requested: Iterable[str]) -> list[
 def unlogged(run: RunRecord) -> str:
     """Return why a run has no curves, and what to set for some."""
     interval = (run.arguments or {}).get("logging_steps", TrainingArguments.logging_steps)
-    step = int(max([run.state.get("global_step", 0), *(session.last.step for session in run.sessions)]))
+    step = int(max([run.state.get("global_step", 0), *(session.last_step for session in run.sessions)]))
     why = f"{run.name} has logged nothing in {step} steps, with logging_steps={interval}."
     return f"{why} Set a smaller logging_steps, or train with Trainer(flight_log=True), whose steps are drawn then."
 
@@ -243,7 +238,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         log=journal.log,
         checkpoints=_checkpoints(paths, journal.events, has_earlier=journal.num_runs > 1),
         events=journal.events,
-        sessions=[Session(moments[0], moments[-1]) for moments in journal.sessions if moments],
+        sessions=[Session(*points[0], *points[-1]) for points in journal.sessions if points],
         arguments=begin.get("arguments") if begin else _arguments(paths),
         versions=versions if versions and isinstance(versions, dict) else manifest.versions if manifest else {},
         origin={name: begin[name] for name in _ORIGIN if name in begin} | config,
@@ -273,7 +268,7 @@ class _Journal:
 
     def _reset(self, events: list[dict[str, Any]]) -> None:
         self.events, self.log = events, LogColumns()
-        self.sessions: list[list[Moment]] = []
+        self.sessions: list[list[Point]] = []
         self._has_ended = False
         self._samples, self._trained_s = 0, 0.0
 
@@ -313,7 +308,7 @@ class _Journal:
             self._has_ended = False
         # A later evaluation, perhaps after hours, is not part of the session.
         if is_number(step) and not self._has_ended:
-            self.sessions[-1][1:] = [Moment(line["at"], step)]
+            self.sessions[-1][1:] = [(line["at"], step)]
         self._has_ended |= event == "end"
 
     def _begin(self, line: Mapping[str, Any]) -> None:
@@ -348,9 +343,7 @@ def _is_readable(line: Any) -> bool:
     return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
 
 
-def _checkpoints(
-    paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool
-) -> list[CheckpointRecord]:
+def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Checkpoint]:
     """Return the existing checkpoints, and deleted ones that the journal lists."""
     saves = {line["name"]: line for line in lines if line["event"] == "save"}
     existing = {path.name: path for path in paths}
@@ -365,7 +358,7 @@ def _checkpoints(
         step = line.get("step", checkpoint_step(name) or 0)
         is_earlier = has_earlier and not line
         checkpoints.append(
-            CheckpointRecord(
+            Checkpoint(
                 name=name, step=step, size=size, at=line.get("at"), exists=name in existing, is_earlier=is_earlier
             )
         )

@@ -43,16 +43,16 @@ def chunked_cross_entropy(
     Returns:
         A 0-d tensor, in float32 at least.
     """
-    rows, goals = torch.split(hidden.flatten(0, -2), chunk_size), torch.split(labels.flatten(), chunk_size)
-    run = partial(checkpoint, _sum, weight, bias, use_reentrant=False, preserve_rng_state=False)
-    total = torch.stack([run(row, goal) for row, goal in zip(rows, goals, strict=True)]).sum()
+    chunks, targets = torch.split(hidden.flatten(0, -2), chunk_size), torch.split(labels.flatten(), chunk_size)
+    chunk_loss = partial(checkpoint, _sum, weight, bias, use_reentrant=False, preserve_rng_state=False)
+    total = torch.stack([chunk_loss(chunk, target) for chunk, target in zip(chunks, targets, strict=True)]).sum()
     return total if reduction == "sum" else total / (labels != IGNORED_LABEL).sum()
 
 
-def _sum(weight: torch.Tensor, bias: torch.Tensor | None, row: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    logits = F.linear(row, weight, bias)
+def _sum(weight: torch.Tensor, bias: torch.Tensor | None, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(chunk, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, goal, ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(logits, target, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class ChunkedCrossEntropy(TrainerCallback):
@@ -97,15 +97,14 @@ class ChunkedCrossEntropy(TrainerCallback):
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
         base.loss_function = partial(_mean_loss, loss, head)
-        head.forward = partial(_head, head, self.chunk_size)
-        before = model.register_forward_pre_hook(partial(_before, head), with_kwargs=True)
-        after = model.register_forward_hook(partial(_after, head))
+        head.forward = partial(_head_forward, head, self.chunk_size)
+        before = model.register_forward_pre_hook(partial(_begin_forward, head), with_kwargs=True)
+        after = model.register_forward_hook(partial(_end_forward, head))
         own = (partial(delattr, base, "_loss_function"), partial(delattr, head, "forward"))
         self._undo = [before.remove, after.remove, *own]
         return stepper
 
     def close_run(self) -> None:
-        """Give the model its own loss back."""
         while self._undo:
             self._undo.pop()()
 
@@ -114,7 +113,7 @@ def _refuse(reason: str) -> TaskError:
     return TaskError("Cannot compute this loss with ChunkedCrossEntropy.", reason, _REMEDY)
 
 
-def _before(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _begin_forward(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Give the head the labels of a training step."""
     step = vars(head)["step"] = {}
     if model.training and torch.is_grad_enabled():
@@ -126,7 +125,7 @@ def _before(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]
         step["goals"] = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
 
 
-def _head(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
+def _head_forward(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits, or in a training step the sum of the losses."""
     step = vars(head).get("step", {})
     if "goals" not in step:
@@ -140,11 +139,11 @@ def _head(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
     return step["sum"]  # type: ignore[no-any-return]
 
 
-def _mean_loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
+def _mean_loss(plain: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
     """Return the mean of the losses that the head computed; in place of the model's `loss_function`."""
     step = vars(head).get("step", {})
     if "goals" not in step:
-        return own(logits, *args, num_items_in_batch=num_items_in_batch, **options)
+        return plain(logits, *args, num_items_in_batch=num_items_in_batch, **options)
     if logits is not step.get("sum") or options.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
         raise _refuse("The model scales or caps its logits (as by final_logit_softcapping), or ignores another label.")
     step["is_used"] = True
@@ -152,7 +151,7 @@ def _mean_loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch:
     return logits / (count.to(logits.device) if isinstance(count, torch.Tensor) else count)
 
 
-def _after(head: nn.Module, model: nn.Module, args: Any, outputs: Any) -> Any:
+def _end_forward(head: nn.Module, model: nn.Module, args: Any, outputs: Any) -> Any:
     """Take the sum of the losses out of the outputs, which would hold it as their logits."""
     step, vars(head)["step"] = vars(head)["step"], {}
     if "goals" not in step:

@@ -28,9 +28,6 @@ class _Step(NamedTuple):
     weights: str | None
     data: tuple[int, Any]  # the epoch, and the samples of each micro-batch
 
-    def all_samples(self) -> list[Any]:
-        return [*chain(*filter(None, self.data[1]))]
-
 
 class _Report(NamedTuple):
     """What one process knows of the steps since the last check; processes with one reader get the same samples."""
@@ -113,7 +110,10 @@ class Invariants:
                     problems.append(("readers", _DIFFERENT_SAMPLES.format(step)))
                 if self._is_replicated and reports[0].steps[step].weights != report.steps[step].weights:
                     problems.append(("replicas", _DIFFERENT_WEIGHTS.format(step)))
-        samples = {step: [report.steps[step].all_samples() for report in readers.values()] for step in common}
+        samples = {
+            step: [[*chain(*filter(None, report.steps[step].data[1]))] for report in readers.values()]
+            for step in common
+        }
         problems += _find_equal_readers(samples)
         for kind, text in problems:
             if kind not in self._reported:

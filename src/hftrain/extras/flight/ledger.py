@@ -305,7 +305,7 @@ class _Recorder:
     def _store_spike(self, step: int, batches: list[Any]) -> None:
         """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
-        batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
+        batches = list(map(_host_tensors, batches))
         with quiet(self._folder):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(batches, folder / f"step{step:08d}-{self._ledger.name}.pt")
@@ -329,12 +329,12 @@ def _checked_losses(losses: torch.Tensor, samples: list[Any] | None) -> torch.Te
     return losses.detach()
 
 
-def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch with their names, or their places in a sequence."""
-    parts = batch if isinstance(batch, (list, tuple)) else [batch]
-    for name, value in batch.items() if isinstance(batch, Mapping) else enumerate(parts):
-        if isinstance(value, torch.Tensor):
-            yield str(name), value
+def _host_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch by their names, or their places in a sequence."""
+    entries = (
+        batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, (list, tuple)) else [batch]))
+    )
+    return {str(name): value.detach().cpu() for name, value in entries.items() if isinstance(value, torch.Tensor)}
 
 
 def _to_float(value: Any) -> float | None:

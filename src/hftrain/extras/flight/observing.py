@@ -74,7 +74,6 @@ class Observer(TrainerCallback):
                     self._calls.append({**call, "gradients": [_facts(parameter.grad)]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to look."""
         if state.global_step == self.step - 1:
             self._is_on = True
             self._parameters = list(kwargs["model"].named_parameters())
@@ -92,7 +91,6 @@ class Observer(TrainerCallback):
             control.should_training_stop = True
 
     def close_run(self) -> None:
-        """Stop looking."""
         self._is_on = False
         while self._handles:
             self._handles.pop().remove()

@@ -51,7 +51,6 @@ class Schedules(TrainerCallback):
             self._count_and_step(name)
 
     def wrap_parts(self, parts: Any) -> Any:
-        """Keep the progress of the run."""
         self._progress = parts.progress
         return parts
 

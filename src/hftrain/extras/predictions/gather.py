@@ -123,11 +123,12 @@ class RowCollector(_Collector):
             order: The dataset indices of the samples in reading order, if the rows are to be in dataset order.
         """
         self.to_host()
+        own = self._structure
         if group.world_size == 1:
-            own = self._structure
             whole = own and pytree.tree_unflatten([rows.array() for rows in self._rows], own.spec)
             return whole if order is None else restore_order(whole, order)
-        structures = _Structure.gather(self._structure, group)
+        texts = group.gather_object(own and [pytree.treespec_dumps(own.spec), own.are_objects])
+        structures = [_Structure(pytree.treespec_loads(text), kinds) for text, kinds in filter(None, texts)]
         if any(structure != structures[0] for structure in structures):
             raise _mismatch("processes", structures)
         if not structures:
@@ -149,12 +150,6 @@ class _Structure(NamedTuple):
 
     spec: pytree.TreeSpec
     are_objects: list[bool]
-
-    @classmethod
-    def gather(cls, own: _Structure | None, group: Ranks) -> list[_Structure]:
-        """Return the structures of the ranks that have one. Collective."""
-        texts = group.gather_object(own and [pytree.treespec_dumps(own.spec), own.are_objects])
-        return [cls(pytree.treespec_loads(text), are_objects) for text, are_objects in filter(None, texts)]
 
 
 class _ObjectRows:

@@ -30,9 +30,8 @@ class Resumable(Optimizer):
         state, groups = dict(packed["state"]), []
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             states = group.get("state", {})
-            state.update(
-                {key: states[p] for key, p in zip(saved["params"], group["params"], strict=True) if p in states}
-            )
+            pairs = zip(saved["params"], group["params"], strict=True)
+            state.update({key: states[p] for key, p in pairs if p in states})
             groups.append({key: value for key, value in saved.items() if key != "state"})
         return {**packed, "state": state, "param_groups": groups}
 

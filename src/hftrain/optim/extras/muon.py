@@ -277,14 +277,11 @@ def find_hidden(model: nn.Module) -> list[nn.Parameter]:
         module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     ]
     outer_layers += linear[-1:] if output is None else [output]
-    excluded = {id(parameter) for layer in outer_layers for parameter in layer.parameters()}
+    outer = {id(parameter) for layer in outer_layers for parameter in layer.parameters()}
     matrices = [
         parameter
         for name, parameter in model.named_parameters()
-        if name.endswith("weight")
-        and parameter.dim() == 2
-        and parameter.requires_grad
-        and id(parameter) not in excluded
+        if name.endswith("weight") and parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in outer
     ]
     if not matrices:
         raise ConfigError(
