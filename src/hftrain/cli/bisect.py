@@ -35,7 +35,7 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
     if max_step is not None:
         ledgers = [{step: ledger[step] for step in ledger if step <= max_step} for ledger in ledgers]
     last = min(max(ledger, default=0) for ledger in ledgers)
-    lines, where, how, folder = list[str](), None, "to the bit", new_folder(output or "bisect", what="observe")
+    lines, module, how, folder = list[str](), None, "to the bit", new_folder(output or "bisect", what="observe")
     if causes:
         how = "up to rounding"
         lines = [f"Compared up to rounding, and to step {last}, because these differ: {', '.join(causes)}"]
@@ -59,12 +59,12 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         modules = [read_ranks(replayed, "modules") for replayed in folders]
         if causes:
             has_backward = "world_size" not in causes and "fp16" not in types
-            where = first_module_apart(modules, has_backward=has_backward)
+            module = first_module_apart(modules, has_backward=has_backward)
             how += "" if has_backward else ", whose gradients are not compared"
         else:
-            where = first_difference(*modules)
-        lines.append(f"step {step}, {where}" if where else f"All modules of that step are the same {how}.")
-    return Answer([*lines, *described], {"step": step, "differs": names, "where": where, "around": described})
+            module = first_difference(*modules)
+        lines.append(f"step {step}, {module}" if module else f"All modules of that step are the same {how}.")
+    return Answer([*lines, *described], {"step": step, "differs": names, "where": module, "around": described})
 
 
 def _setting_differences(runs: Sequence[str]) -> dict[str, tuple[Any, Any]]:

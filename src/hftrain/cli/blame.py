@@ -127,6 +127,7 @@ def _limits_near(ledger: Lines, step: int) -> tuple[float, float]:
 
 
 def _samples_of_line(line: Mapping[str, Any]) -> Iterator[Suspect]:
+    """Yield the samples of a process's line with their own losses, or else with that of their micro-batch."""
     losses, sample_losses, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
     for number, samples in enumerate(line.get("samples") or []):
         own_losses = sample_losses[number] if number < len(sample_losses) else None
@@ -192,22 +193,22 @@ def show_blame(
         suspect.spikes = [step for step in suspect.steps if step in spikes]
     suspects.sort(key=_sort_key)
     _show_contents(flight_folder(run).parent, ledger, suspects[:top])
-    lines += [_describe_step(each, spikes, ledger) for each in step_list[:top]]
+    lines += [_describe_step(suspect, spikes, ledger) for suspect in step_list[:top]]
     lines += [f"and {len(step_list) - top} more" for _ in range(len(step_list) > top)]
     lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
     lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
     if not suspects:
         lines.append("The samples of these steps are not known: their loader is not one of hftrain's or torch's.")
-    elif not all(each.is_own for each in suspects):
+    elif not all(number.is_own for number in suspects):
         lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
         lines += ["train with FlightLog(sample_losses=...)."]
     if output is not None:
-        Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
-        first = min((each.steps[0] for each in suspects), default=step_list[0])
+        Path(output).write_text(json.dumps([suspect.sample for suspect in suspects]) + "\n", encoding="utf-8")
+        first = min((suspect.steps[0] for suspect in suspects), default=step_list[0])
         lines += ["", f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint"]
         lines += [f"before step {first}, with Trainer(..., exclude_samples={output!r})."]
-    data = [vars(each) for each in suspects]
-    return Answer(lines, {"spikes": [{"step": each, "loss": spikes.get(each, (None,))[0]} for each in step_list],
+    data = [vars(suspect) for suspect in suspects]
+    return Answer(lines, {"spikes": [{"step": number, "loss": spikes.get(number, (None,))[0]} for number in step_list],
                           "suspects": data})  # fmt: skip
 
 

@@ -141,6 +141,7 @@ class _Config:
         return trainer
 
     def _arguments(self) -> TrainingArguments:
+        """Return the training arguments; an error in them names the lines of the file that set them."""
         try:
             args = TrainingArguments(**vars(self._parsed.args))
         except ConfigError as error:
@@ -181,6 +182,7 @@ class _Config:
             raise ConfigError(f"{place}: cannot import {path!r}.", f"{error}.", remedy) from error
 
     def _check_known(self) -> None:
+        """Raise for what nothing reads, with its line and the nearest name: jsonargparse would tell neither."""
         known = set(self._parser.get_defaults(skip_validation=True).keys()) - {"file"}
         sections = {dest[:position] for dest in known for position, letter in enumerate(dest) if letter == "."}
         for key in self._file:
@@ -193,6 +195,7 @@ class _Config:
                 raise ConfigError(f"Cannot use --{key}: it has no meaning.", "", _suggest_key(key, known | sections))
 
     def _parse(self) -> Any:
+        """Parse the file and the options together; an error says which of the two is wrong."""
         try:
             return self._parser.parse_args(["--file", json.dumps(self._file.values), *self._options])
         except argparse.ArgumentError as error:

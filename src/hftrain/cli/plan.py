@@ -138,6 +138,7 @@ def _row(plan: Candidate) -> list[str]:
 
 
 def _advice(best: Candidate, memory: float) -> list[str]:
+    """Return the code to copy for the best candidate, and why it is the best."""
     options = "".join(f", {name}={value!r}" for name, value in best.options.items())
     strategy = f'strategies.create("{best.strategy}"{options})' if options else f'"{best.strategy}"'
     spare = memory * USABLE - best.device

@@ -288,8 +288,8 @@ def _notes(run: RunRecord) -> Iterable[str]:
 
 
 def _environment(run: RunRecord) -> Iterable[tuple[str, str]]:
-    where = last_begin(run).get("environment", {})
-    yield from ((name, _value(value)) for name, value in {**run.origin, **where}.items() if name != "versions")
+    environment = last_begin(run).get("environment", {})
+    yield from ((name, _value(value)) for name, value in {**run.origin, **environment}.items() if name != "versions")
     yield from run.versions.items()
 
 

@@ -199,6 +199,7 @@ def _short_names(folders: Sequence[str]) -> list[str]:
 
 
 def _fetch(url: str, copy: Path) -> None:
+    """Copy what is read of a remote run, which is little: no weights."""
     remote = extra("remote").RemoteFolder(url)
     try:
         for folder in remote.names():
@@ -324,6 +325,7 @@ class _Journal:
         self._samples, self._trained_s = 0, 0.0
 
     def _add_entry(self, line: Mapping[str, Any]) -> None:
+        """Add an entry, with the speed since the one before: the journal holds running sums."""
         took_s, trained = line["trained_s"] - self._trained_s, line["samples"] - self._samples
         entry = line["entry"]
         if trained > 0 and took_s > 0:

@@ -129,7 +129,7 @@ class EngineCheckpoints:
                 "position": Entry(Scope.MANIFEST, position),
                 **training_entries(*training_parts, read_precision=read_precision),
                 "objects": Entry(Scope.RANK, objects, load_objects),
-                "batches": Entry(Scope.RANK, lambda: [each.own_state() for each in self.batches], load_batches),
+                "batches": Entry(Scope.RANK, lambda: [batches.own_state() for batches in self.batches], load_batches),
             }
         )
 

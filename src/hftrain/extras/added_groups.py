@@ -57,6 +57,7 @@ def _simple_schedules(schedule: Any) -> list[Any]:
 
 
 def _extend_schedule(schedule: Any, group: dict[str, Any], *, rate: Any) -> None:
+    """Add the group's values to a schedule's lists, which torch fills only when it is constructed."""
     values, groups = vars(schedule), schedule.optimizer.param_groups
     first = groups[0]
     if isinstance(schedule, CyclicLR):

@@ -124,6 +124,7 @@ def _was_committed(folder: Path) -> bool:
 
 
 def _read_state(folder: Path) -> TrainerState:
+    """Return the state if its numbers can be true: nothing else proves these files."""
     state = load_trainer_state(folder)
     counts = (state.global_step, state.max_steps)
     numbers = (state.epoch or 0.0,)

@@ -226,7 +226,7 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
 
 
 def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
-    asked = (
+    problem = (
         f"Cannot read the lengths of {type(dataset).__name__} (to pack it, or for group_by_length or sortish_sampler)."
     )
-    return ConfigError(asked, reason, remedy)
+    return ConfigError(problem, reason, remedy)

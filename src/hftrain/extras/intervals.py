@@ -72,6 +72,7 @@ class IntervalCallback(TrainerCallback, ExportableState):
             self._set_flags(args, state, control, ("tok",))
 
     def _set_flags(self, args: Any, state: TrainerState, control: TrainerControl, units: tuple[str, ...]) -> None:
+        """Set the flags whose interval has passed; several that passed at once count as one."""
         for flag, interval in self.intervals.items():
             if interval.unit not in units:
                 continue

@@ -45,8 +45,8 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         if max_frames_to_save < 1:
-            asked, reason = f"Cannot use max_frames_to_save={max_frames_to_save!r}.", "A report needs a frame."
-            raise ConfigError(asked, reason, "Use 1 or more.")
+            problem, reason = f"Cannot use max_frames_to_save={max_frames_to_save!r}.", "A report needs a frame."
+            raise ConfigError(problem, reason, "Use 1 or more.")
         self.model = model
         self.trace_batch_nums = frozenset(trace_batch_nums)
         self.abort_after_batch_num = abort_after_batch_num
@@ -81,8 +81,8 @@ class DebugUnderflowOverflow:
         if module is self.model:
             self.batch_number += 1
             if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
-                asked = f"Cannot use abort_after_batch_num={self.abort_after_batch_num}."
-                raise TaskError(asked, "That batch is done.", "Leave abort_after_batch_num out to go on.")
+                problem = f"Cannot use abort_after_batch_num={self.abort_after_batch_num}."
+                raise TaskError(problem, "That batch is done.", "Leave abort_after_batch_num out to go on.")
 
     def _add_frame(self, module: nn.Module, inputs: Any, options: Any, output: Any) -> list[str]:
         """Record a frame; return the names of inputs and outputs that are not finite."""

@@ -35,8 +35,8 @@ def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
     """Return metrics as aligned lines under a title, names sorted."""
     texts = {name: str(value) for name, value in sorted(metrics_format(metrics).items())}
-    left, right = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
-    lines = [f"  {name:<{left}} = {value:>{right}}" for name, value in texts.items()]
+    name_width, value_width = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
+    lines = [f"  {name:<{name_width}} = {value:>{value_width}}" for name, value in texts.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
 
 

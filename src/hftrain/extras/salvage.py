@@ -67,6 +67,7 @@ class Salvage:
         return replace(parts, hooks=hooks, stepper=stepper)
 
     def _mark_state(self) -> None:
+        """Note how to go back to this boundary: a step that fails has drawn numbers and changed buffers."""
         task, contents = self._parts.task, self._saver.contents
         task_state = map_tensors(contents.registry.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()

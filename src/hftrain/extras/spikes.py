@@ -157,6 +157,7 @@ class SpikeGuard(TrainerCallback):
                 self._parts.pending.insert(0, self._rewind)
 
     def _rewind(self) -> None:
+        """Load the newest checkpoint's weights, but not the same one again and again."""
         self._parts.pending.remove(self._rewind)
         folder, step = self._parts.hooks.rewind(), self._parts.progress.step
         if folder is None:

@@ -89,6 +89,7 @@ def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
 
 
 def _fit_group(group: dict[str, Any], states: Mapping[torch.Tensor, Any], *, may_unfuse: bool) -> None:
+    """Give the gradients the layout that the kernel reads, or leave the group to torch's loop."""
     for parameter in group["params"]:
         grad = parameter.grad
         if grad is None:

@@ -93,6 +93,7 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
 
 
 def _matches(path: str, patterns: str | Sequence[str], *, is_linear: bool, config: OptimizerConfig) -> bool:
+    """Tell whether patterns name a module, by a part of its path or an expression for all of it."""
     if isinstance(patterns, str) and patterns.replace("_", "-") == "all-linear":
         return is_linear
     expressions = [patterns] if isinstance(patterns, str) else patterns

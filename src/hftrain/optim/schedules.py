@@ -162,6 +162,7 @@ def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Paramet
 
 @contextmanager
 def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
+    """Report arithmetic that the user's numbers make impossible as an error in the settings."""
     try:
         yield
     except ConfigError:

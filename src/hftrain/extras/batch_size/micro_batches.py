@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-SMALLER_BATCH = "smaller_batch"
-
 
 class MicroBatches:
     """Run a batch in micro-batches that fit into memory; replaces the two loop hooks that receive batches.
@@ -84,6 +82,7 @@ class MicroBatches:
         return loss
 
     def _find_size(self, model: nn.Module, batch: Any, num_items: Any) -> None:
+        """Halve the size until a rehearsal of the step fits on every process; it leaves no trace in logs or metrics."""
         strategy = self._trainer.strategy
         self.size = batch_size_of(batch) or self._trainer.state.train_batch_size or 1
         logs, buffers = self._logs.state_dict(), [(b, b.clone()) for b in self._trainer.task.buffers()]
@@ -120,6 +119,7 @@ class MicroBatches:
         logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, previous, self.size)
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """Train on the parts of a batch; only the last one may exchange gradients."""
         assert self.size is not None
         step, parts = self._hooks.training_step, split_batch(batch, self.size)
         self._shares.has_weighed = len(parts) == 1

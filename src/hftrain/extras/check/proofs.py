@@ -102,9 +102,9 @@ def prove_device(folder: Path) -> str:
     if kind == "cpu":
         return f"no accelerator; CPU ({device_name(_CPU)}), threads: {torch.get_num_threads()}"
     description = f"{torch.accelerator.device_count()} x {device_name(torch.device(kind, 0))} ({kind})"
-    read = getattr(torch.get_device_module(kind), "mem_get_info", None)
-    if read is not None:
-        free, total = read(0)
+    read_memory = getattr(torch.get_device_module(kind), "mem_get_info", None)
+    if read_memory is not None:
+        free, total = read_memory(0)
         description += f", {readable_bytes(free)} of {readable_bytes(total)} free"
         if free < _MIN_MEMORY:
             raise Failed(description, "Another process holds the memory: end it, or choose another device.")

@@ -84,6 +84,7 @@ class Fingerprint:
             block is None or block.num_elements < size for block, size in zip(self._blocks, sizes, strict=True)
         )
         self._parts = list(self._split_into_parts())
+        self.num_parts = len(self._parts)  # after so many steps every element has been looked at
         device = next((parameter.device for parameter in self.parameters if not parameter.is_meta), None)
         self._powers = torch.full((size,), _MIX, device=device).cumprod(0)  # modulo 2^64
 
@@ -103,11 +104,6 @@ class Fingerprint:
                     part, room = [], self._size
         if part:
             yield part
-
-    @property
-    def num_parts(self) -> int:
-        """After how many steps every element has been looked at."""
-        return len(self._parts)
 
     @torch.no_grad()
     def of(self, step: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Invariants:
     ) -> None:  # fmt: skip
         self._strategy, self._parts, self._settings = strategy, parts, settings
         # Other stages of a pipeline look at what they hold.
-        self._trained = [(name, each) for name, each in trained if not each.is_meta]
+        self._trained = [(name, parameter) for name, parameter in trained if not parameter.is_meta]
         self._is_replicated = is_replicated
         self._snapshots: list[tuple[int, Any]] = []
         self._reported: set[str] = set()

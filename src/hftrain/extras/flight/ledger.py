@@ -277,6 +277,7 @@ class _Recorder:
         self.finish(is_last=True)
 
     def _add_line(self, entry: dict[str, Any]) -> None:
+        """Write down a step whose numbers have reached the host by now; keep its batches if it stands out."""
         values = entry["read"]()
         micro_steps = values["micro_steps"]
         line = {

@@ -183,6 +183,7 @@ def first_difference(mine: list[Calls], other: list[Calls]) -> str | None:
 
 
 def _first_difference(calls: Calls, other_calls: Calls) -> _Difference | None:
+    """Compare the calls of one process in both runs, forward in order, then backward."""
     for position, (call, other_call) in enumerate(zip(calls, other_calls, strict=False)):
         if (call["module"], call["type"]) != (other_call["module"], other_call["type"]):
             called = " and ".join(f"{each['module']} ({each['type']})" for each in (call, other_call))

@@ -46,6 +46,7 @@ class RecordingBatches(BatchWrapper):
         return None if batches is None else self._pass_on(batches, start)
 
     def _pass_on(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
+        """Drop excluded samples, and note each batch with its position: loaders read ahead of the training."""
         if self.recorded is not None:
             self.recorded.clear()
         for position, batch in enumerate(batches, start):
@@ -150,6 +151,7 @@ class RecordingFeed:
         return self._record_samples(self.feed.open(epoch, skip=skip, offset=offset), recorder, skip)
 
     def _record_samples(self, batches: Iterator[Any], recorder: Any, first: int) -> Iterator[Any]:
+        """Pair each batch with the samples that were noted for its position; some are skipped after a resume."""
         for position, batch in enumerate(batches, first):
             samples = None
             while recorder is not None and recorder.recorded and recorder.recorded[0][0] <= position:
@@ -202,7 +204,7 @@ class ExcludeSamples(TrainerCallback):
             )
         is_paired = any(isinstance(part, MixtureSampler) for part in samplers_of(loader_without))
         kind = str if find_naming_collator(loader_without) else tuple if is_paired else int
-        if wrong := [each for each in self.samples if type(each) is not kind]:
+        if wrong := [sample for sample in self.samples if type(sample) is not kind]:
             raise ConfigError(
                 f"Cannot leave out sample {wrong[0]!r}.",
                 f"This data names its samples by {_KINDS[kind]}, as in the flight log.",
@@ -210,9 +212,9 @@ class ExcludeSamples(TrainerCallback):
             )
         if kind is int and has_length(loader.dataset):
             num = len(loader.dataset)
-            if unknown := sorted(each for each in self.samples if not 0 <= each < num):
-                asked = f"Cannot leave out sample {unknown[0]}."
-                raise ConfigError(asked, f"The dataset has {num} samples.", "Correct exclude_samples.")
+            if unknown := sorted(sample for sample in self.samples if not 0 <= sample < num):
+                problem = f"Cannot leave out sample {unknown[0]}."
+                raise ConfigError(problem, f"The dataset has {num} samples.", "Correct exclude_samples.")
             if len(self.samples) >= num:
                 raise ConfigError("Cannot leave out all samples.", "Nothing would be trained on.", "Shorten the list.")
         return loader_without
@@ -220,8 +222,8 @@ class ExcludeSamples(TrainerCallback):
 
 def _read_samples(samples: Any) -> frozenset[Any]:
     if isinstance(samples, (str, Path)):
-        asked = f"Cannot read exclude_samples={str(samples)!r}."
-        samples = read_json(samples, asked, "Pass a JSON file with a list of samples.")
+        problem = f"Cannot read exclude_samples={str(samples)!r}."
+        samples = read_json(samples, problem, "Pass a JSON file with a list of samples.")
     is_list = isinstance(samples, (list, tuple, set, frozenset, range))
     samples_list = [tuple(sample) if isinstance(sample, list) else sample for sample in samples] if is_list else []
     if not is_list or not all(type(sample) in _KINDS for sample in samples_list):

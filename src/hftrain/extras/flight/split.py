@@ -46,13 +46,13 @@ def read_split(run: str | Path) -> dict[str, Any] | None:
 
 def _with_waiting(step: _Step) -> _Step:
     """Add the time between steps: ranks that wait for each other take equally long for all of it."""
-    totals = [sum(each.values()) for each in step]
-    return [{**each, "between": max(totals) - total} for each, total in zip(step, totals, strict=True)]
+    totals = [sum(phases.values()) for phases in step]
+    return [{**phases, "between": max(totals) - total} for phases, total in zip(step, totals, strict=True)]
 
 
 def _latest_rank(step: _Step) -> int | None:
     """Return the rank that came last to some place on the way; None if no rank is late."""
-    places = list(zip(*(accumulate([each[name] for name in _PHASE_ORDER]) for each in step), strict=True))
+    places = list(zip(*(accumulate([phases[name] for name in _PHASE_ORDER]) for phases in step), strict=True))
     late = [max(place[rank] - _median_of_others(place, rank) for place in places) for rank in range(len(step))]
     return late.index(max(late)) if max(late) > _LATE * sum(step[0].values()) else None
 

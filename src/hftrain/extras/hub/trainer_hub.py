@@ -179,6 +179,7 @@ class TrainerHub:
 
     @contextmanager
     def _warn_on_failure(self, description: str) -> Iterator[None]:
+        """Turn the failure of a push into a warning: it must not end a training."""
         try:
             yield
         except Exception as error:

@@ -126,6 +126,7 @@ class Uploads:
         return replace(push, folders={name: folder for name, folder in self._next_folders.items() if folder.is_dir()})
 
     def _commit_after(self, push: Push, snapshot: FolderLock, *, previous: Future[Any] | None) -> Any:
+        """Commit a snapshot after the previous push, so that commits are in the order of the saves."""
         wait([] if previous is None else [previous])
         try:
             return self._commit(push, folder_files(snapshot.folder))
@@ -141,6 +142,7 @@ class Uploads:
             drop(snapshot)
 
     def _commit(self, push: Push, files: Mapping[str, Path]) -> Any:
+        """Commit, and delete what is stale in whole folders; those of a failed push go with the next one."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         self.num_pushes += 1

@@ -180,6 +180,7 @@ def _fill_rows(lengths: Iterable[int], length: int, packing: str) -> list[list[P
 
 
 def _wrap(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Fill each row to its end, in the order of the documents, which are cut there."""
     rows: list[list[Piece]] = []
     room = 0
     for number, size in enumerate(lengths):
@@ -196,6 +197,7 @@ def _wrap(lengths: Sequence[int], length: int) -> list[list[Piece]]:
 
 
 def _best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Put each piece, from long to short, into the fullest row that has room for it, which leaves little padding."""
     pieces = [
         (number, start, min(start + length, size))
         for number, size in enumerate(lengths)

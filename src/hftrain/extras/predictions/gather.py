@@ -103,6 +103,7 @@ class RowCollector(_Collector):
         self._structure: _Structure | None = None
 
     def _store(self, tree: Any) -> None:
+        """Append the leaves of a batch, each to its rows; the first batch decides the structure."""
         leaves, spec = pytree.tree_flatten(tree)
         structure = _Structure(spec, [isinstance(leaf, Objects) for leaf in leaves])
         if self._structure is None:

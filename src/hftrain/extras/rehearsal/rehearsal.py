@@ -98,9 +98,9 @@ def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: T
         handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
 
 
-def _copy_parts(trainer: TrainerHooks, own: TrainerParts) -> None:
+def _copy_parts(trainer: TrainerHooks, trainer_parts: TrainerParts) -> None:
     """Copy model, optimizer, schedule and loops together because they refer to each other."""
-    adopted = own.model
+    adopted = trainer_parts.model
     try:
         if trainer.model_init is not None:
             trainer.loops = copy.deepcopy(trainer.loops)

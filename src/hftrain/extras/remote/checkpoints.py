@@ -174,6 +174,7 @@ class RemoteCheckpoints(Checkpoints):
         return read_manifest(folder)
 
     def _fetch(self, name: str) -> Path:
+        """Download into a staging folder and commit that, so that a killed fetch leaves no half checkpoint."""
         sizes = self.folder.sizes(name)
         if sizes.get(MANIFEST, 0) > _MAX_MANIFEST_BYTES:
             raise self._damaged(name, f"Its {MANIFEST} has {sizes[MANIFEST]} bytes")

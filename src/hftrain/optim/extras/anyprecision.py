@@ -53,6 +53,7 @@ class AnyPrecisionAdamW(Optimizer):
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter; with compensation, what rounding drops is added to its next update."""
         state, (beta1, beta2), grad = self.state[parameter], group["betas"], parameter.grad
         if not state:
             state["step"] = 0

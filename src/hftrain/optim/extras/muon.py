@@ -121,6 +121,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any], matrices: list[torch.Tensor]) -> None:
+        """Average the gradients of this process's rows, orthogonalise the averages, and step by them."""
         if any(matrix.dim() != 2 for matrix in matrices):
             raise _flattened_error("It has flattened the matrices.")
         momentum, rate, updates = group["momentum"], float(group["lr"]), []
