@@ -96,12 +96,13 @@ class ChunkedCrossEntropy(TrainerCallback):
             reason = "Ranks share its head or its tokens; MeshStrategy(loss_parallel=True) alone saves the logits, too."
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
-        base.loss_function = partial(_mean_loss, loss, head)
-        head.forward = partial(_head_forward, head, self.chunk_size)
-        before = model.register_forward_pre_hook(partial(_begin_forward, head), with_kwargs=True)
-        after = model.register_forward_hook(partial(_end_forward, head))
-        own = (partial(delattr, base, "_loss_function"), partial(delattr, head, "forward"))
-        self._undo = [before.remove, after.remove, *own]
+        step: dict[str, Any] = {}  # what these four hand to each other in one forward pass
+        base.loss_function = partial(_mean_loss, loss, step)
+        head.forward = partial(_head_forward, head, step, self.chunk_size)
+        before = model.register_forward_pre_hook(partial(_begin_forward, step), with_kwargs=True)
+        after = model.register_forward_hook(partial(_end_forward, step))
+        replaced = (partial(delattr, base, "_loss_function"), partial(delattr, head, "forward"))
+        self._undo = [before.remove, after.remove, *replaced]
         return stepper
 
     def close_run(self) -> None:
@@ -113,36 +114,34 @@ def _refuse(reason: str) -> TaskError:
     return TaskError("Cannot compute this loss with ChunkedCrossEntropy.", reason, _REMEDY)
 
 
-def _begin_forward(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _begin_forward(step: dict[str, Any], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Give the head the labels of a training step."""
-    step = vars(head)["step"] = {}
+    step.clear()
     if model.training and torch.is_grad_enabled():
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
         if labels is None:
             raise _refuse(
                 "The model is not given labels: label_smoothing_factor, compute_loss_func or the step has them."
             )
-        step["goals"] = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
+        step["labels"] = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
 
 
-def _head_forward(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
+def _head_forward(head: Any, step: dict[str, Any], chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits, or in a training step the sum of the losses."""
-    step = vars(head).get("step", {})
-    if "goals" not in step:
+    if "labels" not in step:
         return F.linear(hidden, head.weight, head.bias)
-    goals = step["goals"].to(hidden.device)
-    if hidden.shape[:-1] != goals.shape:
-        raise _refuse(f"The head gets tokens of shape {tuple(hidden.shape[:-1])}, and labels of {tuple(goals.shape)}.")
+    labels, tokens = step["labels"].to(hidden.device), hidden.shape[:-1]
+    if tokens != labels.shape:
+        raise _refuse(f"The head gets tokens of shape {tuple(tokens)}, and labels of {tuple(labels.shape)}.")
     options: Any = {"bias": head.bias, "reduction": "sum", "chunk_size": chunk_size}
-    step["sum"] = chunked_cross_entropy(hidden, head.weight, goals, **options)
-    step["count"] = (goals != IGNORED_LABEL).sum()
+    step["sum"] = chunked_cross_entropy(hidden, head.weight, labels, **options)
+    step["count"] = (labels != IGNORED_LABEL).sum()
     return step["sum"]  # type: ignore[no-any-return]
 
 
-def _mean_loss(plain: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
+def _mean_loss(plain: Any, step: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
     """Return the mean of the losses that the head computed; in place of the model's `loss_function`."""
-    step = vars(head).get("step", {})
-    if "goals" not in step:
+    if "labels" not in step:
         return plain(logits, *args, num_items_in_batch=num_items_in_batch, **options)
     if logits is not step.get("sum") or options.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
         raise _refuse("The model scales or caps its logits (as by final_logit_softcapping), or ignores another label.")
@@ -151,11 +150,12 @@ def _mean_loss(plain: Any, head: Any, logits: Any, *args: Any, num_items_in_batc
     return logits / (count.to(logits.device) if isinstance(count, torch.Tensor) else count)
 
 
-def _end_forward(head: nn.Module, model: nn.Module, args: Any, outputs: Any) -> Any:
+def _end_forward(step: dict[str, Any], model: nn.Module, args: Any, outputs: Any) -> Any:
     """Take the sum of the losses out of the outputs, which would hold it as their logits."""
-    step, vars(head)["step"] = vars(head)["step"], {}
-    if "goals" not in step:
+    has_labels, is_used = "labels" in step, "is_used" in step
+    step.clear()
+    if not has_labels:
         return outputs
-    if "is_used" not in step or not isinstance(outputs, Mapping):
+    if not is_used or not isinstance(outputs, Mapping):
         raise _refuse("The model does not compute its loss by its head and its loss_function, or returns a tuple.")
     return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})

@@ -241,7 +241,7 @@ class OptimizersByHand(Optimizers):
 
     def allow_steps(self) -> AbstractContextManager[None]:
         """Let an optimizer step in the context."""
-        return temporarily(self, _steps=True)
+        return temporarily(self, _allows_steps=True)
 
     def _refuse_bare_step(self, *_: Any) -> None:
         """Raise if an optimizer is stepped itself: its gradients would be neither averaged nor unscaled nor clipped."""

@@ -62,7 +62,7 @@ class SimpleProfiler(_Profiler):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        if not hasattr(self, "_open"):  # the training is not ready yet
+        if not hasattr(self, "_open_spans"):  # the training is not ready yet
             yield
             return
         self._charge_to(self._open_spans[-1])
