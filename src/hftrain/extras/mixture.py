@@ -266,7 +266,7 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
     """A mixture of streams; each loader worker mixes its own part of them."""
 
     # The last one: samples in a row that the loader takes from one worker.
-    epoch, num_dealt, _is_loaded, _turn = 0, 0, False, 1
+    epoch, num_dealt, _is_loaded, _turn_size = 0, 0, False, 1
 
     def __init__(self, sets: Mapping[str, Any], **options: Any) -> None:
         super().__init__(sets, **options)

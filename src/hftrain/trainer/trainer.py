@@ -350,7 +350,7 @@ class Trainer:
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
         with parts.activity.running("train"):
             if num_batches := self.fast_dev_run:
-                options = {"num_batches": num_batches, "resume": resume, "found": existing_files}
+                options = {"num_batches": num_batches, "resume": resume, "existing": existing_files}
                 return extra("rehearsal").rehearse(self, parts, run, **options)  # type: ignore[no-any-return]
             return run(resume)
 
