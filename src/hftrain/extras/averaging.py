@@ -69,6 +69,7 @@ class WeightAverage(TrainerCallback):
                 parameter.copy_(average)
 
     def close_run(self) -> None:
+        """Let go of the parameters; the averages stay."""
         self._parameters = []
 
     @torch.no_grad()
@@ -217,6 +218,7 @@ class SWA(WeightAverage):
             self.update()
 
     def wrap_parts(self, parts: Any) -> Any:
+        """Keep the progress, which tells whether an epoch has ended."""
         self._progress = parts.progress
         return parts
 

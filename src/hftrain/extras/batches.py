@@ -49,6 +49,7 @@ class BatchCallback(TrainerCallback):
         )
 
     def close_run(self) -> None:
+        """Take the hook off the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

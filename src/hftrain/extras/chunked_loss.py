@@ -106,6 +106,7 @@ class ChunkedCrossEntropy(TrainerCallback):
         return stepper
 
     def close_run(self) -> None:
+        """Give the model its own loss back."""
         while self._undo:
             self._undo.pop()()
 

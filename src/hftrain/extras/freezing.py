@@ -105,6 +105,7 @@ class Freeze(TrainerCallback):
         self._unfreeze([group for group in self._frozen if _is_due(group.until, state)])
 
     def close_run(self) -> None:
+        """Leave all parameters as they were before the training."""
         self._unfreeze(self._frozen[:])
 
     def _latest_end(self, path: str, state: Any) -> Any:

@@ -170,6 +170,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
     # -- a training ------------------------------------------------------------------------------------------------
 
     def close_run(self) -> None:
+        """Forget the run."""
         # From this pass and this draw of it on, the shares.
         self.history: list[Any] = [[0, 0, self.shares]]
         # By set, the samples, and the passes of streams, of earlier passes; the pass, and the draws trained on in it.

@@ -164,7 +164,7 @@ class _Recorder:
         is_known = not is_partitioned(model) and parts.device.type != "xla"
         parameters = model.named_parameters() if is_known else ()
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        self._fingerprint = fingerprint = Fingerprint(parameter for _, parameter in trained)
+        self._fingerprints = fingerprint = Fingerprint(parameter for _, parameter in trained)
         if sample_losses is not None:
             self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
         self._invariants = invariants = Invariants(
@@ -224,7 +224,7 @@ class _Recorder:
                 "command": sys.orig_argv,
                 "folder": STARTED_IN,
                 "training": next(_TRAINING_NUMBERS),
-                "fingerprint": {"parts": self._fingerprint.num_parts, "is_split": self._fingerprint.is_split},
+                "fingerprint": {"parts": self._fingerprints.num_parts, "is_split": self._fingerprints.is_split},
             }
         )
         self._write()
@@ -293,7 +293,7 @@ class _Recorder:
             **dict.fromkeys(_FINGERPRINTS),
         }
         if values["prints"] is not None:
-            texts = (self._fingerprint.text_of(entry["step"] - 1, number) for number in values["prints"].tolist())
+            texts = (self._fingerprints.text_of(entry["step"] - 1, number) for number in values["prints"].tolist())
             line |= dict(zip(_FINGERPRINTS, texts, strict=False))
         sample_losses = [micro_step.get("sample_losses") for micro_step in micro_steps]
         if any(losses is not None for losses in sample_losses):

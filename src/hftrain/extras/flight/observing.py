@@ -91,6 +91,7 @@ class Observer(TrainerCallback):
             control.should_training_stop = True
 
     def close_run(self) -> None:
+        """Stop looking."""
         self._is_on = False
         while self._handles:
             self._handles.pop().remove()

@@ -195,6 +195,7 @@ class ExcludeSamples(TrainerCallback):
         return stepper
 
     def wrap_loader(self, loader: Any) -> Any:
+        """Return the loader without the samples."""
         loader_without = with_known_samples(loader, excluded=self.samples)
         if loader_without is None:
             raise ConfigError(

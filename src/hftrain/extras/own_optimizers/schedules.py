@@ -51,6 +51,7 @@ class Schedules(TrainerCallback):
             self._count_and_step(name)
 
     def wrap_parts(self, parts: Any) -> Any:
+        """Keep the progress, which tells whether an epoch has ended."""
         self._progress = parts.progress
         return parts
 
